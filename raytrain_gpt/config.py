@@ -1,0 +1,399 @@
+"""One frozen configuration tree with one set of names.
+
+A leaf's name is unique over all sections, so it is at once the YAML key (in its section), the flat
+command line flag (`--peak_lr`), the key of a sweep and the name of the tracked parameter. Values come
+from, later ones winning: the defaults here < a preset < a configuration file < flags. The defaults are
+a small GPT that trains on a laptop; every preset states what it changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from raytrain_gpt.errors import ConfigError
+
+VOCAB_MULTIPLE = 64
+"""The embedding has a multiple of this many rows, for speed on tensor cores."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelSection(_Section):
+    """The GPT-2 architecture."""
+
+    num_layers: int = Field(4, ge=1)
+    """Transformer blocks."""
+    num_heads: int = Field(4, ge=1)
+    """Attention heads of a block; divides embd_size."""
+    embd_size: int = Field(128, ge=1)
+    """Channels of the residual stream."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Probability of dropping an activation in training."""
+    init_from: str | None = None
+    """A checkpoint directory whose weights a new run starts from; null: random weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelSection:
+        if self.embd_size % self.num_heads:
+            valid = [h for h in range(1, self.embd_size + 1) if self.embd_size % h == 0]
+            near = sorted(valid, key=lambda h: (abs(h - self.num_heads), h))[:2]
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
+                f"nearest: num_heads {', '.join(map(str, sorted(near)))}"
+            )
+        return self
+
+
+class DataSection(_Section):
+    """What is trained on."""
+
+    data_path: str = "data/stdlib"
+    """Directory of a prepared dataset."""
+    seq_len: int = Field(128, ge=1)
+    """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
+
+
+class OptimSection(_Section):
+    """AdamW and its learning rate."""
+
+    peak_lr: float = Field(1e-3, gt=0)
+    """Learning rate after warm-up."""
+    min_lr: float = Field(1e-4, ge=0)
+    """Learning rate at max_steps; at most peak_lr."""
+    warmup_steps: int = Field(50, ge=0)
+    """Steps of linear warm-up from peak_lr/warmup_steps."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warm-up: cosine to min_lr, warm-up–stable–decay (wsd), or constant."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """wsd only: the last fraction of max_steps, in which the rate falls linearly to min_lr."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices and embeddings; biases and LayerNorm have none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""
+
+    @model_validator(mode="after")
+    def _rates_ordered(self) -> OptimSection:
+        if self.min_lr > self.peak_lr:
+            raise ValueError(
+                f"min_lr={self.min_lr:g} is above peak_lr={self.peak_lr:g}; "
+                f"set min_lr to at most {self.peak_lr:g} (usual: {self.peak_lr / 10:g})"
+            )
+        return self
+
+
+class TrainSection(_Section):
+    """Steps, batch and arithmetic."""
+
+    max_steps: int = Field(300, ge=1)
+    """Optimizer updates of the whole run."""
+    global_batch_tokens: int = Field(4096, ge=1)
+    """Tokens of one step over all workers; a multiple of seq_len."""
+    micro_batch_sequences: int = Field(16, ge=1)
+    """Sequences of one forward and backward on one worker."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs)."""
+    compile: bool = False
+    """torch.compile the model; evaluation and samples go on working."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    seed: int = Field(1337, ge=0, lt=2**32)
+    """The one seed: of weights, data order and dropout."""
+    log_every_steps: int = Field(10, ge=1)
+    """Steps between console lines; metrics.jsonl has every step whatever this is."""
+    checkpoint_every_steps: int = Field(250, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = Field(10, ge=1)
+    """Newest checkpoints kept; the best by validation loss is kept besides."""
+
+
+class EvalSection(_Section):
+    """Validation loss and samples during training."""
+
+    eval_every_steps: int = Field(250, ge=1)
+    """Steps between evaluations; the last step always has one."""
+    eval_tokens: int = Field(10_485_760, ge=1)
+    """Upper limit of validation tokens; the first of the val split, the same every time."""
+    sample_prompt: str = "Hello, I am a language model,"
+    """What the samples start with."""
+    num_samples: int = Field(5, ge=0)
+    """Samples of an evaluation; 0: none."""
+    max_new_tokens: int = Field(32, ge=1)
+    """Tokens of a sample after the prompt."""
+    top_k: int = Field(50, ge=1)
+    """Draw from the k most likely tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits before drawing; 0: always the most likely token."""
+
+
+class ClusterSection(_Section):
+    """What the run asks of Ray."""
+
+    num_workers: int | Literal["auto"] = "auto"
+    """Training processes, one per GPU; auto: as many as the cluster has GPUs, else 1."""
+    min_workers: int | None = None
+    """Start with as few workers as this when the cluster has no more; null: num_workers."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """auto: GPUs if the cluster has any."""
+    cpus_per_worker: int | Literal["auto"] = "auto"
+    """CPUs and torch threads of a worker; auto: this machine's cores shared out (1 on a given cluster)."""
+    max_failures: int = Field(3, ge=0)
+    """Restarts in a row without progress before the run gives up."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> ClusterSection:
+        for name in ("num_workers", "cpus_per_worker", "min_workers"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name}={value} is below 1; set {name} to 1 or more")
+        if isinstance(self.num_workers, int) and (self.min_workers or 1) > self.num_workers:
+            raise ValueError(
+                f"min_workers={self.min_workers} is above num_workers={self.num_workers}; "
+                f"set min_workers to at most {self.num_workers}"
+            )
+        return self
+
+
+class RunSection(_Section):
+    """Name and place of the run."""
+
+    run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    """Directory of the run below storage_path; the same name goes on where it stopped."""
+    storage_path: str = "runs"
+    """Directory of all runs, shared by all nodes."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a name that has one."""
+
+
+class TrackingSection(_Section):
+    """Where curves go besides the run's own files."""
+
+    mlflow_uri: str | None = "auto"
+    """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: no MLflow."""
+    experiment: str = "raytrain-gpt"
+    """MLflow experiment."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run's directory."""
+
+
+class Config(_Section):
+    """The whole configuration of a run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    cluster: ClusterSection = ClusterSection()
+    run: RunSection = RunSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _batch_is_whole(self) -> Config:
+        batch, seq_len = self.train.global_batch_tokens, self.data.seq_len
+        if batch % seq_len:
+            raise ValueError(
+                f"global_batch_tokens={batch} is not a multiple of seq_len={seq_len}; "
+                f"nearest: {_nearest_multiples(batch, seq_len)}"
+            )
+        return self
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self.train.global_batch_tokens // self.data.seq_len
+
+    def leaves(self) -> dict[str, Any]:
+        """Flat view: leaf name -> value."""
+        return {name: getattr(getattr(self, s), name) for name, (s, _) in LEAVES.items()}
+
+    def updated(self, values: Mapping[str, Any]) -> Config:
+        """A copy with leaf values replaced and everything validated again.
+
+        Raises:
+            ConfigError: unknown leaf, or a value that is not possible.
+        """
+        tree = self.model_dump()
+        for name, value in values.items():
+            tree[leaf_section(name)][name] = value
+        return parse_config(tree, "command line")
+
+    def to_yaml(self) -> str:
+        """The file that `--config` reads back as this configuration."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _collect_leaves() -> dict[str, tuple[str, FieldInfo]]:
+    leaves: dict[str, tuple[str, FieldInfo]] = {}
+    for section, field in Config.model_fields.items():
+        for name, leaf in cast(type[_Section], field.annotation).model_fields.items():
+            assert name not in leaves, f"leaf {name} stands in two sections"
+            leaves[name] = (section, leaf)
+    return leaves
+
+
+LEAVES = _collect_leaves()
+"""Leaf name -> (section, pydantic field with default and description)."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name nearest to `name`, or an empty string."""
+    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def leaf_section(name: str) -> str:
+    """Section of a leaf.
+
+    Raises:
+        ConfigError: no leaf has this name.
+    """
+    if name not in LEAVES:
+        raise ConfigError(f"unknown configuration key {name}{suggestion(name, LEAVES)}")
+    return LEAVES[name][0]
+
+
+def parse_config(tree: Mapping[str, Any], where: str) -> Config:
+    """The validated configuration of a nested mapping.
+
+    Args:
+        tree: Section -> leaf -> value; missing ones take their defaults.
+        where: Name of the source, for messages.
+
+    Raises:
+        ConfigError: one line for the first thing that is wrong.
+    """
+    for section, leaves in tree.items():
+        if section not in Config.model_fields:
+            raise ConfigError(f"unknown configuration key {section} in {where}{_unknown(section)}")
+        if not isinstance(leaves, Mapping):
+            raise ConfigError(f"section {section} in {where} has no keys below it: {leaves!r}")
+        for name in leaves:
+            if name not in LEAVES or LEAVES[name][0] != section:
+                raise ConfigError(
+                    f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
+                )
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":
+            raise ConfigError(message) from None
+        name = next((str(p) for p in reversed(first["loc"]) if p in LEAVES), str(first["loc"]))
+        hint = LEAVES[name][1].description if name in LEAVES else ""
+        raise ConfigError(f"{name}={first['input']!r}: {message} ({hint})") from None
+
+
+def _unknown(name: str) -> str:
+    if name in LEAVES:
+        return f"; it belongs to section {LEAVES[name][0]}"
+    return suggestion(name, [*LEAVES, *Config.model_fields])
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    files = resources.files("raytrain_gpt").joinpath("presets").iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Config:
+    """A preset that comes with the package.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if name not in preset_names():
+        raise ConfigError(
+            f"unknown preset {name}{suggestion(name, preset_names())} (there are: {', '.join(preset_names())})"
+        )
+    text = resources.files("raytrain_gpt").joinpath("presets", f"{name}.yaml").read_text("utf-8")
+    return parse_config(yaml.safe_load(text), f"preset {name}")
+
+
+def load_config_file(path: Path) -> Config:
+    """A configuration file.
+
+    Raises:
+        ConfigError: it is missing, not YAML, or has unknown keys or impossible values.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has no sections; expected {', '.join(Config.model_fields)}")
+    return parse_config(tree, str(path))
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding: the next multiple of 64."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def micro_batches_per_step(config: Config, world_size: int) -> int:
+    """Forward and backward passes of one worker in a step.
+
+    `global_batch_tokens / (micro_batch_sequences · seq_len · world_size)`
+
+    Raises:
+        ConfigError: it is not a whole number; names the nearest sizes that are.
+    """
+    seq_len, micro = config.data.seq_len, config.train.micro_batch_sequences
+    tokens = config.train.global_batch_tokens
+    unit = micro * seq_len * world_size
+    if tokens % unit == 0:
+        return tokens // unit
+    sequences = config.batch_sequences
+    workers = [w for w in range(1, sequences + 1) if sequences % (w * micro) == 0]
+    micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
+    ways = [f"global_batch_tokens {_nearest_multiples(tokens, unit)}"]
+    ways += [f"num_workers {_nearest(workers, world_size)}"] * bool(workers)
+    ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
+    raise ConfigError(
+        f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
+        f"{world_size} workers × {micro} sequences; nearest: {'; or '.join(ways)}"
+    )
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return ", ".join(str(v) for v in (below, below + unit) if v > 0)
+
+
+def _nearest(valid: list[int], value: int) -> str:
+    return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
+
+
+SAFE_ON_RESUME = frozenset(
+    {
+        *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
+        *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
+        *("keep_checkpoints", *EvalSection.model_fields, *ClusterSection.model_fields),
+        *(*RunSection.model_fields, *TrackingSection.model_fields),
+    }
+)
+"""Leaves that may change when a run goes on; all others would change the maths."""
+
+
+def changed_leaves(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Leaf -> `old -> new` for every value that differs between two flat configurations."""
+    names = [name for name in LEAVES if before.get(name) != after.get(name)]
+    return {name: f"{before.get(name)} -> {after.get(name)}" for name in names}

@@ -1,0 +1,46 @@
+"""Device, precision and seeds of one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from raytrain_gpt.errors import ConfigError
+
+
+def resolve_precision(asked: str, device: torch.device) -> str:
+    """`fp32` or `bf16`.
+
+    Raises:
+        ConfigError: bf16 is asked for on a GPU that has none.
+    """
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bf16" and not has_bf16:
+        raise ConfigError(
+            f"precision=bf16, but {torch.cuda.get_device_name(device)} computes no bf16; "
+            "set precision to fp32 or auto"
+        )
+    if asked == "auto":
+        return "bf16" if device.type == "cuda" and has_bf16 else "fp32"
+    return asked
+
+
+def autocast_of(
+    precision: str, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Makes the context that forward passes run in; weights stay fp32."""
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    if precision == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, torch.bfloat16)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, NumPy and torch from the run's seed and this rank."""
+    random.seed(seed * 100_003 + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed * 100_003 + rank)

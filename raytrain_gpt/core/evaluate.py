@@ -1,0 +1,87 @@
+"""Validation loss over fixed tokens, each counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain_gpt.core.loop import Autocast, MicroBatch
+from raytrain_gpt.core.model import GPT, IGNORED
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Sums that give the metrics.
+
+    Attributes:
+        nats: Summed loss of all targets.
+        tokens: Targets.
+        text_nats: Summed loss of the targets that are text, not `eot`.
+        text_bytes: Bytes of these targets.
+    """
+
+    nats: float
+    tokens: int
+    text_nats: float
+    text_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Nats of the text targets / ln 2 / their bytes: comparable over tokenizers."""
+        return self.text_nats / math.log(2) / max(1, self.text_bytes)
+
+    def metrics(self) -> dict[str, float | int]:
+        """The keys of an evaluation's line."""
+        return {
+            "val/loss": self.loss,
+            "val/perplexity": self.perplexity,
+            "val/bits_per_byte": self.bits_per_byte,
+            "val/tokens": self.tokens,
+        }
+
+
+@torch.no_grad()
+def evaluation_sums(
+    model: GPT, micro_batches: Iterable[MicroBatch], token_bytes: Tensor, autocast: Autocast
+) -> Tensor:
+    """This rank's sums; added over ranks they make an `EvalResult`.
+
+    Args:
+        model: Not wrapped: no collective runs, so ranks may have different numbers of batches.
+        micro_batches: Targets of −100 do not count.
+        token_bytes: int64 (padded_vocab_size,), bytes of text behind each id.
+        autocast: Makes the context that forward passes run in.
+
+    Returns:
+        float64 (4,) on the CPU: nats, tokens, text nats, text bytes.
+    """
+    model.eval()
+    sums = []
+    for inputs, targets in micro_batches:
+        with autocast():
+            nats = model(inputs, targets, reduction="none").float()  # (B, T), 0 where ignored
+        lengths = torch.where(targets == IGNORED, 0, token_bytes[targets.clamp(min=0)])
+        counted = (targets != IGNORED).sum()
+        parts = [nats.sum(), counted, (nats * (lengths > 0)).sum(), lengths.sum()]
+        sums.append(torch.stack([part.float() for part in parts]))
+    return torch.stack(sums).cpu().double().sum(0) if sums else torch.zeros(4, dtype=torch.float64)
+
+
+def eval_result(sums: Tensor) -> EvalResult:
+    """The result of sums added over all ranks: float64 (4,)."""
+    nats, tokens, text_nats, text_bytes = sums.tolist()
+    return EvalResult(nats, round(tokens), text_nats, round(text_bytes))

@@ -1,0 +1,119 @@
+"""The training loop: a generator of step results.
+
+It knows no Ray, no logger and no disk, and never waits for the device: losses and norms are left
+there until somebody reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_gpt.core.optim import update
+
+MicroBatch = tuple[Tensor, Tensor]
+"""Inputs and targets, int64 (micro_batch_sequences, seq_len) each, on the device."""
+
+Autocast = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer update gave on this rank.
+
+    Attributes:
+        step: Updates done, this one included.
+        loss: Mean loss of this rank's tokens before the update, nats per token, on the device.
+        lr: Learning rate of the update.
+        grad_norm: Global gradient norm before clipping, on the device.
+        data_wait_s: Seconds spent waiting for micro-batches.
+    """
+
+    step: int
+    loss: Tensor
+    lr: float
+    grad_norm: Tensor
+    data_wait_s: float
+
+
+def train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    micro_batches: Iterator[MicroBatch],
+    *,
+    first_step: int,
+    max_steps: int,
+    micro_batches_per_step: int,
+    learning_rate: Callable[[int], float],
+    grad_clip: float,
+    autocast: Autocast,
+    seed: int,
+    rank: int,
+) -> Iterator[StepResult]:
+    """Train from `first_step` updates done to `max_steps`, yielding after every update.
+
+    Args:
+        model: Returns the mean loss of (inputs, targets); wrapped in DDP or not.
+        optimizer: Over the model's parameters.
+        micro_batches: `micro_batches_per_step` of them are taken each step.
+        first_step: Updates done so far.
+        max_steps: Updates to do in all.
+        micro_batches_per_step: Gradient accumulation; gradients are all-reduced once a step.
+        learning_rate: Of the update after a number of updates.
+        grad_clip: Largest global gradient norm.
+        autocast: Makes the context that forward passes run in.
+        seed: With step and rank it decides dropout, so that no generator state need be kept.
+        rank: This worker's.
+    """
+    parameters = list(model.parameters())
+    for step in range(first_step, max_steps):
+        model.train()
+        seed_step(seed, step, rank)
+        losses, data_wait_s = [], 0.0
+        for micro_batch in range(micro_batches_per_step):
+            waiting_since = time.perf_counter()
+            inputs, targets = next(micro_batches)  # (B, T) each
+            data_wait_s += time.perf_counter() - waiting_since
+            last = micro_batch == micro_batches_per_step - 1
+            with _gradients_synchronized(model, last):
+                with autocast():
+                    loss = model(inputs, targets) / micro_batches_per_step
+                loss.backward()
+            losses.append(loss.detach())
+        lr = learning_rate(step)
+        grad_norm = update(optimizer, parameters, lr, grad_clip)
+        yield StepResult(step + 1, torch.stack(losses).sum(), lr, grad_norm, data_wait_s)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch's generators for one step of one rank."""
+    # SplitMix-like mixing keeps neighbouring (seed, step, rank) apart.
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
+    torch.manual_seed(mixed)
+
+
+def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
+    """One forward and backward whose gradients are dropped.
+
+    DDP rebuilds its buckets after the first backward, and at three or more workers sums then come in
+    another order. Done before the first step of every start, it makes a resumed run bitwise the
+    unbroken one.
+    """
+    with autocast():
+        loss = model(*micro_batch)
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _gradients_synchronized(
+    model: nn.Module, synchronized: bool
+) -> contextlib.AbstractContextManager[object]:
+    if synchronized or not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return model.no_sync()

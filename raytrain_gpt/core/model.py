@@ -1,0 +1,170 @@
+"""GPT-2: learned positions, pre-LayerNorm, tanh GELU, tied embedding, biases.
+
+Source: Radford et al., "Language models are unsupervised multitask learners" (2019); parameter names
+are those of the released model. Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from raytrain_gpt.config import Config, padded_vocab_size
+
+INIT_STD = 0.02
+IGNORED = -100
+"""Target of a place that does not count."""
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """Sizes of a GPT-2."""
+
+    num_layers: int
+    num_heads: int
+    embd_size: int
+    seq_len: int
+    vocab_size: int
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int) -> GPTShape:
+        """The shape a configuration asks for with a tokenizer's vocabulary."""
+        m = config.model
+        return cls(
+            m.num_layers, m.num_heads, m.embd_size, config.data.seq_len, vocab_size, m.dropout
+        )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return padded_vocab_size(self.vocab_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, the tied embedding once, its padding included."""
+        d = self.embd_size
+        block = 12 * d * d + 13 * d
+        return self.num_layers * block + (self.padded_vocab_size + self.seq_len + 2) * d
+
+
+class Attention(nn.Module):
+    """Causal self-attention of all heads."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.dropout = shape.dropout
+        self.c_attn = nn.Linear(shape.embd_size, 3 * shape.embd_size)
+        self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        b, t, d = x.shape
+        q, k, v = self.c_attn(x).view(b, t, 3, self.num_heads, -1).unbind(2)  # (B, T, H, D/H)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )  # (B, H, T, D/H)
+        out: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, d))
+        return F.dropout(out, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two linear maps with a GELU between."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.c_fc = nn.Linear(shape.embd_size, 4 * shape.embd_size)
+        self.c_proj = nn.Linear(4 * shape.embd_size, shape.embd_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4D)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.embd_size)
+        self.attn = Attention(shape)
+        self.ln_2 = nn.LayerNorm(shape.embd_size)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = x + self.attn(self.ln_1(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    Args:
+        shape: Sizes.
+        activation_checkpointing: Recompute each block's activations in the backward pass.
+    """
+
+    def __init__(self, shape: GPTShape, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.activation_checkpointing = activation_checkpointing
+        self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
+        self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
+        self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.ln_f = nn.LayerNorm(shape.embd_size)
+
+    def init_weights(self, seed: int) -> None:
+        """GPT-2's initialisation: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = INIT_STD / math.sqrt(2 * self.shape.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = residual_std if name.endswith("c_proj") else INIT_STD
+                nn.init.normal_(module.weight, std=std, generator=generator)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states: int64 (B, T) -> (B, T, D)."""
+        position = torch.arange(ids.shape[1], device=ids.device)
+        x = self.wte(ids) + self.wpe(position)  # (B, T, D)
+        x = F.dropout(x, self.shape.dropout, self.training)
+        for block in self.h:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Next-token logits: int64 (B, T) -> (B, T, V)."""
+        return F.linear(self.hidden(ids), self.wte.weight)
+
+    def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy in nats per token.
+
+        Args:
+            ids: int64 (B, T).
+            targets: int64 (B, T); −100 does not count.
+            reduction: `mean`: a scalar; `none`: (B, T).
+        """
+        logits = self.logits(ids)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction=reduction, ignore_index=IGNORED
+        )
+        return loss if reduction == "mean" else loss.view_as(targets)

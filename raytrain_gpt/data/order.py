@@ -1,0 +1,180 @@
+"""Which sequences are trained on in which step: a pure function of a few integers.
+
+The sequences of a split are numbered in manifest order. An epoch is laid out as follows:
+
+1. **Stream**: the row groups in an order drawn from (seed, epoch), laid end to end.
+2. **Window**: a run of whole global batches of the stream, about 64M tokens; its sequences are
+   permuted, drawn from (seed, epoch, window). A small dataset is one window: a full shuffle.
+3. **Global batch** i is the i-th slice of `batch_sequences` of the windows laid end to end, and
+   rank r of W takes the r-th of W equal slices of it.
+
+So the set of a step is the same for every number of workers that divides the batch, and the position
+is one integer, `batch`, counted over all epochs. What an epoch leaves out is less than one global
+batch, another part each epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytrain_gpt.errors import DataError
+
+ORDER_VERSION = 1
+WINDOW_TOKENS = 2**26
+"""Tokens shuffled together; part of the order, so it never depends on the machine."""
+
+Ids = NDArray[np.int64]
+
+
+def permutation(size: int, *key: int) -> Ids:
+    """A permutation of range(size) that depends on the key alone.
+
+    Raw PCG64 draws and a stable sort: NumPy keeps both the same for ever, unlike
+    `Generator.permutation`, whose algorithm may change with a version.
+    """
+    seed, *spawn_key = key
+    draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key))).random_raw(size)
+    return np.argsort(draws, kind="stable")
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The order of a split's sequences over all epochs.
+
+    Attributes:
+        row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
+        batch_sequences: Sequences of a global batch.
+        seq_len: Tokens of a sequence's context.
+        seed: The run's seed.
+        window_tokens: Tokens shuffled together; other values than the default are for tests.
+
+    Raises:
+        DataError: the split has fewer sequences than one global batch.
+    """
+
+    row_group_sequences: Ids
+    batch_sequences: int
+    seq_len: int
+    seed: int
+    window_tokens: int = WINDOW_TOKENS
+    num_sequences: int = field(init=False)
+    batches_per_epoch: int = field(init=False)
+    windows_per_epoch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        num = int(self.row_group_sequences.sum())
+        if num < self.batch_sequences:
+            raise DataError(
+                f"the train split has {num} sequences of {self.seq_len} tokens, fewer than the "
+                f"{self.batch_sequences} of one global batch; use more data or set "
+                f"global_batch_tokens to at most {num * self.seq_len}"
+            )
+        batches = num // self.batch_sequences
+        window = -(-batches * self.batch_sequences * self.seq_len // self.window_tokens)
+        object.__setattr__(self, "num_sequences", num)
+        object.__setattr__(self, "batches_per_epoch", batches)
+        object.__setattr__(self, "windows_per_epoch", min(batches, max(1, window)))
+        # Bound to the instance: an epoch's stream and one window are asked for again and again.
+        object.__setattr__(self, "_stream", lru_cache(maxsize=2)(self._stream))
+        object.__setattr__(self, "_window", lru_cache(maxsize=2)(self._window))
+
+    @property
+    def remainder_sequences(self) -> int:
+        """Sequences that an epoch leaves out."""
+        return self.num_sequences - self.batches_per_epoch * self.batch_sequences
+
+    def epoch(self, batch: int) -> int:
+        """Epoch of a global batch."""
+        return batch // self.batches_per_epoch
+
+    def _bound(self, window: int) -> int:
+        return window * self.batches_per_epoch // self.windows_per_epoch
+
+    def window_end(self, batch: int) -> int:
+        """The first global batch behind the window that `batch` lies in."""
+        epoch, i = divmod(batch, self.batches_per_epoch)
+        return epoch * self.batches_per_epoch + self._bound(self._window_of(i) + 1)
+
+    def _window_of(self, i: int) -> int:
+        return ((i + 1) * self.windows_per_epoch - 1) // self.batches_per_epoch
+
+    def _stream(self, epoch: int) -> tuple[Ids, Ids]:
+        units = permutation(len(self.row_group_sequences), self.seed, epoch)
+        ends = np.cumsum(self.row_group_sequences[units])
+        return units, ends
+
+    def _window(self, epoch: int, window: int) -> Ids:
+        size = self.batch_sequences
+        last = window == self.windows_per_epoch - 1
+        lo = self._bound(window) * size
+        hi = self.num_sequences if last else self._bound(window + 1) * size
+        positions = lo + permutation(hi - lo, self.seed, epoch, window)
+        units, ends = self._stream(epoch)
+        at = np.searchsorted(ends, positions, side="right")
+        unit = units[at]
+        row = positions - (ends[at] - self.row_group_sequences[unit])
+        return self._first_ids[unit] + row
+
+    @property
+    def _first_ids(self) -> Ids:
+        return np.cumsum(self.row_group_sequences) - self.row_group_sequences
+
+    def batch_ids(self, batch: int) -> Ids:
+        """Sequence ids of a global batch, in the order in which the ranks slice it.
+
+        Returns:
+            int64 (batch_sequences,)
+        """
+        epoch, i = divmod(batch, self.batches_per_epoch)
+        window = self._window_of(i)
+        start = (i - self._bound(window)) * self.batch_sequences
+        return self._window(epoch, window)[start : start + self.batch_sequences]
+
+    def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """Global batches [first, stop) cut into pieces of reading.
+
+        A piece is a window, or several small ones up to the size of one; it ends where a window ends.
+        """
+        per_chunk = max(1, self.window_tokens // (self.batch_sequences * self.seq_len))
+        chunks: list[tuple[int, int]] = []
+        while first < stop:
+            end = self.window_end(first)
+            while end < stop and self.window_end(end) - first <= per_chunk:
+                end = self.window_end(end)
+            chunks.append((first, min(end, stop)))
+            first = chunks[-1][1]
+        return chunks
+
+
+def sequence_hashes(ids: Ids) -> Ids:
+    """A 48-bit hash of each sequence id (splitmix64), so that up to 2^15 of them add up in int64.
+
+    Args:
+        ids: int64, any shape; negative ids (padding) hash to 0.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(31))) & np.uint64(2**48 - 1)
+    return np.where(ids < 0, 0, x.astype(np.int64))
+
+
+def extend_order_hash(order_hash: str, batch_sum: int) -> str:
+    """The rolling hash after one more global batch.
+
+    Args:
+        order_hash: Hex of the steps before; empty at the start.
+        batch_sum: Sum of the batch's `sequence_hashes`; the same however ranks share the batch.
+
+    Returns:
+        16 hex digits.
+    """
+    content = bytes.fromhex(order_hash) + batch_sum.to_bytes(8, "little")
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

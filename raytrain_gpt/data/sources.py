@@ -1,0 +1,185 @@
+"""Where documents come from: files, cut into pieces that can be read independently.
+
+A `.txt` file, a line of a `.jsonl` file and a row of a `.parquet` file is a document. `stdlib` is the
+text of the running Python's own standard library. Every document has a name (its file's) and a
+position inside the file (0, the line's byte offset, the row), so that what becomes of it never
+depends on who reads it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_gpt.errors import DataError
+
+STDLIB = "stdlib"
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+_STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+_JSONL_PIECE_BYTES = 2**23
+_PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: position in its file, and text."""
+
+    position: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one source file that is read on its own.
+
+    Attributes:
+        name: The file's name below the source it was found in.
+        path: Absolute path; relative to the standard library for `stdlib`.
+        start: First byte (`.jsonl`) or row group (`.parquet`); 0 for a whole `.txt` file.
+        stop: The end, exclusive, in the same unit.
+        text_bytes: About how much text it holds.
+    """
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    text_bytes: int
+
+
+def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
+    """Everything the sources hold, in source order; files of a directory or glob are sorted.
+
+    Raises:
+        DataError: a source is missing, of an unknown kind, or holds no file.
+    """
+    pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
+    if not any(piece.text_bytes for piece in pieces):
+        raise DataError(f"no text in {' '.join(sources)}; expected {', '.join(SUFFIXES)} or {STDLIB}")
+    return pieces
+
+
+def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
+    if source == STDLIB and not Path(source).exists():
+        for name in _stdlib_names():
+            size = (_stdlib_root() / name).stat().st_size
+            yield Piece(name, f"{STDLIB}:{name}", 0, size, size)
+        return
+    root = Path(source)
+    if root.is_dir():
+        files = sorted(p for p in root.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
+    elif root.is_file():
+        files, root = [root], root.parent
+    else:
+        files = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())
+        root = Path(glob.escape(source) if not files else files[0].anchor)
+    if not files:
+        raise DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
+    for file in files:
+        name = file.name if root not in file.parents else str(file.relative_to(root))
+        yield from _file_pieces(file.absolute(), name, text_field)
+
+
+def _file_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
+    size = path.stat().st_size
+    if path.suffix == ".txt":
+        yield Piece(name, str(path), 0, size, size)
+    elif path.suffix == ".jsonl":
+        for start in range(0, size, _JSONL_PIECE_BYTES):
+            stop = min(start + _JSONL_PIECE_BYTES, size)
+            yield Piece(name, str(path), start, stop, stop - start)
+    elif path.suffix == ".parquet":
+        try:
+            metadata = pq.read_metadata(path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"source {path} is no parquet file: {error}") from None
+        names = metadata.schema.to_arrow_schema().names
+        if text_field not in names:
+            raise DataError(
+                f"source {path} has no column {text_field}, only {', '.join(names)}; set --text_field"
+            )
+        column = metadata.schema.to_arrow_schema().get_field_index(text_field)
+        for i in range(metadata.num_row_groups):
+            group = metadata.row_group(i)
+            yield Piece(name, str(path), i, i + 1, group.column(column).total_uncompressed_size)
+    else:
+        raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _stdlib_names() -> list[str]:
+    names = (p.relative_to(_stdlib_root()) for p in _stdlib_root().rglob("*.py"))
+    return sorted(str(n) for n in names if not _STDLIB_SKIPPED.intersection(n.parts))
+
+
+def read_documents(piece: Piece, text_field: str) -> Iterator[Document]:
+    """The documents of a piece, in their order.
+
+    Raises:
+        DataError: invalid UTF-8, a broken line or a missing field, with file and place.
+    """
+    if piece.path.startswith(f"{STDLIB}:"):
+        yield _text_document(_stdlib_root() / piece.path.removeprefix(f"{STDLIB}:"))
+    elif piece.path.endswith(".txt"):
+        yield _text_document(Path(piece.path))
+    elif piece.path.endswith(".jsonl"):
+        yield from _jsonl_documents(piece, text_field)
+    else:
+        yield from _parquet_documents(piece, text_field)
+
+
+def _text_document(path: Path) -> Document:
+    try:
+        return Document(0, path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
+    with open(piece.path, "rb") as file:
+        if piece.start:
+            # The line that began in the piece before belongs to that piece.
+            file.seek(piece.start - 1)
+            file.readline()
+        while (position := file.tell()) < piece.stop and (line := file.readline()):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[text_field]
+                if not isinstance(text, str):
+                    raise TypeError(f"field {text_field} is {type(text).__name__}, not a string")
+            except (ValueError, KeyError, TypeError) as error:
+                why = f"no field {error}" if isinstance(error, KeyError) else str(error)
+                raise DataError(
+                    f"{piece.path} at byte {position}: {why}; mend the line or set --text_field"
+                ) from None
+            yield Document(position, text)
+
+
+def _parquet_documents(piece: Piece, text_field: str) -> Iterator[Document]:
+    with pq.ParquetFile(piece.path) as file:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(piece.stop)]
+        position = sum(sizes[: piece.start])
+        groups = list(range(piece.start, piece.stop))
+        for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
+            for value in batch.column(0):
+                text = value.as_py()
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{piece.path} row {position}: {text_field} is {type(text).__name__}, not text; "
+                        "remove the row or set --text_field"
+                    )
+                yield Document(position, text)
+                position += 1

@@ -1,0 +1,53 @@
+"""What can go wrong, as one tree.
+
+    RaytrainGptError
+    ├── UserError            the user's input is wrong: one line on stderr, exit code 2
+    │   ├── ConfigError          a configuration value, key or combination
+    │   ├── DataError            a source, shard, manifest or tokenizer
+    │   ├── CheckpointError      a checkpoint or a run's directory
+    │   └── ClusterError         resources, storage or network that the run needs
+    ├── TrainingFailed       the run died of something else: exit code 1
+    └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
+
+A message has the value, the limit and the way out, on one line.
+"""
+
+from __future__ import annotations
+
+
+class RaytrainGptError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(RaytrainGptError):
+    """The input is wrong and the user can put it right."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration value, key or combination of values is not possible."""
+
+
+class DataError(UserError):
+    """A source, shard, manifest or tokenizer is missing, damaged or does not fit."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a run's directory cannot be used as asked."""
+
+
+class ClusterError(UserError):
+    """The cluster lacks resources, storage or network that the run needs."""
+
+
+class TrainingFailed(RaytrainGptError):
+    """The run ended with an error that is not the user's input."""
+
+
+class Interrupted(RaytrainGptError):
+    """The run was stopped by a signal; what was done is saved."""
+
+    exit_code = 130

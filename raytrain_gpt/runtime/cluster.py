@@ -1,0 +1,161 @@
+"""The Ray cluster of a command: the one it was pointed at, or one it starts on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from raytrain_gpt.config import Config, micro_batches_per_step
+from raytrain_gpt.errors import ClusterError, ConfigError
+
+DATA_CPUS = 1
+"""CPUs that must stay free for reading data, or a run waits for its first batch for ever."""
+
+_TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Ray takes one report a poll, so this is how long a checkpoint's report may take.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
+    "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of the cluster has."""
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the cluster has, and whether this process started it."""
+
+    nodes: tuple[Node, ...]
+    ours: bool
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all nodes."""
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return int(sum(node.gpus for node in self.nodes))
+
+    def room_for(self, cpus: int, use_gpu: bool) -> int:
+        """How many workers fit, with `DATA_CPUS` left free somewhere."""
+        rooms = []
+        for node in self.nodes:
+            by_cpu = int(node.cpus // cpus)
+            rooms.append(min(by_cpu, int(node.gpus)) if use_gpu else by_cpu)
+        workers = sum(rooms)
+        return min(workers, max(0, int((self.cpus - DATA_CPUS) // cpus)))
+
+
+def connect(num_cpus_needed: int) -> Resources:
+    """Connect to the cluster of RAY_ADDRESS or `ray start`, or start one on this machine.
+
+    Args:
+        num_cpus_needed: Logical CPUs of a cluster started here; at least the machine's cores.
+
+    Raises:
+        ClusterError: RAY_ADDRESS names a cluster that does not answer.
+    """
+    os.environ.update({k: v for k, v in _TRAIN_ENVIRONMENT.items() if k not in os.environ})
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    ours = False
+    if not ray.is_initialized():
+        try:
+            ray.init("auto", **quiet)
+        except ConnectionError:
+            if address := os.environ.get("RAY_ADDRESS"):
+                raise ClusterError(
+                    f"no Ray cluster answers at RAY_ADDRESS={address}; start one, check its token "
+                    "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
+                ) from None
+            cpus = max(os.cpu_count() or 1, num_cpus_needed)
+            ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+            ours = True
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    nodes = tuple(
+        Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return Resources(nodes, ours)
+
+
+def cpus_to_start(config: Config) -> int:
+    """Logical CPUs that a cluster started for this run needs: its workers and two for data."""
+    workers, cpus = config.cluster.num_workers, config.cluster.cpus_per_worker
+    num_workers = workers if isinstance(workers, int) else max(1, torch.cuda.device_count())
+    if not isinstance(cpus, int):
+        cpus = max(1, (os.cpu_count() or 1) // num_workers)
+    return num_workers * cpus + 2
+
+
+def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
+    """The configuration with every `auto` of the cluster section decided, and the world size.
+
+    Raises:
+        ClusterError: the cluster has too few GPUs or CPUs.
+        ConfigError: the batch does not divide over the workers.
+    """
+    c = config.cluster
+    use_gpu = resources.gpus > 0 if c.use_gpu == "auto" else c.use_gpu
+    if use_gpu and resources.gpus == 0:
+        raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
+    num_workers = c.num_workers
+    if num_workers == "auto":
+        num_workers = resources.gpus if use_gpu else 1
+    cpus = c.cpus_per_worker
+    if cpus == "auto":
+        cpus = max(1, (os.cpu_count() or 1) // num_workers) if resources.ours else 1
+    config = config.updated(
+        {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
+    )
+    room = resources.room_for(cpus, use_gpu)
+    least = c.min_workers or num_workers
+    if room < least:
+        have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
+        ways = f"set num_workers to at most {room}" if room else "use a larger cluster"
+        raise ClusterError(
+            f"{least} workers × {cpus} CPUs{' and a GPU' if use_gpu else ''} do not fit the cluster "
+            f"({have}; {DATA_CPUS} CPU must stay free for data); {ways}"
+        )
+    if room >= num_workers:
+        micro_batches_per_step(config, num_workers)
+        return config, num_workers
+    for workers in range(room, least - 1, -1):
+        if config.batch_sequences % workers == 0:
+            return config, workers
+    raise ConfigError(
+        f"no number of workers from {least} to {room} divides the {config.batch_sequences} "
+        f"sequences of a global batch; set min_workers or global_batch_tokens"
+    )
+
+
+def fit_micro_batch(config: Config, world_size: int) -> Config:
+    """The configuration for a world size that may not be `num_workers`.
+
+    With fewer workers the micro-batch is the largest divisor of a rank's share that is not above
+    `micro_batch_sequences`.
+    """
+    share = config.batch_sequences // world_size
+    largest = min(config.train.micro_batch_sequences, share)
+    micro = next(m for m in range(largest, 0, -1) if share % m == 0)
+    return config.updated({"micro_batch_sequences": micro})

@@ -1,0 +1,46 @@
+"""How steps, durations and amounts are written for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `8d 9h`, `3m 20s`, `12s`."""
+    total = round(seconds)
+    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "m"), (total % 60, "s")]
+    first = next((i for i, (amount, _) in enumerate(parts) if amount), 3)
+    return " ".join(f"{amount}{unit}" for amount, unit in parts[first : first + 2])
+
+
+def amount(value: float) -> str:
+    """`850.7k`, `124.5M`, `9.9B`."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:g}"
+
+
+def step_line(row: dict[str, Any], max_steps: int) -> str:
+    """The console line of a training step."""
+    loss, norm, mfu = row["train/loss"], row["optim/grad_norm"], row["perf/mfu"]
+    parts = [
+        f"step {row['step']}/{max_steps}",
+        f"epoch {row['data/epoch']}",
+        "loss not finite" if loss is None else f"loss {loss:.4f}",
+        f"lr {row['optim/lr']:.2e}",
+        "norm not finite" if norm is None else f"norm {norm:.2f}",
+        f"{row['perf/step_time_s'] * 1000:.0f} ms",
+        f"{row['perf/tokens_per_s']:,.0f} tok/s",
+        *([] if mfu is None else [f"mfu {mfu:.1%}"]),
+        f"eta {duration((max_steps - row['step']) * row['perf/step_time_s'])}",
+    ]
+    return " | ".join(parts)
+
+
+def eval_line(row: dict[str, Any], max_steps: int) -> str:
+    """The console line of an evaluation."""
+    return (
+        f"step {row['step']}/{max_steps} | val loss {row['val/loss']:.4f} | "
+        f"perplexity {row['val/perplexity']:.2f} | {row['val/bits_per_byte']:.4f} bits/byte"
+    )

@@ -1,0 +1,197 @@
+"""What is checked before a run takes any time: data, storage, disk, tools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+import uuid
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import load_model
+from raytrain_gpt.data.shards import Manifest, check_shard
+from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
+from raytrain_gpt.errors import ClusterError, ConfigError, DataError
+from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
+from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.runtime.failures import user_error_in
+from raytrain_gpt.runtime.ingest import IngestSpec
+
+VERIFY_CONTENT_BYTES = 2**30
+"""Datasets up to this size are hashed at every start; of larger ones only sizes and footers are read."""
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 weight and AdamW's two moments."""
+RUN_FILES_BYTES = 2**24
+"""Room for metrics, logs and events."""
+
+
+def check_data(ingest: IngestSpec) -> None:
+    """Compare shards with the manifest and the batch with the data.
+
+    Raises:
+        DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
+    """
+    directory, manifest = ingest.directory, ingest.manifest
+    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
+        raise DataError(
+            f"the tokenizer in {directory} is not the one its shards were made with "
+            f"({manifest.tokenizer}); prepare the data again"
+        )
+    content = sum(shard.file_bytes for shard in manifest.shards) <= VERIFY_CONTENT_BYTES
+    for shard in manifest.shards:
+        check_shard(directory, manifest, shard, content)
+    ingest.order()
+    if not int(manifest.row_group_sequences("val", ingest.seq_len).sum()):
+        raise DataError(
+            f"the val split of {directory} has {manifest.split_tokens('val')} tokens, too few for one "
+            f"sequence of {ingest.seq_len}; prepare with a larger val_fraction or set a smaller seq_len"
+        )
+
+
+def check_vocabulary(manifest: Manifest, other_hash: str, other: str) -> None:
+    """Compare the data's tokenizer with a model's.
+
+    Raises:
+        DataError: they differ.
+    """
+    if manifest.vocab_hash != other_hash:
+        raise DataError(
+            f"the data's tokenizer ({manifest.tokenizer}, vocabulary hash {manifest.vocab_hash[:12]}) "
+            f"is not that of {other} ({other_hash[:12]}); prepare the data with the same tokenizer"
+        )
+
+
+def check_init_from(config: Config, manifest: Manifest) -> None:
+    """See that the weights to start from exist and fit.
+
+    Raises:
+        CheckpointError: no good checkpoint, or other shapes.
+        DataError: another tokenizer.
+    """
+    if config.model.init_from is None:
+        return
+    checkpoint = resolve_checkpoint(Path(config.model.init_from))
+    check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
+    load_model(checkpoint.path, GPT(GPTShape.of(config, manifest.vocab_size)))
+
+
+def check_compile(config: Config) -> None:
+    """See that torch.compile has what it needs on a CPU.
+
+    Raises:
+        ConfigError: no C++ compiler or no Python headers.
+    """
+    if not config.train.compile or config.cluster.use_gpu:
+        return
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not compiler or not headers.exists():
+        missing = "a C++ compiler" if not compiler else f"Python's headers ({headers})"
+        raise ConfigError(
+            f"compile=true needs {missing} on a CPU; install g++ and python3-dev, or set compile to false"
+        )
+
+
+def check_disk(config: Config, run_dir: Path, vocab_size: int, existing: int) -> None:
+    """See that the checkpoints to come have room.
+
+    Args:
+        config: The run.
+        run_dir: The run's directory, or where it will be.
+        vocab_size: Of the data's tokenizer.
+        existing: Checkpoints already there.
+
+    Raises:
+        ClusterError: says what is needed and what is free.
+    """
+    each = GPTShape.of(config, vocab_size).num_parameters * STATE_BYTES_PER_PARAMETER
+    train = config.train
+    in_all = -(-train.max_steps // train.checkpoint_every_steps)
+    # The best one is kept besides the newest, and one more is there while it is being written.
+    num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
+    needed = num * each + RUN_FILES_BYTES
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise ClusterError(
+            f"{run_dir} has {amount(free)}B free, {num} checkpoints of {amount(each)}B need "
+            f"{amount(needed)}B; make room, set storage_path, or lower keep_checkpoints"
+        )
+
+
+def check_storage(run_dir: Path, data_dir: Path) -> None:
+    """Write, rename and read back a file from every node, and see the data from there.
+
+    Raises:
+        ClusterError: names the node that does not share the directory.
+    """
+    token = uuid.uuid4().hex
+    probe = run_dir / f".probe-{token}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        unfinished = probe.with_suffix(".unfinished")
+        unfinished.write_text(token)
+        unfinished.rename(probe)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write storage_path {run_dir.parent}: {error.strerror}; set storage_path to a "
+            "directory that every node can write"
+        ) from None
+    try:
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        asked = [
+            _probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                probe, token, data_dir
+            )
+            for node in nodes
+        ]
+        ray.get(asked)
+    except Exception as error:
+        raise user_error_in(error) or error from None
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@ray.remote(num_cpus=0)
+def _probe(probe: Path, token: str, data_dir: Path) -> None:
+    node = ray.util.get_node_ip_address()
+    try:
+        seen = probe.read_text() == token
+        own = probe.with_name(f"{probe.name}-{os.getpid()}")
+        own.write_text(token)
+        own.unlink()
+    except OSError:
+        seen = False
+    if not seen:
+        raise ClusterError(
+            f"node {node} does not share storage_path {probe.parent.parent} with the driver; "
+            "use a directory that all nodes mount"
+        )
+    if not data_dir.is_dir():
+        raise ClusterError(
+            f"node {node} does not see data_path {data_dir}; use a directory that all nodes mount"
+        )
+
+
+def absolute_paths(config: Config) -> Config:
+    """The configuration with every path absolute.
+
+    Raises:
+        ConfigError: a path is relative inside a submitted job, whose directory is thrown away.
+    """
+    changes: dict[str, str] = {}
+    for name in ("data_path", "storage_path", "init_from"):
+        value = config.leaves()[name]
+        if value is None or Path(value).is_absolute():
+            continue
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+            raise ConfigError(
+                f"{name}={value} is relative, but a submitted job's directory is thrown away; "
+                f"set {name} to an absolute path that all nodes share"
+            )
+        changes[name] = str(Path(value).absolute())
+    return config.updated(changes) if changes else config

@@ -1,0 +1,59 @@
+"""What a run of the same name goes on from, and whether it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raytrain_gpt.config import LEAVES, SAFE_ON_RESUME, Config, changed_leaves
+from raytrain_gpt.data.order import ORDER_VERSION
+from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
+
+
+def find_resume(config: Config, run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
+    """The newest good checkpoint of the run, or None for a new run.
+
+    Raises:
+        CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
+    """
+    newest = Catalogue(run_dir).newest_good(log)
+    if newest is not None and config.run.resume == "never":
+        raise CheckpointError(
+            f"run {run_dir.name} already has checkpoints up to step {newest.state.step} and "
+            "resume=never; use another run_name, or set resume to auto"
+        )
+    return newest
+
+
+def check_changes(config: Config, manifest: Manifest, resumed: Checkpoint, log: Callable[[str], None]
+) -> None:
+    """Refuse what would change the maths of a run that goes on; log what is harmless.
+
+    Raises:
+        CheckpointError: lists the keys that differ.
+    """
+    state = resumed.state
+    before = {name: state.config.get(section, {}).get(name) for name, (section, _) in LEAVES.items()}
+    changed = changed_leaves(before, config.leaves())
+    refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
+    if state.manifest_hash != manifest.hash:
+        old, new = state.manifest_hash[:12], manifest.hash[:12]
+        refused["data (manifest hash)"] = f"{old} -> {new}"
+    if state.vocab_hash != manifest.vocab_hash:
+        refused["tokenizer (vocabulary hash)"] = (
+            f"{state.vocab_hash[:12]} -> {manifest.vocab_hash[:12]}"
+        )
+    if state.order_version != ORDER_VERSION:
+        refused["order version"] = f"{state.order_version} -> {ORDER_VERSION}"
+    if refused:
+        listed = ", ".join(f"{name} {change}" for name, change in refused.items())
+        raise CheckpointError(
+            f"run {resumed.path.parent.parent.name} cannot go on from step {state.step} with changed "
+            f"{listed}; put it back, or use another run_name"
+        )
+    if state.step < config.train.max_steps:
+        log(f"going on from step {state.step} ({resumed.path})")
+    for name, change in changed.items():
+        log(f"changed since then: {name} {change}")

@@ -1,0 +1,119 @@
+"""The text files of a run, kept continuous over restarts: metrics.jsonl, log.txt, samples.txt.
+
+A row is one JSON object: a training step (with `train/loss`), an evaluation (with `val/loss`) or an
+event (with `event`). When a run goes on from a step, rows above it are dropped, and rows a crash lost
+are taken from the checkpoint; events stay for ever. The other two files follow from the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.data.shards import write_atomically
+
+Row = dict[str, Any]
+
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.txt"
+SAMPLES_FILE = "samples.txt"
+CONFIG_FILE = "config.yaml"
+_SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
+
+
+def read_rows(run_dir: Path) -> list[Row]:
+    """The rows of metrics.jsonl; a last line cut off by a crash is left out."""
+    path = run_dir / METRICS_FILE
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def read_samples(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, text) of every set of samples."""
+    path = run_dir / SAMPLES_FILE
+    parts = _SAMPLES_HEADER.split(path.read_text("utf-8")) if path.exists() else []
+    return [(int(step), text.strip("\n")) for step, text in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
+    """Rows of a run that goes on from `step`: none above it, lost ones filled in, in order.
+
+    Args:
+        rows: What metrics.jsonl holds.
+        saved: Rows that the checkpoints kept.
+        step: Updates done.
+    """
+
+    def key(row: Row) -> tuple[int, int]:
+        return (row["step"], 0 if "train/loss" in row else 1)
+
+    kept = {key(row): row for row in saved if row["step"] <= step and "event" not in row}
+    kept |= {key(row): row for row in rows if row["step"] <= step and "event" not in row}
+    events = [row for row in rows if "event" in row]
+    return sorted([*kept.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
+
+
+def log_lines(row: Row) -> list[str]:
+    """A row's lines in log.txt."""
+    step, lines = row["step"], []
+    if row.get("train/loss") is not None:
+        lines.append(f"{step} train {row['train/loss']:.6f}")
+    if "val/loss" in row:
+        lines.append(f"{step} val {row['val/loss']:.4f}")
+    if "event" in row:
+        lines.append(f"# {row['event']} at step {step}")
+    return lines
+
+
+class RunFiles:
+    """Appends to a run's text files.
+
+    Args:
+        run_dir: The run's directory.
+        step: Updates done; rows and samples above it are dropped.
+        saved_rows: Rows that the checkpoints up to there kept.
+    """
+
+    def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
+        self._dir = run_dir
+        rows = merge_rows(read_rows(run_dir), saved_rows, step)
+        samples = [(at, text) for at, text in read_samples(run_dir) if at <= step]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / METRICS_FILE, "".join(map(_json_line, rows)))
+        write_atomically(run_dir / LOG_FILE, "".join(map(_log_text, rows)))
+        write_atomically(run_dir / SAMPLES_FILE, "".join(_samples_text(*s) for s in samples))
+        self.rows = rows
+
+    def add_rows(self, rows: list[Row]) -> None:
+        """Append rows to metrics.jsonl and log.txt."""
+        self.rows.extend(rows)
+        _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
+        _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
+
+    def add_samples(self, step: int, text: str) -> None:
+        """Append a set of samples."""
+        _append(self._dir / SAMPLES_FILE, _samples_text(step, text))
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _json_line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _log_text(row: Row) -> str:
+    return "".join(f"{line}\n" for line in log_lines(row))
+
+
+def _samples_text(step: int, text: str) -> str:
+    return f"=== step {step} ===\n{text}\n"

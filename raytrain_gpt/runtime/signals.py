@@ -1,0 +1,60 @@
+"""Ctrl+C and SIGTERM: before training they end the command at once, then they ask it to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from raytrain_gpt.errors import Interrupted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FORCED_AFTER = 3
+
+
+class StopSignals:
+    """Takes both signals while it is entered; does nothing outside the main thread.
+
+    Until `defer` is called a signal raises `Interrupted` where the main thread is. From then on it
+    only sets `stop`, and the third one ends the process on the spot.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._count = 0
+        self._deferred = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Set the handlers; again after `ray.init`, which sets its own."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.signal(number, self._handle)
+                self._before.setdefault(number, before)
+
+    def defer(self) -> None:
+        """From now on a signal asks for a checkpoint instead of raising."""
+        self._deferred = True
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        self.stop.set()
+        if self._count >= _FORCED_AFTER:
+            os._exit(Interrupted.exit_code)
+        if not self._deferred:
+            raise Interrupted("interrupted before the first step; nothing was begun")
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)

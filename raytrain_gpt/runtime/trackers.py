@@ -1,0 +1,208 @@
+"""TensorBoard and MLflow: copies of a run's rows, which never slow or stop the run.
+
+MLflow follows in a thread of its own: it takes the rows it has not seen, and when the server does not
+answer it tries again later. What MLflow already has after a restart is not sent twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+from raytrain_gpt.runtime.run_files import Row
+
+TRACKING_FILE = "mlflow.json"
+_BATCH_POINTS = 1000
+_RETRY_S = 10.0
+_FINISH_S = 60.0
+
+
+def points(row: Row) -> list[tuple[str, float]]:
+    """The numbers of a row that a tracker can draw: `a/b` keys with finite values."""
+    return [
+        (key, float(value))
+        for key, value in row.items()
+        if "/" in key and isinstance(value, int | float) and math.isfinite(value)
+    ]
+
+
+class TensorBoard:
+    """Writes events; those above the resumed step are marked as replaced."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+
+    def add_rows(self, rows: list[Row]) -> None:
+        """Write the rows' numbers."""
+        for row in rows:
+            for key, value in points(row):
+                self._writer.add_scalar(key, value, row["step"])
+        self._writer.flush()
+
+    def add_samples(self, step: int, text: str) -> None:
+        """Write a set of samples as text."""
+        self._writer.add_text("samples", f"```\n{text}\n```", step)
+
+    def close(self) -> None:
+        """Finish the event file."""
+        self._writer.close()
+
+
+class MLflow:
+    """One MLflow run for one run of ours, over all its restarts.
+
+    Args:
+        run_dir: The run's directory; `mlflow.json` in it remembers the MLflow run.
+        uri: Tracking URI.
+        experiment: Experiment name.
+        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
+        parameters: Leaf name -> value.
+        log: Gets a line when the tracker fails.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        uri: str,
+        experiment: str,
+        artifact_location: str | None,
+        parameters: dict[str, Any],
+        log: Callable[[str], None],
+    ) -> None:
+        self._dir, self._uri, self._experiment = run_dir, uri, experiment
+        self._artifact_location, self._parameters, self._log = artifact_location, parameters, log
+        self._rows: list[Row] = []
+        self._samples: list[tuple[int, str]] = []
+        self._status: str | None = None
+        self._changed = threading.Condition()
+        self._warned = False
+        self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def add_rows(self, rows: list[Row]) -> None:
+        """Hand over rows; returns at once."""
+        with self._changed:
+            self._rows.extend(rows)
+            self._changed.notify()
+
+    def add_samples(self, step: int, text: str) -> None:
+        """Hand over a set of samples; returns at once."""
+        with self._changed:
+            self._samples.append((step, text))
+            self._changed.notify()
+
+    def close(self, status: str) -> None:
+        """End the MLflow run as FINISHED, FAILED or KILLED; waits a minute at most."""
+        with self._changed:
+            self._status = status
+            self._changed.notify()
+        self._thread.join(_FINISH_S)
+
+    def _follow(self) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        session = None
+        while True:
+            try:
+                session = session or _Session(self)
+                if self._drain(session):
+                    return
+            except Exception as error:  # a tracker's error, whatever it is, must not end the run
+                if not self._warned:
+                    self._log(f"MLflow at {self._uri} does not answer, will try again: {error}")
+                    self._warned = True
+                with self._changed:
+                    if self._status is not None:
+                        return
+                    self._changed.wait(_RETRY_S)
+
+    def _drain(self, session: _Session) -> bool:
+        """Send what is waiting; True when the run has been closed."""
+        with self._changed:
+            while not (self._rows or self._samples or self._status):
+                self._changed.wait()
+            rows, samples, status = list(self._rows), list(self._samples), self._status
+        session.send(rows, samples)
+        with self._changed:
+            del self._rows[: len(rows)], self._samples[: len(samples)]
+            if status is None or self._rows or self._samples:
+                return False
+        session.close(status)
+        return True
+
+
+class _Session:
+    """The connection, once it stands."""
+
+    def __init__(self, run: MLflow) -> None:
+        from mlflow import MlflowClient  # here: seconds of import, and only where it is used
+        from mlflow.entities import Param, ViewType
+
+        self._client = MlflowClient(run._uri)
+        self._dir = run._dir
+        path = run._dir / TRACKING_FILE
+        known = json.loads(path.read_text()) if path.exists() else {}
+        if known.get("uri") == run._uri:
+            self._run_id = known["run_id"]
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            experiment = self._client.get_experiment_by_name(run._experiment)
+            if experiment is None:
+                location = run._artifact_location
+                experiment_id = self._client.create_experiment(run._experiment, location)
+            else:
+                experiment_id = experiment.experiment_id
+            # A crash between creating the run and writing it down must not leave two.
+            mine = f"tags.run_dir = '{run._dir}'"
+            found = self._client.search_runs([experiment_id], mine, ViewType.ACTIVE_ONLY, 1)
+            if found:
+                self._run_id = found[0].info.run_id
+            else:
+                tags = {"run_dir": str(run._dir)}
+                created = self._client.create_run(experiment_id, tags=tags, run_name=run._dir.name)
+                self._run_id = created.info.run_id
+            path.write_text(json.dumps({"uri": run._uri, "run_id": self._run_id}) + "\n")
+        logged = self._client.get_run(self._run_id).data.params
+        new = [Param(k, str(v)[:6000]) for k, v in run._parameters.items() if k not in logged]
+        self._client.log_batch(self._run_id, params=new)
+        self._last = {
+            key: self._last_step(key) for key in ("train/loss", "val/loss")
+        }
+
+    def _last_step(self, key: str) -> int:
+        history = self._client.get_metric_history(self._run_id, key)
+        return max((metric.step for metric in history), default=0)
+
+    def send(self, rows: list[Row], samples: list[tuple[int, str]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = []
+        for row in rows:
+            kind = "train/loss" if "train/loss" in row else "val/loss"
+            if kind in row and row["step"] > self._last[kind]:
+                metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
+        for start in range(0, len(metrics), _BATCH_POINTS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH_POINTS])
+        for kind in self._last:
+            steps = [row["step"] for row in rows if kind in row]
+            self._last[kind] = max([self._last[kind], *steps])
+        for step, text in samples:
+            self._client.log_text(self._run_id, text, f"samples/step={step:08d}.txt")
+
+    def close(self, status: str) -> None:
+        for name in ("config.yaml", "report.html", "samples.txt"):
+            if (self._dir / name).exists():
+                self._client.log_artifact(self._run_id, str(self._dir / name))
+        checkpoints = sorted((self._dir / "checkpoints").glob("step=*"))
+        if checkpoints:
+            self._client.set_tag(self._run_id, "newest_checkpoint", str(checkpoints[-1]))
+        self._client.set_terminated(self._run_id, status)
