@@ -320,7 +320,8 @@ def load_preset(name: str) -> Config:
     """
     if name not in preset_names():
         raise ConfigError(
-            f"unknown preset {name}{suggestion(name, preset_names())} (there are: {', '.join(preset_names())})"
+            f"unknown preset {name}{suggestion(name, preset_names())} "
+            f"(there are: {', '.join(preset_names())})"
         )
     text = resources.files("raytrain_gpt").joinpath("presets", f"{name}.yaml").read_text("utf-8")
     return parse_config(yaml.safe_load(text), f"preset {name}")

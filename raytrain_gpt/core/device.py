@@ -12,6 +12,13 @@ import torch
 from raytrain_gpt.errors import ConfigError
 
 
+def best_device() -> torch.device:
+    """CUDA, else MPS, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
 def resolve_precision(asked: str, device: torch.device) -> str:
     """`fp32` or `bf16`.
 

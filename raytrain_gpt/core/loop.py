@@ -94,7 +94,9 @@ def train_steps(
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step of one rank."""
     # SplitMix-like mixing keeps neighbouring (seed, step, rank) apart.
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
+    mixed = (
+        seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
+    ) % 2**63
     torch.manual_seed(mixed)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from raytrain_gpt.config import OptimSection
 
+
 def build_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.AdamW:
     """AdamW over a model's parameters in two groups: decayed (2-d) and not (biases, LayerNorm)."""
     parameters = [p for p in model.parameters() if p.requires_grad]

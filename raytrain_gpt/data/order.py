@@ -38,7 +38,9 @@ def permutation(size: int, *key: int) -> Ids:
     `Generator.permutation`, whose algorithm may change with a version.
     """
     seed, *spawn_key = key
-    draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key))).random_raw(size)
+    draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key))).random_raw(
+        size
+    )
     return np.argsort(draws, kind="stable")
 
 

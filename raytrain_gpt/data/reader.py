@@ -52,7 +52,7 @@ def read_sequences(
     return tokens, delivered
 
 
-def _overlapping_rows(group: Tokens, seq_len: int) -> NDArray[np.unsignedinteger]:  # type: ignore[type-arg]
+def _overlapping_rows(group: Tokens, seq_len: int) -> NDArray[np.unsignedinteger]:
     """View (sequences, seq_len + 1) of a row group: each row's last token is the next one's first."""
     rows = (len(group) - 1) // seq_len
     step = group.strides[0]

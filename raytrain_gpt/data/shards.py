@@ -142,7 +142,7 @@ class ShardWriter:
         self._writer.close()
         sha256 = file_sha256(self._unfinished)
         file_bytes = self._unfinished.stat().st_size
-        os.replace(self._unfinished, self._path)
+        self._unfinished.replace(self._path)
         return Shard(
             path=self._path.name,
             split=split,
@@ -172,7 +172,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    unfinished.replace(path)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -192,7 +192,9 @@ def read_manifest(directory: Path) -> Manifest:
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
     if not path.exists():
-        raise DataError(f"{directory} has no {MANIFEST_FILE}, so it is no finished dataset; {prepare}")
+        raise DataError(
+            f"{directory} has no {MANIFEST_FILE}, so it is no finished dataset; {prepare}"
+        )
     try:
         content = json.loads(path.read_text("utf-8"))
         version = content["format_version"]
@@ -277,7 +279,11 @@ def check_shard(directory: Path, manifest: Manifest, shard: Shard, content: bool
         )
     for i in range(groups):
         statistics = metadata.row_group(i).column(0).statistics
-        if statistics is not None and statistics.has_min_max and statistics.max >= manifest.vocab_size:
+        if (
+            statistics is not None
+            and statistics.has_min_max
+            and statistics.max >= manifest.vocab_size
+        ):
             raise DataError(
                 f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
                 f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {again}"

@@ -62,7 +62,9 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
     """
     pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
     if not any(piece.text_bytes for piece in pieces):
-        raise DataError(f"no text in {' '.join(sources)}; expected {', '.join(SUFFIXES)} or {STDLIB}")
+        raise DataError(
+            f"no text in {' '.join(sources)}; expected {', '.join(SUFFIXES)} or {STDLIB}"
+        )
     return pieces
 
 
@@ -148,7 +150,7 @@ def _text_document(path: Path) -> Document:
 
 
 def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    with open(piece.path, "rb") as file:
+    with Path(piece.path).open("rb") as file:
         if piece.start:
             # The line that began in the piece before belongs to that piece.
             file.seek(piece.start - 1)

@@ -110,7 +110,9 @@ class Plan:
 
 def document_hash(name: str, position: int) -> int:
     """64-bit hash that decides a document's split."""
-    return int.from_bytes(hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest(), "big"
+    )
 
 
 def make_plan(
@@ -182,9 +184,12 @@ def _tail_rule(pieces: list[Piece], text_field: str, fraction: float) -> SplitRu
     ]
     total = sum(size for _, _, size in sizes)
     if total < 2:
-        raise DataError(f"the sources hold {total} bytes of text, too little for two splits; add text")
+        raise DataError(
+            f"the sources hold {total} bytes of text, too little for two splits; add text"
+        )
     left = min(total - 1, max(1, int(total * (1 - fraction))))
-    for at, position, size in sizes:
+    at, position, _ = sizes[0]
+    for at, position, size in sizes:  # noqa: B007, the document where the loop ends is cut
         if left < size:
             break
         left -= size
@@ -207,7 +212,9 @@ def _head_rule(
 ) -> SplitRule:
     """The first documents, until they have `val_tokens` tokens, validate."""
     if val_tokens < 1:
-        raise DataError(f"val_tokens={val_tokens} is below 1; set it to what validation should read")
+        raise DataError(
+            f"val_tokens={val_tokens} is below 1; set it to what validation should read"
+        )
     tokens = 0
     for i, piece in enumerate(pieces):
         for document in read_documents(piece, text_field):

@@ -101,11 +101,16 @@ def connect(num_cpus_needed: int) -> Resources:
 
 def cpus_to_start(config: Config) -> int:
     """Logical CPUs that a cluster started for this run needs: its workers and two for data."""
-    workers, cpus = config.cluster.num_workers, config.cluster.cpus_per_worker
-    num_workers = workers if isinstance(workers, int) else max(1, torch.cuda.device_count())
-    if not isinstance(cpus, int):
-        cpus = max(1, (os.cpu_count() or 1) // num_workers)
+    c = config.cluster
+    gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
+    num_workers = max(1, gpus) if c.num_workers == "auto" else c.num_workers
+    cpus = _shared_cores(num_workers) if c.cpus_per_worker == "auto" else c.cpus_per_worker
     return num_workers * cpus + 2
+
+
+def _shared_cores(num_workers: int) -> int:
+    """CPUs of each worker when this machine's cores are shared out."""
+    return max(1, (os.cpu_count() or 1) // num_workers)
 
 
 def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
@@ -123,8 +128,8 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     if num_workers == "auto":
         num_workers = resources.gpus if use_gpu else 1
     cpus = c.cpus_per_worker
-    if cpus == "auto":
-        cpus = max(1, (os.cpu_count() or 1) // num_workers) if resources.ours else 1
+    if isinstance(cpus, str):
+        cpus = _shared_cores(num_workers) if resources.ours else 1
     config = config.updated(
         {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
     )

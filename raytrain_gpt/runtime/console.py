@@ -8,7 +8,12 @@ from typing import Any
 def duration(seconds: float) -> str:
     """The two largest units: `8d 9h`, `3m 20s`, `12s`."""
     total = round(seconds)
-    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "m"), (total % 60, "s")]
+    parts = [
+        (total // 86400, "d"),
+        (total // 3600 % 24, "h"),
+        (total // 60 % 60, "m"),
+        (total % 60, "s"),
+    ]
     first = next((i for i, (amount, _) in enumerate(parts) if amount), 3)
     return " ".join(f"{amount}{unit}" for amount, unit in parts[first : first + 2])
 

@@ -25,7 +25,6 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest, write_atomically
 from raytrain_gpt.data.sources import STDLIB
 from raytrain_gpt.errors import Interrupted, TrainingFailed
@@ -33,7 +32,7 @@ from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount
 from raytrain_gpt.runtime.failures import user_error_in
-from raytrain_gpt.runtime.ingest import IngestSpec, eval_dataset, train_dataset
+from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 from raytrain_gpt.runtime.prepare import prepare
 from raytrain_gpt.runtime.recorder import Recorder, RecorderSpec, saved_rows
 from raytrain_gpt.runtime.report import write_report
@@ -99,6 +98,25 @@ def train(config: Config, log: Log) -> RunSummary:
                 ray.shutdown()
 
 
+def prepare_dataset(
+    sources: list[str], directory: Path, tokenizer: str, log: Log, **options: Any
+) -> Manifest:
+    """The `prepare` command: connect to the cluster and tokenize on all of it.
+
+    Raises:
+        UserError: a source, the tokenizer or the directory cannot be used.
+        Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
+    """
+    with StopSignals() as signals:
+        resources = cluster.connect(num_cpus_needed=0)
+        signals.install()
+        try:
+            return prepare(sources, directory.absolute(), tokenizer, log=log, **options)
+        finally:
+            if resources.ours:
+                ray.shutdown()
+
+
 class Run:
     """One `train` command on a connected cluster."""
 
@@ -128,9 +146,7 @@ class Run:
         preflight.check_storage(self.run_dir, ingest.directory)
         with run_lock(self.run_dir):
             existing = self.catalogue.complete()
-            preflight.check_disk(
-                self.config, self.run_dir, self.manifest.vocab_size, len(existing)
-            )
+            preflight.check_disk(self.config, self.run_dir, self.manifest.vocab_size, len(existing))
             resumed = find_resume(self.config, self.run_dir, self.log)
             if resumed is not None:
                 check_changes(self.config, self.manifest, resumed, self.log)
@@ -211,7 +227,7 @@ class Run:
             recorder=recorder,
         )
         stop_batch = next_batch + self.config.train.max_steps - step
-        trainer = self._trainer(spec, attempt, train_dataset(ingest, next_batch, stop_batch))
+        trainer = self._trainer(spec, attempt, ingest_dataset(ingest, next_batch, stop_batch))
         self.signals.defer()
         error = self._fit_and_watch(trainer, recorder)
         stopped = self.signals.stop.is_set()
@@ -240,7 +256,7 @@ class Run:
         return Recorder.options(scheduling_strategy=here).remote(spec)  # type: ignore[attr-defined]
 
     def _trainer(
-        self, spec: WorkerSpec, attempt: int, train_data: ray.data.Dataset
+        self, spec: WorkerSpec, attempt: int, dataset: ray.data.Dataset
     ) -> ray.train.torch.TorchTrainer:
         c = self.config.cluster
         resources = {"CPU": c.cpus_per_worker, **({"GPU": 1} if c.use_gpu else {})}
@@ -258,7 +274,7 @@ class Run:
                 storage_path=str(self.run_dir / "ray"),
                 failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
-            datasets={"train": train_data, "val": eval_dataset(spec.ingest)},
+            datasets={"train": dataset},
             dataset_config=ray.train.DataConfig(
                 execution_options=ExecutionOptions(preserve_order=True)
             ),

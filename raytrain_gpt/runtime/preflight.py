@@ -144,9 +144,9 @@ def check_storage(run_dir: Path, data_dir: Path) -> None:
     try:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         asked = [
-            _probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                probe, token, data_dir
-            )
+            _probe.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote(probe, token, data_dir)
             for node in nodes
         ]
         ray.get(asked)
@@ -156,7 +156,7 @@ def check_storage(run_dir: Path, data_dir: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def _probe(probe: Path, token: str, data_dir: Path) -> None:
     node = ray.util.get_node_ip_address()
     try:

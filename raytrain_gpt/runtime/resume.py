@@ -27,7 +27,8 @@ def find_resume(config: Config, run_dir: Path, log: Callable[[str], None]) -> Ch
     return newest
 
 
-def check_changes(config: Config, manifest: Manifest, resumed: Checkpoint, log: Callable[[str], None]
+def check_changes(
+    config: Config, manifest: Manifest, resumed: Checkpoint, log: Callable[[str], None]
 ) -> None:
     """Refuse what would change the maths of a run that goes on; log what is harmless.
 
@@ -35,7 +36,9 @@ def check_changes(config: Config, manifest: Manifest, resumed: Checkpoint, log: 
         CheckpointError: lists the keys that differ.
     """
     state = resumed.state
-    before = {name: state.config.get(section, {}).get(name) for name, (section, _) in LEAVES.items()}
+    before = {
+        name: state.config.get(section, {}).get(name) for name, (section, _) in LEAVES.items()
+    }
     changed = changed_leaves(before, config.leaves())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
     if state.manifest_hash != manifest.hash:

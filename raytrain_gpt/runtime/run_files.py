@@ -39,7 +39,9 @@ def read_samples(run_dir: Path) -> list[tuple[int, str]]:
     """(step, text) of every set of samples."""
     path = run_dir / SAMPLES_FILE
     parts = _SAMPLES_HEADER.split(path.read_text("utf-8")) if path.exists() else []
-    return [(int(step), text.strip("\n")) for step, text in zip(parts[1::2], parts[2::2], strict=True)]
+    return [
+        (int(step), text.strip("\n")) for step, text in zip(parts[1::2], parts[2::2], strict=True)
+    ]
 
 
 def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:

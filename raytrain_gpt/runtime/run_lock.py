@@ -37,3 +37,16 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
         file.flush()
         yield
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a live process holds the run."""
+    path = run_dir / LOCK_FILE
+    if not path.exists():
+        return False
+    with path.open("r", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

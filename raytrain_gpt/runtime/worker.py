@@ -34,7 +34,8 @@ from raytrain_gpt.core.state import load_model, load_optimizer, save_state
 from raytrain_gpt.data.order import ORDER_VERSION, extend_order_hash
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_bytes, tokenizer_json
 from raytrain_gpt.runtime.checkpoints import ROWS_FILE, Catalogue, CheckpointState
-from raytrain_gpt.runtime.ingest import EvalFeed, IngestSpec, TrainFeed, rank_chunks
+from raytrain_gpt.runtime.feed import EvalFeed, TrainFeed, rank_chunks
+from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.run_files import Row
 
 SEND_EVERY_S = 1.0
@@ -150,14 +151,13 @@ class Worker:
     def _open_feeds(self) -> None:
         micro = self.config.train.micro_batch_sequences
         self.share = self.config.batch_sequences // self.world_size
-        chunks = rank_chunks(
-            ray.train.get_dataset_shard("val"), self.spec.ingest, self.rank, first_batch=0
+        tables = ray.train.get_dataset_shard("train").iter_batches(
+            batch_size=1, batch_format="pyarrow", prefetch_batches=1
         )
-        self.eval_feed = EvalFeed(next(chunks), micro, self.device)
-        train_chunks = rank_chunks(
-            ray.train.get_dataset_shard("train"), self.spec.ingest, self.rank, self.next_batch
-        )
-        self.feed = TrainFeed(train_chunks, micro, self.device)
+        chunks = rank_chunks(tables, self.spec.ingest, self.rank, self.next_batch)
+        val = next(chunks)
+        self.eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
+        self.feed = TrainFeed(chunks, micro, self.device)
 
     def steps(self) -> Iterator[StepResult]:
         """The results of all steps to come."""
@@ -310,7 +310,9 @@ class Worker:
         """Register a pointer: our catalogue is the truth, Ray's results name it."""
         metrics = {"step": self.step, "val_loss": -1.0 if val_loss is None else float(val_loss)}
         if not math.isfinite(metrics["val_loss"]):
-            metrics["val_loss"] = -1.0  # a value that is not finite would end the run in Ray's index
+            metrics[
+                "val_loss"
+            ] = -1.0  # a value that is not finite would end the run in Ray's index
         if self.rank != 0:
             ray.train.report(metrics)
             return

@@ -1,0 +1,238 @@
+"""What commands print at their end: datasets, runs, evaluations."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
+from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
+from raytrain_gpt.runtime.console import amount, duration
+from raytrain_gpt.runtime.launch import RunSummary
+from raytrain_gpt.runtime.report import REPORT_FILE, write_comparison, write_report
+from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, read_rows, read_samples
+from raytrain_gpt.runtime.run_lock import is_locked
+from raytrain_gpt.runtime.trackers import TRACKING_FILE
+
+Say = Callable[[str], None]
+SAMPLE_TOKENS = 60
+
+
+def dataset(directory: Path, manifest: Manifest, say: Say) -> dict[str, Any]:
+    """Print what is in a dataset; returns the same as facts."""
+    splits: dict[str, Any] = {}
+    for split in SPLITS:
+        shards = manifest.split_shards(split)
+        splits[split] = {
+            "shards": len(shards),
+            "tokens": manifest.split_tokens(split),
+            "documents": sum(shard.documents for shard in shards),
+            "text_bytes": sum(shard.text_bytes for shard in shards),
+            "file_bytes": sum(shard.file_bytes for shard in shards),
+        }
+    say(
+        f"dataset {directory} | tokenizer {manifest.tokenizer}, {manifest.vocab_size} ids, {manifest.dtype}"
+    )
+    for name, facts in splits.items():
+        say(
+            f"  {name:5} {amount(facts['tokens'])} tokens in {facts['documents']} documents, "
+            f"{facts['shards']} shards of {amount(facts['file_bytes'])}B in all"
+        )
+    first = manifest.split_shards("train")[0]
+    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]
+    sample = read_tokenizer(directory).decode(tokens.tolist())
+    say(f"  begins {sample!r}")
+    return {
+        "path": str(directory),
+        "tokenizer": manifest.tokenizer,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "manifest_hash": manifest.hash,
+        "splits": splits,
+        "sample": sample,
+    }
+
+
+def run_end(summary: RunSummary, say: Say) -> None:
+    """Print how a run ended, where everything is and what to do next."""
+    run_dir = summary.run_dir
+    if summary.already_finished:
+        say(
+            f"run {run_dir.name} is already finished at step {summary.step}; "
+            "a larger max_steps extends it, another run_name starts anew"
+        )
+    rows = read_rows(run_dir)
+    samples = read_samples(run_dir)
+    if samples:
+        say(f"samples at step {samples[-1][0]}:")
+        say(samples[-1][1])
+    facts = run_facts(run_dir)
+    say(
+        f"{facts['state']} at step {facts['step']} of {facts['max_steps']} | train loss "
+        f"{_number(facts['first_loss'])} -> {_number(facts['train_loss'])} | "
+        f"val loss {_number(facts['val_loss'])} | {amount(facts['tokens_seen'])} tokens | "
+        f"{duration(_training_s(rows))} of training steps"
+    )
+    say(f"run         {run_dir}")
+    best = Catalogue(run_dir).best()
+    if best is not None:
+        say(f"best        {best.path} (val loss {best.state.val_loss:.4f})")
+    say(f"report      {run_dir / REPORT_FILE}")
+    if (run_dir / "tensorboard").exists():
+        say(f"tensorboard --logdir {run_dir / 'tensorboard'}")
+    if (run_dir / TRACKING_FILE).exists():
+        uri = json.loads((run_dir / TRACKING_FILE).read_text())["uri"]
+        say(f"mlflow ui --backend-store-uri {uri}")
+    say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
+
+
+def run_facts(run_dir: Path) -> dict[str, Any]:
+    """State and last numbers of a run."""
+    rows = read_rows(run_dir)
+    steps = [row for row in rows if row.get("train/loss") is not None]
+    evaluations = [row for row in rows if row.get("val/loss") is not None]
+    checkpoints = Catalogue(run_dir).complete()
+    newest: Checkpoint | None = checkpoints[-1] if checkpoints else None
+    max_steps = newest.state.config["train"]["max_steps"] if newest else None
+    step = newest.state.step if newest else 0
+    if is_locked(run_dir):
+        state = "running"
+    else:
+        state = "finished" if max_steps is not None and step >= max_steps else "stopped"
+    return {
+        "run": run_dir.name,
+        "path": str(run_dir.absolute()),
+        "state": state,
+        "step": step,
+        "max_steps": max_steps,
+        "tokens_seen": newest.state.tokens_seen if newest else 0,
+        "first_loss": steps[0]["train/loss"] if steps else None,
+        "train_loss": steps[-1]["train/loss"] if steps else None,
+        "val_loss": evaluations[-1]["val/loss"] if evaluations else None,
+        "order_hash": newest.state.order_hash if newest else None,
+        "checkpoints": len(checkpoints),
+    }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _training_s(rows: list[Row]) -> float:
+    return float(sum(row["perf/step_time_s"] for row in rows if "train/loss" in row))
+
+
+def find_run(name: str, storage_path: Path) -> Path:
+    """Directory of a run given by name or path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for path in (storage_path / name, Path(name)):
+        if (path / CONFIG_FILE).exists():
+            return path
+    known = [p.name for p in _run_dirs(storage_path)]
+    raise CheckpointError(
+        f"no run {name} in {storage_path}; there are: {', '.join(known) or 'none'} (set --storage_path)"
+    )
+
+
+def _run_dirs(storage_path: Path) -> list[Path]:
+    return sorted(path.parent for path in storage_path.glob(f"*/{CONFIG_FILE}"))
+
+
+def runs_command(
+    action: str, names: list[str], storage_path: Path, as_json: bool, say: Say
+) -> None:
+    """The `runs` command.
+
+    Raises:
+        CheckpointError: a run is missing, or none or too many are named.
+    """
+    if action == "list":
+        content: Any = {"runs": [run_facts(path) for path in _run_dirs(storage_path)]}
+        _table(
+            content["runs"],
+            ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints"),
+        )
+        say(f"next: raytrain-gpt runs show RUN --storage_path {storage_path}")
+    else:
+        if not names or (len(names) > 1 and action != "report"):
+            raise CheckpointError(
+                f"runs {action} takes {'at least ' * (action == 'report')}one RUN; "
+                "see: raytrain-gpt runs list"
+            )
+        run_dirs = [find_run(name, storage_path) for name in names]
+        content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](
+            run_dirs, say
+        )
+    if as_json:
+        say(json.dumps(content))
+
+
+def _show(run_dirs: list[Path], say: Say) -> dict[str, Any]:
+    facts = run_facts(run_dirs[0])
+    for name, value in facts.items():
+        say(f"{name:12} {_number(value) if isinstance(value, float) else value}")
+    say((run_dirs[0] / CONFIG_FILE).read_text("utf-8").rstrip())
+    say(f"next: raytrain-gpt runs checkpoints {run_dirs[0]}")
+    return facts
+
+
+def _checkpoints(run_dirs: list[Path], say: Say) -> dict[str, Any]:
+    catalogue = Catalogue(run_dirs[0])
+    best = catalogue.best()
+    rows = [
+        {
+            "step": c.state.step,
+            "tokens_seen": c.state.tokens_seen,
+            "val_loss": c.state.val_loss,
+            "size_bytes": c.size_bytes,
+            "age_s": round(time.time() - c.path.stat().st_mtime),
+            "best": best is not None and c.path == best.path,
+            "path": str(c.path),
+        }
+        for c in catalogue.complete()
+    ]
+    _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
+    say(f'next: raytrain-gpt sample {run_dirs[0]} --prompt "Hello"')
+    return {"run": run_dirs[0].name, "checkpoints": rows}
+
+
+def _report(run_dirs: list[Path], say: Say) -> dict[str, Any]:
+    if len(run_dirs) == 1:
+        path = write_report(run_dirs[0])
+    else:
+        path = write_comparison(run_dirs, run_dirs[0].parent / "comparison.html")
+    say(f"report {path}")
+    say("next: open it in a browser")
+    return {"report": str(path)}
+
+
+def evaluation(path: Path, metrics: dict[str, Any], say: Say) -> None:
+    """Print the result of `eval`."""
+    say(
+        f"{path} | step {metrics['step']} | val loss {metrics['val/loss']:.4f} nats/token | "
+        f"perplexity {metrics['val/perplexity']:.2f} | {metrics['val/bits_per_byte']:.4f} bits/byte | "
+        f"{metrics['val/tokens']} tokens"
+    )
+    say(f'next: raytrain-gpt sample {path} --prompt "Hello"')
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    table = Table(*columns, box=None, header_style="bold")
+    for row in rows:
+        cells = [row[c] for c in columns]
+        table.add_row(
+            *(_number(c) if isinstance(c, float) else "-" if c is None else str(c) for c in cells)
+        )
+    console = Console()
+    console.print(table, width=max(console.width, 160) if not console.is_terminal else None)

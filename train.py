@@ -1,0 +1,8 @@
+"""`python train.py …` is `raytrain-gpt train …`: for checkouts and `ray job submit`."""
+
+import sys
+
+from raytrain_gpt.cli import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])
