@@ -171,17 +171,20 @@ def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
 
 
 def _parquet_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    with pq.ParquetFile(piece.path) as file:
-        sizes = [file.metadata.row_group(i).num_rows for i in range(piece.stop)]
-        position = sum(sizes[: piece.start])
-        groups = list(range(piece.start, piece.stop))
-        for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
-            for value in batch.column(0):
-                text = value.as_py()
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"{piece.path} row {position}: {text_field} is {type(text).__name__}, not text; "
-                        "remove the row or set --text_field"
-                    )
-                yield Document(position, text)
-                position += 1
+    position = 0
+    try:
+        with pq.ParquetFile(piece.path) as file:
+            position = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
+            groups = list(range(piece.start, piece.stop))
+            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
+                for value in batch.column(0):
+                    text = value.as_py()
+                    if not isinstance(text, str):
+                        raise TypeError(f"{text_field} is {type(text).__name__}, not text")
+                    yield Document(position, text)
+                    position += 1
+    except (OSError, pa.ArrowException, UnicodeDecodeError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{piece.path} row {position}: {why}; mend the file or set --text_field"
+        ) from None

@@ -201,9 +201,10 @@ def _tail_rule(pieces: list[Piece], text_field: str, fraction: float) -> SplitRu
     if offset == 0 and is_first:
         offset = text.find(b"\n", left) + 1
     if offset in (0, len(text)) and is_first:
-        offset = left
-        while offset < len(text) - 1 and text[offset] & 0xC0 == 0x80:
-            offset += 1
+        head = text[:left].decode(errors="ignore") or text.decode()[0]
+        offset = len(head.encode())
+        if offset == total:
+            raise DataError("the sources hold one character, too little for two splits; add text")
     return SplitRule(cut_piece=at, cut_position=position, cut_offset=offset)
 
 

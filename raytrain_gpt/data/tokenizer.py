@@ -62,12 +62,17 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
 def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
     """Token ids of one document, closed by `eot`.
 
-    Special tokens inside the text are ordinary text.
+    Special tokens inside the text are ordinary text; a lone surrogate, which JSON can write but
+    UTF-8 cannot, becomes a question mark.
 
     Returns:
         uint32 (tokens + 1,)
     """
-    tokens = encoding.encode_to_numpy(text, disallowed_special=())
+    try:
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        text = text.encode("utf-8", "replace").decode()
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
     return np.append(tokens, np.uint32(encoding.eot_token))
 
 

@@ -312,7 +312,10 @@ class Run:
     def _finish(self, recorder: Any, status: str) -> None:
         for line in ray.get(recorder.take_lines.remote(0.01)):
             self.log(line)
-        write_report(self.run_dir)
+        try:
+            write_report(self.run_dir)
+        except Exception as error:  # a picture that fails must not cost a trained model
+            self.log(f"no report: {error!r}")
         ray.get(recorder.close.remote(status))
         for line in ray.get(recorder.take_lines.remote(0.01)):
             self.log(line)

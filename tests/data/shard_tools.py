@@ -1,0 +1,123 @@
+"""Made datasets, and plain readings of shards that share no code with the package's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_gpt.data.shards import (
+    FORMAT_VERSION,
+    Manifest,
+    Shard,
+    ShardWriter,
+    Split,
+    write_manifest,
+)
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_json,
+    vocab_hash,
+)
+
+TEXTS = {
+    "ascii": "The quick brown fox.\n\tJumps!\r\n",
+    "cjk": "統一碼,日本語のテキスト。한국어 텍스트입니다。",
+    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 é e\u0301 \U0001f600",
+    "control": "\x00\x01\x7f\u200b\ufeff",
+    "empty": "",
+    "eot as text": "before <|endoftext|> after <|endoftext|>",
+}
+
+
+def made_text(num_bytes: int, seed: int = 0) -> str:
+    """About so many bytes of lines of made words, some of them CJK or emoji."""
+    words = ["the", "model", "Ray", "0.5", "日本語", "😀", "naïve", "window", "(x)", "  "]
+    draws = np.random.default_rng(seed).integers(0, len(words), num_bytes // 6)
+    return "".join(words[d] + ("\n" if i % 11 == 10 else " ") for i, d in enumerate(draws))
+
+
+def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> str:
+    """A `.jsonl` file of one text a line; returns its path as a source."""
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), "utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, texts: Sequence[str], rows: int, field: str = "text") -> str:
+    """A parquet file of `rows` texts a row group; returns its path as a source."""
+    pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path, row_group_size=rows)
+    return str(path)
+
+
+def all_tokens(directory: Path, manifest: Manifest, split: Split) -> np.ndarray[Any, Any]:
+    """A split's tokens, shard after shard."""
+    shards = manifest.split_shards(split)
+    return np.concatenate([pq.read_table(directory / s.path)["tokens"].to_numpy() for s in shards])
+
+
+def documents(directory: Path, manifest: Manifest, split: Split) -> list[bytes]:
+    """The bytes of a split's documents, decoded with the tokenizer the dataset carries."""
+    encoding = read_tokenizer(directory)
+    tokens = all_tokens(directory, manifest, split)
+    ends = np.flatnonzero(tokens == manifest.eot_token)
+    assert ends[-1] == len(tokens) - 1, "the last document is not closed"
+    parts = np.split(tokens, ends + 1)[:-1]
+    return [encoding.decode_bytes(part[:-1].tolist()) for part in parts]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Name -> content of everything in a directory."""
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.is_file()}
+
+
+def write_dataset(
+    directory: Path,
+    *,
+    train: Sequence[int],
+    val: Sequence[int] = (40,),
+    row_group_tokens: int = 33,
+    vocab_size: int = 257,
+) -> Manifest:
+    """A dataset of drawn tokens.
+
+    Args:
+        directory: Is made.
+        train: Tokens of each train shard.
+        val: Tokens of each val shard.
+        row_group_tokens: Of the manifest.
+        vocab_size: Above 2^16 the tokens are uint32.
+    """
+    directory.mkdir(parents=True)
+    encoding = load_tokenizer("bytes")
+    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    generator = np.random.default_rng(0)
+
+    def write_shard(split: Split, index: int, tokens: int) -> Shard:
+        writer = ShardWriter(directory / f"{split}-{index:05d}.parquet", dtype, row_group_tokens)
+        writer.add(generator.integers(0, vocab_size, tokens).astype(np.uint32), tokens)
+        return writer.close(split)
+
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tokenizer="bytes",
+        vocab_hash=vocab_hash(encoding),
+        vocab_size=vocab_size,
+        eot_token=encoding.eot_token,
+        dtype="uint16" if vocab_size <= 2**16 else "uint32",
+        row_group_tokens=row_group_tokens,
+        shards=(
+            *(write_shard("train", i, tokens) for i, tokens in enumerate(train)),
+            *(write_shard("val", i, tokens) for i, tokens in enumerate(val)),
+        ),
+        source={},
+    )
+    write_manifest(directory, manifest)
+    return manifest

@@ -1,0 +1,296 @@
+"""The order: disjoint, complete, the same for every number of workers, and resumable anywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from raytrain_gpt.data.order import (
+    WINDOW_TOKENS,
+    Ids,
+    Order,
+    extend_order_hash,
+    permutation,
+    sequence_hashes,
+)
+from raytrain_gpt.errors import DataError
+
+WORLD_SIZES = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an order depends on, as plain numbers."""
+
+    row_groups: tuple[int, ...]
+    batch_sequences: int
+    seq_len: int = 8
+    window_tokens: int = WINDOW_TOKENS
+    seed: int = 1337
+
+    def __str__(self) -> str:
+        groups = f"{sum(self.row_groups)} in {len(self.row_groups)}"
+        return f"{groups}, batch {self.batch_sequences}, window {self.window_tokens}"
+
+    def order(self) -> Order:
+        counts = np.array(self.row_groups, np.int64)
+        return Order(counts, self.batch_sequences, self.seq_len, self.seed, self.window_tokens)
+
+
+def ragged(num_sequences: int, most: int) -> tuple[int, ...]:
+    """Row groups of uneven size, empty ones among them, that hold so many sequences."""
+    sizes = np.random.default_rng(num_sequences).integers(0, most + 1, num_sequences)
+    ends = np.minimum(np.cumsum(sizes), num_sequences)
+    return tuple(int(size) for size in np.diff(ends[: np.argmax(ends) + 1], prepend=0))
+
+
+GRID = [
+    Shape(row_groups, batch_sequences, window_tokens=window_tokens)
+    for row_groups in [(40,), (7, 0, 1, 33), ragged(365, 30), ragged(1009, 64), (64,) * 11 + (5,)]
+    for batch_sequences in (1, 12, 24)
+    for window_tokens in (1, 8 * 24 * 3, 8 * 100, WINDOW_TOKENS)
+]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Any shape of at least 40 sequences; windows from less than a batch to all of it."""
+    row_groups = draw(st.lists(st.integers(0, 90), min_size=1, max_size=12))
+    assume(sum(row_groups) >= 40)
+    return Shape(
+        tuple(row_groups),
+        batch_sequences=draw(st.sampled_from([1, 2, 12, 24, 36])),
+        seq_len=draw(st.sampled_from([1, 7, 16])),
+        window_tokens=draw(st.sampled_from([1, 500, 2000, WINDOW_TOKENS])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def epoch_ids(order: Order, epoch: int) -> Ids:
+    """The sequences of an epoch, (batches, batch_sequences)."""
+    first = epoch * order.batches_per_epoch
+    return np.stack([order.batch_ids(first + i) for i in range(order.batches_per_epoch)])
+
+
+def window_sizes(order: Order, epoch: int) -> list[int]:
+    """Global batches in each window of an epoch."""
+    ends = [epoch * order.batches_per_epoch]
+    while ends[-1] < (epoch + 1) * order.batches_per_epoch:
+        ends.append(order.window_end(ends[-1]))
+    return [end - first for first, end in pairwise(ends)]
+
+
+def transcribed_permutation(size: int, seed: int, *key: int) -> list[int]:
+    draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(size)
+    return sorted(range(size), key=lambda i: int(draws[i]))
+
+
+def transcribed_batch(shape: Shape, batch: int) -> list[int]:
+    """The formulas of the order word for word, with lists; sequences numbered in manifest order."""
+    n, b, t = shape.row_groups, shape.batch_sequences, shape.seq_len
+    sequences = sum(n)
+    s = sequences // b
+    v = min(s, max(1, math.ceil(s * b * t / shape.window_tokens)))
+    epoch, i = divmod(batch, s)
+    w = ((i + 1) * v - 1) // s
+    units = transcribed_permutation(len(n), shape.seed, epoch)
+    stream = [(unit, row) for unit in units for row in range(n[unit])]
+    lo = w * s // v * b
+    hi = sequences if w == v - 1 else (w + 1) * s // v * b
+    shuffled = [lo + p for p in transcribed_permutation(hi - lo, shape.seed, epoch, w)]
+    positions = shuffled[(i - w * s // v) * b :][:b]
+    return [sum(n[:unit]) + row for unit, row in (stream[p] for p in positions)]
+
+
+@given(shapes(), st.data())
+def test_batches_are_those_of_the_transcribed_formulas(shape: Shape, data: st.DataObject) -> None:
+    order = shape.order()
+    batch = data.draw(st.integers(0, 3 * order.batches_per_epoch - 1))
+    assert order.batch_ids(batch).tolist() == transcribed_batch(shape, batch)
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_an_epoch_has_every_sequence_once_but_for_less_than_a_batch(shape: Shape) -> None:
+    order = shape.order()
+    for epoch in (0, 1, 5):
+        ids = epoch_ids(order, epoch).ravel()
+        assert len(set(ids.tolist())) == len(ids)
+        assert ids.min() >= 0
+        assert ids.max() < sum(shape.row_groups)
+        left_out = sum(shape.row_groups) - len(ids)
+        assert 0 <= left_out == order.remainder_sequences < shape.batch_sequences
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_ranks_share_every_batch_without_overlap_for_each_world_size(shape: Shape) -> None:
+    order = shape.order()
+    batches = epoch_ids(order, 0)
+    for world_size in (w for w in WORLD_SIZES if shape.batch_sequences % w == 0):
+        shares = batches.reshape(len(batches), world_size, -1)  # (batch, rank, sequence)
+        by_rank = [set(shares[:, rank].ravel().tolist()) for rank in range(world_size)]
+        assert sum(map(len, by_rank)) == len(set().union(*by_rank)) == batches.size
+        for batch, ranks in enumerate(shares):
+            assert np.concatenate(list(ranks)).tolist() == order.batch_ids(batch).tolist()
+
+
+@pytest.mark.parametrize("shape", GRID[::5], ids=str)
+def test_resume_at_any_step_gives_the_tail_of_the_whole_order(shape: Shape) -> None:
+    whole = shape.order()
+    stop = 2 * whole.batches_per_epoch + 1
+    order = [whole.batch_ids(batch).tolist() for batch in range(stop)]
+    for step in range(0, stop, 1 + stop // 40):
+        fresh = shape.order()
+        assert [fresh.batch_ids(batch).tolist() for batch in range(step, stop)] == order[step:]
+
+
+@given(shapes(), st.data())
+def test_the_order_does_not_depend_on_what_was_asked_before(
+    shape: Shape, data: st.DataObject
+) -> None:
+    used = shape.order()
+    stop = 3 * used.batches_per_epoch
+    for batch in data.draw(st.lists(st.integers(0, stop - 1), min_size=1, max_size=8)):
+        assert used.batch_ids(batch).tolist() == shape.order().batch_ids(batch).tolist()
+
+
+@pytest.mark.parametrize("row_groups", [(1018,), ragged(1018, 64)], ids=["one row group", "many"])
+@pytest.mark.parametrize("window_tokens", [8 * 100, WINDOW_TOKENS])
+def test_epochs_differ_in_order_and_in_what_they_leave_out(
+    row_groups: tuple[int, ...], window_tokens: int
+) -> None:
+    order = Shape(row_groups, 12, window_tokens=window_tokens).order()
+    epochs = [epoch_ids(order, epoch).ravel() for epoch in range(6)]
+    for one, other in pairwise(epochs):
+        assert (one == other).mean() < 0.05
+    everything = set(range(1018))
+    assert len({frozenset(everything.difference(ids.tolist())) for ids in epochs}) == 6
+
+
+def test_the_seed_decides_the_order() -> None:
+    shape = Shape(ragged(1009, 64), 12)
+    other = Shape(shape.row_groups, 12, seed=shape.seed + 1)
+    ids = epoch_ids(shape.order(), 0)
+    assert (ids == epoch_ids(shape.order(), 0)).all()
+    assert (ids == epoch_ids(other.order(), 0)).mean() < 0.05
+
+
+def test_a_small_dataset_is_shuffled_as_a_whole() -> None:
+    ids = epoch_ids(Shape((256,) * 4, 16).order(), 0)
+    row_groups_in_batch = [len(set((batch // 256).tolist())) for batch in ids]
+    assert min(row_groups_in_batch) >= 2
+    assert np.mean(row_groups_in_batch) > 3.5
+
+
+@given(shapes(), st.integers(0, 4))
+def test_windows_of_an_epoch_differ_by_at_most_one_batch(shape: Shape, epoch: int) -> None:
+    order = shape.order()
+    sizes = window_sizes(order, epoch)
+    assert sum(sizes) == order.batches_per_epoch
+    assert len(sizes) == order.windows_per_epoch
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=200)
+@given(shapes(), st.data())
+def test_chunks_cover_what_was_asked_and_end_with_a_window(
+    shape: Shape, data: st.DataObject
+) -> None:
+    order = shape.order()
+    first = data.draw(st.integers(0, 3 * order.batches_per_epoch))
+    stop = data.draw(st.integers(first, 5 * order.batches_per_epoch))
+    chunks = order.chunks(first, stop)
+    assert [batch for a, b in chunks for batch in range(a, b)] == list(range(first, stop))
+    for _, end in chunks[:-1]:
+        assert order.window_end(end - 1) == end
+    for begin, end in chunks:
+        tokens = (end - begin) * shape.batch_sequences * shape.seq_len
+        assert tokens <= shape.window_tokens or end <= order.window_end(begin)
+
+
+def test_small_epochs_are_read_as_one_chunk() -> None:
+    order = Shape((40,), 12).order()
+    assert order.chunks(4, 2000) == [(4, 2000)]
+
+
+def test_ten_billion_tokens_are_19073_steps_in_150_chunks() -> None:
+    groups = [2**18 + 1] * (100_000_000 // (2**18 + 1))
+    shard = [*groups, 100_000_000 - sum(groups)]
+    counts = (np.array(shard * 100, np.int64) - 1) // 1024
+    order = Order(counts, 524_288 // 1024, 1024, seed=1337)
+    assert order.batches_per_epoch == 19_073
+    assert order.epoch(19_072) == 0
+    assert order.epoch(19_073) == 1
+    assert len(order.chunks(0, 19_073)) == 150
+
+
+def test_fewer_sequences_than_a_batch_are_refused_with_the_way_out(raises_line) -> None:
+    with raises_line(DataError, "39 sequences", "40 of one global batch", "at most 312"):
+        Shape((30, 9), 40).order()
+
+
+def test_permutation_never_changes_its_values() -> None:
+    assert permutation(10, 1337, 0).tolist() == [7, 5, 3, 0, 1, 9, 4, 6, 8, 2]
+    assert permutation(7, 7, 0, 3).tolist() == [4, 3, 6, 1, 5, 2, 0]
+    assert permutation(0, 7).tolist() == []
+
+
+def test_the_order_never_changes_its_values() -> None:
+    order = Shape((7, 0, 1, 33), 12, window_tokens=8 * 24).order()
+    assert order.batch_ids(4).tolist() == [24, 35, 28, 30, 16, 32, 13, 17, 36, 7, 34, 38]
+    assert rolling_hash(order, 0, 7) == "c6482d8ce7f9a2a5"
+
+
+def rolling_hash(order: Order, first: int, stop: int, world_size: int = 1, before: str = "") -> str:
+    """The order hash as ranks make it: each hashes its share, the sums are added."""
+    for batch in range(first, stop):
+        shares = np.split(order.batch_ids(batch), world_size)
+        sums = [int(sequence_hashes(share).sum()) for share in shares]
+        before = extend_order_hash(before, sum(sums))
+    return before
+
+
+def test_the_order_hash_is_the_same_for_every_world_size() -> None:
+    order = Shape((64,) * 11 + (5,), 24).order()
+    hashes = {rolling_hash(order, 0, 40, world_size) for world_size in WORLD_SIZES}
+    assert len(hashes) == 1
+    assert len(hashes.pop()) == 16
+
+
+def test_the_order_hash_goes_on_after_a_resume() -> None:
+    order = Shape((64,) * 11 + (5,), 24).order()
+    before = rolling_hash(order, 0, 17)
+    assert rolling_hash(order, 17, 40, before=before) == rolling_hash(order, 0, 40)
+
+
+def test_the_order_hash_tells_batches_apart() -> None:
+    order = Shape((64,) * 11 + (5,), 24).order()
+    first, second = (int(sequence_hashes(order.batch_ids(batch)).sum()) for batch in (0, 1))
+    assert first != second
+    forward = extend_order_hash(extend_order_hash("", first), second)
+    backward = extend_order_hash(extend_order_hash("", second), first)
+    assert forward != backward
+
+
+def test_sequence_hashes_are_the_low_bits_of_splitmix64() -> None:
+    def splitmix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    ids = np.array([[0, 1, 2], [10**10, 2**62, 12345]], np.int64)
+    expected = [[splitmix64(int(i)) % 2**48 for i in row] for row in ids]
+    assert sequence_hashes(ids).tolist() == expected
+
+
+def test_padding_does_not_change_a_sum_of_hashes() -> None:
+    ids = np.arange(10, dtype=np.int64)
+    padded = np.append(ids, [-1, -1])
+    assert sequence_hashes(padded).sum() == sequence_hashes(ids).sum()
+    assert sequence_hashes(padded)[-1] == 0

@@ -1,0 +1,203 @@
+"""Sources: every document once, whatever the kind of file and however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_tools import TEXTS, made_text, write_jsonl, write_parquet
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.sources import find_pieces, read_documents
+from raytrain_gpt.errors import DataError
+
+MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
+
+
+def read(*names: str, text_field: str = "text") -> list[tuple[str, int, str]]:
+    """(file name, position, text) of all documents."""
+    return [
+        (piece.name, document.position, document.text)
+        for piece in find_pieces(list(names), text_field)
+        for document in read_documents(piece, text_field)
+    ]
+
+
+def texts(*names: str, text_field: str = "text") -> list[str]:
+    return [text for _, _, text in read(*names, text_field=text_field)]
+
+
+def test_a_txt_file_is_one_document(tmp_path: Path) -> None:
+    content = "\ufeffone\r\ntwo\n\n<|endoftext|> 日本\n"
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    assert read(str(tmp_path / "a.txt")) == [("a.txt", 0, content)]
+
+
+def test_a_json_line_is_a_document(tmp_path: Path) -> None:
+    wanted = [*TEXTS.values(), "line\nbreak \u2028"]
+    assert texts(write_jsonl(tmp_path / "a.jsonl", wanted)) == wanted
+
+
+def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+    wanted = [*TEXTS.values(), *MANY]
+    source = write_parquet(tmp_path / "a.parquet", wanted, rows=7)
+    assert read(source) == [("a.parquet", i, text) for i, text in enumerate(wanted)]
+
+
+def test_the_text_field_can_have_another_name(tmp_path: Path) -> None:
+    json_lines = write_jsonl(tmp_path / "a.jsonl", MANY, field="body")
+    parquet = write_parquet(tmp_path / "a.parquet", MANY, rows=100, field="body")
+    assert texts(json_lines, parquet, text_field="body") == MANY + MANY
+
+
+@pytest.mark.parametrize("string_type", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_text_may_have_any_string_type(tmp_path: Path, string_type: pa.DataType) -> None:
+    pq.write_table(pa.table({"text": pa.array(MANY, string_type)}), tmp_path / "a.parquet")
+    assert texts(str(tmp_path / "a.parquet")) == MANY
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1000])
+def test_pieces_of_json_lines_have_every_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    whole = read(source)
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", piece_bytes)
+    assert len(find_pieces([source], "text")) == -(-Path(source).stat().st_size // piece_bytes)
+    assert read(source) == whole
+
+
+@pytest.mark.parametrize("piece_bytes", [5, 2**23])
+def test_json_lines_may_have_blank_lines_and_any_line_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", piece_bytes)
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "a"}\r\n\n  \n{"text": "b"}\n{"text": "c"}')
+    assert read(str(tmp_path / "a.jsonl")) == [
+        ("a.jsonl", 1, "a"),
+        ("a.jsonl", 20, "b"),
+        ("a.jsonl", 34, "c"),
+    ]
+
+
+def test_a_directory_is_read_in_sorted_order_with_its_folders(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/b.txt", "c.md", "a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [name for name, _, _ in read(str(tmp_path))] == ["a/b.txt", "a/z.txt", "a.txt", "b.txt"]
+
+
+def test_a_glob_is_read_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c.jsonl"):
+        (tmp_path / name).write_text(name)
+    assert texts(str(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
+
+
+def test_sources_are_read_in_the_order_given(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    assert texts(str(tmp_path / "b.txt"), str(tmp_path / "a.txt")) == ["b", "a"]
+
+
+def test_real_json_lines_are_read_whole(test_data: Path | None) -> None:
+    if test_data is None:
+        pytest.skip("real JSON lines need RAYTRAIN_GPT_TEST_DATA")
+    path = test_data / "hellaswag_val_1000.jsonl"
+    wanted = [json.loads(line)["ctx"] for line in path.read_text("utf-8").splitlines()]
+    assert texts(str(path), text_field="ctx") == wanted
+
+
+@pytest.mark.parametrize("name", ["nothing.txt", "nothing", "*.txt", "nothing/*.jsonl"])
+def test_a_missing_source_is_named(tmp_path: Path, name: str, raises_line) -> None:
+    with raises_line(DataError, name, "does not exist"):
+        find_pieces([str(tmp_path / name)], "text")
+
+
+def test_a_source_of_an_unknown_kind_is_refused(tmp_path: Path, raises_line) -> None:
+    (tmp_path / "a.csv").write_text("a")
+    with raises_line(DataError, "a.csv", ".parquet"):
+        find_pieces([str(tmp_path / "a.csv")], "text")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_source_is_refused(tmp_path: Path, name: str, raises_line) -> None:
+    (tmp_path / name).touch()
+    with raises_line(DataError, "no text", name):
+        find_pieces([str(tmp_path / name)], "text")
+    with raises_line(DataError, "no text"):
+        find_pieces([str(tmp_path)], "text")
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path, raises_line) -> None:
+    with raises_line(DataError, str(tmp_path)):
+        find_pieces([str(tmp_path)], "text")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"body": "b"}', "no field 'text'"),
+        (b'{"text": "b"', "Expecting"),
+        (b"b", "Expecting"),
+        (b'["text"]', "list"),
+        (b'{"text": 5}', "int, not a string"),
+        (b'{"text": null}', "NoneType, not a string"),
+        (b'{"text": "\xff"}', "utf-8"),
+    ],
+)
+def test_a_bad_json_line_is_refused_with_its_place(
+    tmp_path: Path, line: bytes, why: str, raises_line
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with raises_line(DataError, "a.jsonl at byte 14", why):
+        texts(str(tmp_path / "a.jsonl"))
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, raises_line) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good\xffbad")
+    with raises_line(DataError, "a.txt is not UTF-8 at byte 4"):
+        texts(str(tmp_path / "a.txt"))
+
+
+def test_parquet_without_the_text_field_is_refused(tmp_path: Path, raises_line) -> None:
+    source = write_parquet(tmp_path / "a.parquet", MANY, rows=9)
+    with raises_line(DataError, "no column body", "id, text", "--text_field"):
+        find_pieces([source], "body")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]], ["a", None]])
+def test_parquet_rows_without_text_are_refused(
+    tmp_path: Path, values: list[object], raises_line
+) -> None:
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    with raises_line(DataError, "a.parquet row", "not text"):
+        texts(str(tmp_path / "a.parquet"))
+
+
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path, raises_line) -> None:
+    not_utf8 = pa.array([b"good", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"text": not_utf8}), tmp_path / "a.parquet")
+    with raises_line(DataError, "a.parquet row 1", "utf-8"):
+        texts(str(tmp_path / "a.parquet"))
+
+
+def test_parquet_with_a_damaged_page_is_refused(tmp_path: Path, raises_line) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[100:160] = bytes(60)
+    path.write_bytes(content)
+    with raises_line(DataError, "a.parquet row 0"):
+        texts(str(path))
+
+
+@pytest.mark.parametrize("keep", [0, 10, 300])
+def test_truncated_parquet_is_refused(tmp_path: Path, keep: int, raises_line) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [made_text(500)], rows=1)
+    path.write_bytes(path.read_bytes()[:keep])
+    with raises_line(DataError, "a.parquet"):
+        find_pieces([str(path)], "text")

@@ -1,0 +1,393 @@
+"""Preparation: nothing of the text is lost, splits are exact, and it can be stopped anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shard_tools import (
+    TEXTS,
+    documents,
+    files,
+    made_text,
+    write_jsonl,
+    write_parquet,
+)
+
+from raytrain_gpt.data import sources, tokenize
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, read_manifest
+from raytrain_gpt.data.sources import find_pieces, read_documents
+from raytrain_gpt.data.tokenize import Plan, finish, make_plan, prepare_here, run_task, start
+from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
+from raytrain_gpt.errors import DataError
+
+MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even little text makes several tasks of several pieces."""
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+    monkeypatch.setattr(tokenize, "MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr(tokenize, "MIN_TASKS", 1000)
+
+
+def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
+    return documents(directory, manifest, "train") + documents(directory, manifest, "val")
+
+
+def dealt(plan: Plan) -> dict[str, list[str]]:
+    """Split -> its texts, as a plan deals them."""
+    texts: dict[str, list[str]] = {"train": [], "val": []}
+    for i, piece in enumerate(plan.pieces):
+        for document in read_documents(piece, plan.text_field):
+            for split, text in plan.split.parts(i, piece.name, document):
+                texts[split].append(text)
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.usefixtures("small_tasks")
+def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    texts = [*TEXTS.values(), *MANY, ""]
+    write = {
+        "jsonl": lambda: write_jsonl(tmp_path / "a.jsonl", texts),
+        "parquet": lambda: write_parquet(tmp_path / "a.parquet", texts, rows=20),
+    }
+    manifest = prepare_here([write[kind]()], tmp_path / "out", tokenizer, val_tokens=100)
+    val, train = (documents(tmp_path / "out", manifest, split) for split in ("val", "train"))
+    assert len(manifest.shards) > 3
+    assert [*val, *train] == [text.encode() for text in texts]
+
+
+def test_documents_of_5_mb_come_back(tmp_path: Path, tokenizer: str) -> None:
+    texts = ["first", made_text(5_000_000), "", "last"]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    manifest = prepare_here([source], tmp_path / "out", tokenizer, val_tokens=1)
+    assert documents(tmp_path / "out", manifest, "train") == [text.encode() for text in texts[1:]]
+
+
+def test_txt_files_come_back_whole(tmp_path: Path, tokenizer: str, test_data: Path | None) -> None:
+    if test_data is None:
+        for i in range(3):
+            (tmp_path / f"{i}.txt").write_text(made_text(200_000, seed=i), "utf-8")
+    directory = tmp_path if test_data is None else test_data / "text"
+    manifest = prepare_here([str(directory)], tmp_path / "out", tokenizer)
+    texts = [path.read_bytes() for path in sorted(directory.glob("*.txt"))]
+    assert b"".join(both_splits(tmp_path / "out", manifest)) == b"".join(texts)
+    assert sum(shard.text_bytes for shard in manifest.shards) == sum(map(len, texts))
+
+
+def test_stdlib_is_the_text_of_this_pythons_library(tmp_path: Path) -> None:
+    manifest = prepare_here(["stdlib"], tmp_path, "bytes")
+    text = b"".join(both_splits(tmp_path, manifest))
+    assert 5_000_000 < len(text) == sum(shard.text_bytes for shard in manifest.shards)
+    for module in (json.decoder, shutil, hashlib):
+        assert Path(module.__file__).read_bytes() in text
+    assert b"def pytest_" not in text
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_the_manifest_says_what_is_in_the_shards(tmp_path: Path, tokenizer: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*MANY, *TEXTS.values()])
+    out = tmp_path / "out"
+    manifest = prepare_here([source], out, tokenizer, row_group_tokens=257)
+    encoding = load_tokenizer(tokenizer)
+    assert read_manifest(out) == manifest
+    assert (manifest.tokenizer, manifest.vocab_size) == (tokenizer, encoding.n_vocab)
+    assert manifest.vocab_hash == vocab_hash(encoding) == vocab_hash(read_tokenizer(out))
+    assert sum(shard.documents for shard in manifest.shards) == len(MANY) + len(TEXTS)
+    for shard in manifest.shards:
+        content = (out / shard.path).read_bytes()
+        assert len(content) == shard.file_bytes
+        assert hashlib.sha256(content).hexdigest() == shard.sha256
+        metadata = pq.read_metadata(out / shard.path)
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        assert sizes == [size for s, _, size in manifest.row_groups(shard.split) if s == shard]
+        check_shard(out, manifest, shard, content=True)
+
+
+# --- splits
+
+
+def name_hash(name: str, position: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest())
+
+
+@pytest.mark.parametrize(("num", "num_val"), [(100, 3), (300, 9)])
+def test_the_documents_of_smallest_hash_validate(tmp_path: Path, num: int, num_val: int) -> None:
+    source = write_parquet(tmp_path / "a.parquet", MANY[:num], rows=1000)
+    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.03))
+    order = sorted(range(num), key=lambda i: name_hash("a.parquet", i))
+    assert split["val"] == [MANY[i] for i in sorted(order[:num_val])]
+    assert split["train"] == [MANY[i] for i in sorted(order[num_val:])]
+
+
+def test_of_many_documents_the_hash_alone_decides(tmp_path: Path) -> None:
+    texts = [str(i) for i in range(1000)]
+    source = write_parquet(tmp_path / "a.parquet", texts, rows=5000)
+    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.1))
+    below = [text for i, text in enumerate(texts) if name_hash("a.parquet", i) < 0.1 * 2**64]
+    assert split["val"] == below
+    assert len(split["train"]) == 1000 - len(below)
+    assert 60 < len(below) < 140
+
+
+def test_real_json_lines_are_split_by_document(
+    tmp_path: Path, test_data: Path | None, tokenizer: str
+) -> None:
+    if test_data is None:
+        pytest.skip("real JSON lines need RAYTRAIN_GPT_TEST_DATA")
+    path = test_data / "hellaswag_val_1000.jsonl"
+    manifest = prepare_here([str(path)], tmp_path, tokenizer, text_field="ctx", val_fraction=0.05)
+    texts = [json.loads(line)["ctx"].encode() for line in path.read_text("utf-8").splitlines()]
+    assert len(documents(tmp_path, manifest, "val")) == pytest.approx(50, abs=25)
+    assert sorted(both_splits(tmp_path, manifest)) == sorted(texts)
+
+
+def test_of_few_documents_the_end_of_the_text_validates_from_a_line_end(tmp_path: Path) -> None:
+    texts = [made_text(1000, seed=i) for i in range(99)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=0.1))
+    train, val = "".join(split["train"]), "".join(split["val"])
+    whole = "".join(texts)
+    assert train + val == whole
+    assert train.endswith("\n")
+    assert 0 <= len(val.encode()) - 0.1 * len(whole.encode()) < 200
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text("ab\né日😀", max_size=12), min_size=1, max_size=5),
+    fraction=st.sampled_from([0.01, 0.3, 0.5, 0.99]),
+)
+def test_the_end_of_any_text_validates_and_no_split_is_empty(
+    tmp_path: Path, texts: list[str], fraction: float
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    if len("".join(texts)) < 2:
+        with pytest.raises(DataError, match="too little"):
+            make_plan([source], load_tokenizer("bytes"), val_fraction=fraction)
+        return
+    split = dealt(make_plan([source], load_tokenizer("bytes"), val_fraction=fraction))
+    train, val = "".join(split["train"]), "".join(split["val"])
+    assert train + val == "".join(texts)
+    assert train
+    assert val
+
+
+@pytest.mark.parametrize("val_tokens", [1, 50, 1000])
+def test_val_tokens_are_the_first_documents(tmp_path: Path, val_tokens: int) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
+    ends = np.cumsum([len(text.encode()) + 1 for text in MANY])
+    num_val = int(np.searchsorted(ends, val_tokens)) + 1
+    val, train = (documents(tmp_path / "out", manifest, split) for split in ("val", "train"))
+    assert val == [text.encode() for text in MANY[:num_val]]
+    assert train == [text.encode() for text in MANY[num_val:]]
+    assert manifest.split_tokens("val") == ends[num_val - 1] >= val_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"val_tokens": 10**6}, ["val_tokens=1000000", "no document to train on"]),
+        ({"val_tokens": 0}, ["val_tokens=0"]),
+        ({"val_fraction": 0.0}, ["val_fraction=0"]),
+        ({"val_fraction": 1.5}, ["val_fraction=1.5"]),
+        ({"val_fraction": 0.999}, ["train split", "would be empty"]),
+    ],
+)
+def test_a_split_that_would_be_empty_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: list[str], raises_line
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY[:120])
+    with raises_line(DataError, *words):
+        prepare_here([source], tmp_path / "out", "bytes", **options)
+    assert not (tmp_path / "out" / MANIFEST_FILE).exists()
+
+
+# --- the same bytes, whatever happens
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    first = prepare_here([source], tmp_path / "first", "bytes")
+    second = prepare_here([source], tmp_path / "second", "bytes")
+    assert first.hash == second.hash
+    assert files(tmp_path / "first") == files(tmp_path / "second")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_sources_elsewhere_give_the_same_shards(tmp_path: Path) -> None:
+    shards = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        write_jsonl(tmp_path / place / "a.jsonl", MANY)
+        out = tmp_path / f"{place} out"
+        shards.append(prepare_here([str(tmp_path / place)], out, "bytes").shards)
+    assert shards[0] == shards[1]
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_tasks_may_run_in_any_order(tmp_path: Path, order: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    whole = prepare_here([source], tmp_path / "whole", "bytes")
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([source], encoding)
+    assert start(out, plan, encoding) is None
+    tasks = range(len(plan.tasks))
+    results = [run_task(out, plan, t) for t in (tasks if order == "forward" else reversed(tasks))]
+    assert finish(out, plan, results, {"sources": [source]}).hash == whole.hash
+    assert files(out) == files(tmp_path / "whole")
+
+
+def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
+    """A preparation that was killed inside task `num_tasks`."""
+    encoding = load_tokenizer("bytes")
+    plan = make_plan([source], encoding)
+    start(out, plan, encoding)
+    for task in range(num_tasks):
+        run_task(out, plan, task)
+    (out / f"train-{num_tasks:05d}.parquet.unfinished").write_bytes(b"PAR1 and no more")
+    return plan
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize("num_tasks", [0, 1, 3])
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
+    tmp_path: Path, num_tasks: int
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    whole = prepare_here([source], tmp_path / "whole", "bytes")
+    out = tmp_path / "out"
+    plan = interrupted(out, source, num_tasks)
+    assert num_tasks < len(plan.tasks)
+    done = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert prepare_here([source], out, "bytes") == whole
+    assert files(out) == files(tmp_path / "whole")
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_task_whose_end_was_not_noted_is_done_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    prepare_here([source], tmp_path / "whole", "bytes")
+    out = tmp_path / "out"
+    interrupted(out, source, 3)
+    (out / "unfinished" / "00001.json").unlink()
+    (out / "train-00001.parquet").write_bytes(b"half")
+    prepare_here([source], out, "bytes")
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_an_interrupted_preparation_of_other_text_starts_anew(tmp_path: Path) -> None:
+    old = write_jsonl(tmp_path / "old.jsonl", MANY[::-1] + MANY)
+    new = write_jsonl(tmp_path / "new.jsonl", MANY)
+    prepare_here([new], tmp_path / "whole", "bytes")
+    out = tmp_path / "out"
+    interrupted(out, old, 5)
+    prepare_here([new], out, "bytes")
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_half_written_dataset_is_no_dataset(tmp_path: Path, raises_line) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    out = tmp_path / "out"
+    plan = interrupted(out, source, 2)
+    for task in range(len(plan.tasks)):
+        with raises_line(DataError, MANIFEST_FILE, "no finished dataset"):
+            read_manifest(out)
+        run_task(out, plan, task)
+
+
+def test_a_task_that_fails_leaves_no_file(tmp_path: Path, raises_line) -> None:
+    source = tmp_path / "a.jsonl"
+    write_jsonl(source, MANY)
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([str(source)], encoding)
+    start(out, plan, encoding)
+    source.write_bytes(source.read_bytes()[:-20])
+    with raises_line(DataError, "a.jsonl at byte"):
+        run_task(out, plan, 0)
+    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "unfinished"]
+
+
+def test_a_finished_preparation_is_not_done_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    out = tmp_path / "out"
+    manifest = prepare_here([source], out, "bytes")
+    times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert prepare_here([source], out, "bytes") == manifest
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
+
+
+def test_another_dataset_is_not_overwritten(tmp_path: Path, raises_line) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    out = tmp_path / "out"
+    prepare_here([source], out, "bytes")
+    before = files(out)
+    with raises_line(DataError, "already holds another dataset", "--out"):
+        prepare_here([source], out, "bytes", val_fraction=0.5)
+    assert files(out) == before
+
+
+def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, raises_line) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with raises_line(DataError, "not empty", "--out"):
+        prepare_here([source], tmp_path / "out", "bytes")
+    assert files(tmp_path / "out") == {"thesis.tex": b"years of work"}
+
+
+def test_a_plan_holds_all_that_decides_the_shards(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    encoding = load_tokenizer("bytes")
+    plans = [
+        make_plan([source], encoding, **options)
+        for options in ({}, {"val_fraction": 0.2}, {"val_tokens": 50}, {"row_group_tokens": 129})
+    ]
+    assert len({plan.hash for plan in plans}) == len(plans)
+    assert make_plan([source], encoding).hash == plans[0].hash
+
+
+def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "a.parquet", MANY, rows=10)
+    pieces = find_pieces([source], "text")
+    plan = make_plan([source], load_tokenizer("bytes"), shard_tokens=3000)
+    assert [i for first, stop in plan.tasks for i in range(first, stop)] == list(range(len(pieces)))
+    for first, stop in plan.tasks[:-1]:
+        sizes = [piece.text_bytes for piece in pieces[first:stop]]
+        assert sum(sizes) >= 3000 > sum(sizes[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b"{", "at byte 0"),
+        ("a.jsonl", b'{"body": ""}', "'text'"),
+        ("a.jsonl", b"\n \n", "0 bytes of text"),
+        ("a.txt", "é".encode(), "too little for two splits"),
+    ],
+)
+def test_text_that_cannot_be_used_makes_no_dataset(
+    tmp_path: Path, name: str, content: bytes, words: str, raises_line
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with raises_line(DataError, words):
+        prepare_here([str(tmp_path / name)], tmp_path / "out", "bytes")
+    assert not (tmp_path / "out").exists()

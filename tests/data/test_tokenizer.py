@@ -1,0 +1,104 @@
+"""Tokenizers: text goes in and comes out unchanged, and a dataset carries its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from shard_tools import TEXTS, made_text
+
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    encode_document,
+    load_tokenizer,
+    read_tokenizer,
+    token_bytes,
+    token_dtype,
+    tokenizer_json,
+    vocab_hash,
+)
+from raytrain_gpt.errors import DataError
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_a_document_comes_back_closed_by_eot(tokenizer: str, text: str) -> None:
+    encoding = load_tokenizer(tokenizer)
+    tokens = encode_document(encoding, text).tolist()
+    assert tokens[-1] == encoding.eot_token
+    assert tokens.count(encoding.eot_token) == 1
+    assert encoding.decode_bytes(tokens[:-1]) == text.encode()
+
+
+def test_a_very_long_word_comes_back(tokenizer: str) -> None:
+    encoding = load_tokenizer(tokenizer)
+    tokens = encode_document(encoding, "x" * 1_000_000)
+    assert encoding.decode_bytes(tokens[:-1].tolist()) == b"x" * 1_000_000
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokens = encode_document(load_tokenizer("bytes"), "aé<|endoftext|>")
+    assert tokens.tolist() == [*"aé<|endoftext|>".encode(), 256]
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: str) -> None:
+    encoding = load_tokenizer(tokenizer)
+    tokens = encode_document(encoding, "a\ud800b")
+    assert encoding.decode(tokens[:-1].tolist()) == "a?b"
+
+
+def test_token_bytes_add_up_to_the_text(tokenizer: str) -> None:
+    encoding = load_tokenizer(tokenizer)
+    lengths = token_bytes(encoding, encoding.n_vocab + 50)
+    text = made_text(2000) + TEXTS["control"]
+    assert lengths[encode_document(encoding, text)].sum() == len(text.encode())
+    assert lengths[encoding.eot_token] == 0
+    assert not lengths[encoding.n_vocab :].any()
+
+
+def test_the_carried_tokenizer_is_the_same(tokenizer: str, tmp_path: Path) -> None:
+    encoding = load_tokenizer(tokenizer)
+    (tmp_path / TOKENIZER_FILE).write_text(tokenizer_json(encoding), "utf-8")
+    carried = read_tokenizer(tmp_path)
+    assert vocab_hash(carried) == vocab_hash(encoding)
+    assert (carried.name, carried.n_vocab) == (encoding.name, encoding.n_vocab)
+    text = made_text(5000, seed=1)
+    assert (encode_document(carried, text) == encode_document(encoding, text)).all()
+
+
+def test_gpt2_ids_are_those_of_the_released_model(gpt2: tiktoken.Encoding) -> None:
+    tokens = encode_document(gpt2, "Hello, I am a language model,").tolist()
+    assert tokens == [15496, 11, 314, 716, 257, 3303, 2746, 11, 50256]
+    assert gpt2.n_vocab == 50257
+
+
+def test_the_vocabulary_hash_tells_tokenizers_apart() -> None:
+    encoding = load_tokenizer("bytes")
+    other = tiktoken.Encoding(
+        name="bytes",
+        pat_str=encoding._pat_str,
+        mergeable_ranks={bytes([i ^ 1]): i for i in range(256)},
+        special_tokens=encoding._special_tokens,
+    )
+    assert vocab_hash(other) != vocab_hash(encoding)
+
+
+def test_ids_are_uint16_where_the_vocabulary_fits() -> None:
+    assert token_dtype(2**16) is np.uint16
+    assert token_dtype(2**16 + 1) is np.uint32
+
+
+def test_an_unknown_tokenizer_is_named_with_those_there_are(raises_line) -> None:
+    with raises_line(DataError, "gpt3", "bytes", "gpt2", "cl100k_base"):
+        load_tokenizer("gpt3")
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"name": "bytes", "ranks": 3}'])
+def test_a_damaged_carried_tokenizer_is_refused(
+    tmp_path: Path, content: str | None, raises_line
+) -> None:
+    if content is not None:
+        (tmp_path / TOKENIZER_FILE).write_text(content)
+    with raises_line(DataError, TOKENIZER_FILE, "prepare the data again"):
+        read_tokenizer(tmp_path)

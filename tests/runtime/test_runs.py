@@ -1,0 +1,169 @@
+"""Real runs on real Ray: same order at any world size, bitwise resume, continuous files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.launch import RunSummary, train
+from raytrain_gpt.runtime.run_files import Row, read_rows, read_samples
+
+pytestmark = pytest.mark.ray
+
+Straight = Callable[[int], RunSummary]
+
+
+def steps(run_dir: Path) -> list[Row]:
+    return [row for row in read_rows(run_dir) if "train/loss" in row]
+
+
+def weights(run_dir: Path) -> bytes:
+    newest = Catalogue(run_dir).complete()[-1]
+    return (newest.path / "model.safetensors").read_bytes()
+
+
+def restarted_from(straight: RunSummary, step: int, storage: Path, name: str) -> Path:
+    """A copy of a run as a crash after `step` steps leaves it: later checkpoints never came to be."""
+    copy = storage / name
+    shutil.copytree(straight.run_dir, copy)
+    for checkpoint in Catalogue(copy).complete():
+        if checkpoint.state.step > step:
+            shutil.rmtree(checkpoint.path)
+    return copy
+
+
+def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
+    rows = steps(straight(1).run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert {tuple(row) for row in rows} == {
+        (
+            *("step", "train/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_s"),
+            *("perf/step_time_s", "perf/data_wait_s", "perf/mfu", "data/epoch"),
+            *("data/tokens_seen", "data/order_hash"),
+        )
+    }
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+
+
+def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> None:
+    one, two = steps(straight(1).run_dir), steps(straight(2).run_dir)
+    assert [row["data/order_hash"] for row in one] == [row["data/order_hash"] for row in two]
+    gaps = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(one, two, strict=True)]
+    assert max(gaps) < 1e-4
+
+
+def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
+    per_world_size = [
+        [row for row in read_rows(straight(workers).run_dir) if "val/loss" in row]
+        for workers in (1, 2, 3)
+    ]
+    for rows in zip(*per_world_size, strict=True):
+        assert len({row["val/tokens"] for row in rows}) == 1
+        assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_resumed_run_ends_with_the_same_bits(
+    straight: Straight,
+    make_config: Callable[..., object],
+    storage: Path,
+    num_workers: int,
+) -> None:
+    whole = straight(num_workers)
+    name = f"resumed-{num_workers}"
+    copy = restarted_from(whole, 20, storage, name)
+    lines: list[str] = []
+    summary = train(make_config(num_workers=num_workers, run_name=name), lines.append)
+    assert any(line.startswith("going on from step 20") for line in lines)
+    assert summary.step == 50
+    assert weights(copy) == weights(whole.run_dir)
+    columns = ("step", "train/loss", "data/order_hash")
+    assert [[row[c] for c in columns] for row in steps(copy)] == [
+        [row[c] for c in columns] for row in steps(whole.run_dir)
+    ]
+
+
+def test_another_world_size_goes_on_in_the_same_order(
+    straight: Straight, make_config: Callable[..., object], storage: Path
+) -> None:
+    """2 -> 1 workers, in the middle of a window."""
+    copy = restarted_from(straight(2), 30, storage, "fewer")
+    lines: list[str] = []
+    train(make_config(num_workers=1, run_name="fewer"), lines.append)
+    assert any("num_workers 2 -> 1" in line for line in lines)
+    whole = steps(straight(2).run_dir)
+    assert steps(copy)[-1]["data/order_hash"] == whole[-1]["data/order_hash"]
+    assert abs(steps(copy)[-1]["train/loss"] - whole[-1]["train/loss"]) < 1e-4
+
+
+def test_damaged_checkpoints_are_skipped_with_a_line_each(
+    straight: Straight, make_config: Callable[..., object], storage: Path
+) -> None:
+    copy = restarted_from(straight(1), 50, storage, "damaged")
+    newest = Catalogue(copy).complete()
+    content = bytearray((newest[-1].path / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest[-1].path / "model.safetensors").write_bytes(content)
+    (newest[-2].path / "optim-00000.safetensors").unlink()
+    lines: list[str] = []
+    train(make_config(run_name="damaged"), lines.append)
+    skipped = [line for line in lines if line.startswith("skipped:")]
+    assert len(skipped) == 2
+    assert "step=00000050" in skipped[0]
+    assert "was changed" in skipped[0]
+    assert "lacks optim-00000.safetensors" in skipped[1]
+    assert any(line.startswith("going on from step 30") for line in lines)
+    assert weights(copy) == weights(straight(1).run_dir)
+
+
+def test_trackers_show_one_curve_after_a_resume(
+    cluster: str, make_config: Callable[..., object], storage: Path
+) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = {"run_name": "tracked", "mlflow_uri": "auto", "max_steps": 40}
+    train(make_config(**changes), print)
+    run_dir = storage / "tracked"
+    for checkpoint in Catalogue(run_dir).complete()[-2:]:
+        shutil.rmtree(checkpoint.path)
+    train(make_config(**changes), print)
+
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, 41))
+    assert [step for step, _ in read_samples(run_dir)] == [25, 40]
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 41))
+
+    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("raytrain-gpt")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["peak_lr"] == str(make_config(**changes).optim.peak_lr)
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted(metric.step for metric in history) == list(range(1, 41))
+    names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "report.html", "samples"} <= names
+
+
+def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
+    straight: Straight, make_config: Callable[..., object], storage: Path
+) -> None:
+    restarted_from(straight(1), 50, storage, "extended")
+    assert train(make_config(run_name="extended"), print).already_finished
+    summary = train(make_config(run_name="extended", max_steps=55), print)
+    assert (summary.step, summary.already_finished) == (55, False)
+    assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 56))
+
+
+def test_weights_of_a_checkpoint_start_a_new_run(
+    straight: Straight, make_config: Callable[..., object]
+) -> None:
+    source = straight(1)
+    config = make_config(run_name="from-weights", init_from=str(source.run_dir), max_steps=2)
+    summary = train(config, print)
+    first = steps(summary.run_dir)[0]["train/loss"]
+    assert first < steps(source.run_dir)[0]["train/loss"] - 0.5
