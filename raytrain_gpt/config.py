@@ -303,7 +303,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
 def _unknown(name: str) -> str:
     if name in LEAVES:
         return f"; it belongs to section {LEAVES[name][0]}"
-    return suggestion(name, [*LEAVES, *Config.model_fields])
+    return suggestion(str(name), [*LEAVES, *Config.model_fields])  # YAML keys may be numbers
 
 
 def preset_names() -> list[str]:

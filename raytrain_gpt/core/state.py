@@ -54,7 +54,8 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
     """Read the optimizer's state of a checkpoint.
 
     Raises:
-        CheckpointError: the files are missing or damaged, or tensors of the model are not in them.
+        CheckpointError: the files are missing or damaged, or tensors of the model are not in them
+            or have other shapes.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory.glob("optim-*.safetensors")):
@@ -67,6 +68,13 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
             }
         except KeyError as error:
             raise CheckpointError(f"{directory} has no optimizer state {error}") from None
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[parameter][key]
+            if moment.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{directory} has optimizer state {name}/{key} {tuple(moment.shape)}, the model "
+                    f"{tuple(parameter.shape)}; use the configuration it was trained with"
+                )
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -154,7 +154,7 @@ class Order:
 
 
 def sequence_hashes(ids: Ids) -> Ids:
-    """A 48-bit hash of each sequence id (splitmix64), so that up to 2^15 of them add up in int64.
+    """A 48-bit hash of each sequence id (splitmix64); sums of them may wrap around in int64.
 
     Args:
         ids: int64, any shape; negative ids (padding) hash to 0.
@@ -172,11 +172,12 @@ def extend_order_hash(order_hash: str, batch_sum: int) -> str:
     """The rolling hash after one more global batch.
 
     Args:
-        order_hash: Hex of the steps before; empty at the start.
+        order_hash: Hex of the steps before; at the start the manifest's hash, so that equal hashes
+            mean equal data, not only equal places in it.
         batch_sum: Sum of the batch's `sequence_hashes`; the same however ranks share the batch.
 
     Returns:
         16 hex digits.
     """
-    content = bytes.fromhex(order_hash) + batch_sum.to_bytes(8, "little")
+    content = bytes.fromhex(order_hash) + (batch_sum % 2**64).to_bytes(8, "little")
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -64,8 +64,10 @@ class Manifest(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Hash of the whole content, kept in the file and in every checkpoint."""
-        content = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        """Hash of what is trained on (not of where it came from), kept in every checkpoint."""
+        content = json.dumps(
+            self.model_dump(exclude={"source"}), sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(content.encode()).hexdigest()
 
     def split_shards(self, split: Split) -> list[Shard]:

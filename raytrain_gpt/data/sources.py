@@ -81,12 +81,19 @@ def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
         files, root = [root], root.parent
     else:
         files = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())
-        root = Path(glob.escape(source) if not files else files[0].anchor)
+        root = _fixed_prefix(source)
     if not files:
         raise DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
     for file in files:
         name = file.name if root not in file.parents else str(file.relative_to(root))
         yield from _file_pieces(file.absolute(), name, text_field)
+
+
+def _fixed_prefix(pattern: str) -> Path:
+    """The directory of a glob above its first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return Path(*parts[:fixed])
 
 
 def _file_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
@@ -120,7 +127,8 @@ def _stdlib_root() -> Path:
 
 
 def _stdlib_names() -> list[str]:
-    names = (p.relative_to(_stdlib_root()) for p in _stdlib_root().rglob("*.py"))
+    root = _stdlib_root()
+    names = (p.relative_to(root) for p in root.rglob("*.py"))
     return sorted(str(n) for n in names if not _STDLIB_SKIPPED.intersection(n.parts))
 
 

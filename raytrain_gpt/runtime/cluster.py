@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
@@ -86,7 +89,8 @@ def connect(num_cpus_needed: int) -> Resources:
                     "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
                 ) from None
             cpus = max(os.cpu_count() or 1, num_cpus_needed)
-            ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+            with _children_ignore_sigterm():
+                ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
             ours = True
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -97,6 +101,19 @@ def connect(num_cpus_needed: int) -> Resources:
         if node["Alive"]
     )
     return Resources(nodes, ours)
+
+
+@contextlib.contextmanager
+def _children_ignore_sigterm() -> Iterator[None]:
+    """Processes started here keep SIGTERM blocked, as Ray itself does with SIGINT.
+
+    A SIGTERM to the whole process group would else end Ray before the run has saved.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def cpus_to_start(config: Config) -> int:

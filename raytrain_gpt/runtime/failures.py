@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from raytrain_gpt import errors
 from raytrain_gpt.errors import UserError
 
+_IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
-def causes(error: BaseException) -> Iterator[BaseException]:
+
+def user_error_in(error: BaseException) -> UserError | None:
+    """The first of our user errors that an exception was raised from, or None."""
+    for cause in _causes(error):
+        if type(cause).__module__ == errors.__name__ and isinstance(cause, UserError):
+            return cause
+        # Ray Data drops the cause when it sends an exception, but keeps its traceback's text.
+        for name, message in _IN_TRACEBACK.findall(str(cause)):
+            kind = getattr(errors, name, None)
+            if isinstance(kind, type) and issubclass(kind, UserError):
+                return kind(message)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     """An exception and everything it was raised from, through Ray's wrappers too."""
     seen: set[int] = set()
     waiting: list[object] = [error]
@@ -21,12 +38,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [getattr(current, "cause", None), current.__cause__, current.__context__]
         waiting += list(getattr(current, "worker_failures", {}).values())
         waiting.append(getattr(current, "controller_failure", None))
-
-
-def user_error_in(error: BaseException) -> UserError | None:
-    """The first of our user errors inside an exception, as it was raised, or None."""
-    for cause in causes(error):
-        # Ray derives a class from RayTaskError and the cause's; the cause itself has the clean text.
-        if isinstance(cause, UserError) and not hasattr(cause, "as_instanceof_cause"):
-            return cause
-    return None

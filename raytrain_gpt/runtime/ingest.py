@@ -73,7 +73,7 @@ def ingest_dataset(spec: IngestSpec, first_batch: int, stop_batch: int) -> ray.d
             partial(_read_chunk, spec=spec),
             batch_size=1,
             batch_format="pyarrow",
-            concurrency=READ_CONCURRENCY,
+            concurrency=min(READ_CONCURRENCY, len(rows)),
         )
         .repartition(target_num_rows_per_block=1)
     )

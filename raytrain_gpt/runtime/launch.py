@@ -142,7 +142,7 @@ class Run:
         ingest = self._ingest(self.world_size)
         preflight.check_data(ingest)
         preflight.check_compile(self.config)
-        preflight.check_init_from(self.config, self.manifest)
+        self.config = preflight.check_init_from(self.config, self.manifest)
         preflight.check_storage(self.run_dir, ingest.directory)
         with run_lock(self.run_dir):
             existing = self.catalogue.complete()
@@ -212,11 +212,9 @@ class Run:
         """
         step = resumed.state.step if resumed else 0
         next_batch = resumed.state.next_batch if resumed else 0
+        self.signals.defer()
         self.catalogue.clean(good_until=step)
         recorder = self._start_recorder(step)
-        recorder.add_event.remote(
-            step, "resume" if resumed else "start", attempt=attempt, num_workers=self.world_size
-        )
         ingest = self._ingest(self.world_size)
         spec = WorkerSpec(
             config=cluster.fit_micro_batch(self.config, self.world_size),
@@ -228,7 +226,6 @@ class Run:
         )
         stop_batch = next_batch + self.config.train.max_steps - step
         trainer = self._trainer(spec, attempt, ingest_dataset(ingest, next_batch, stop_batch))
-        self.signals.defer()
         error = self._fit_and_watch(trainer, recorder)
         stopped = self.signals.stop.is_set()
         newest = self.catalogue.complete()

@@ -66,18 +66,19 @@ def check_vocabulary(manifest: Manifest, other_hash: str, other: str) -> None:
         )
 
 
-def check_init_from(config: Config, manifest: Manifest) -> None:
-    """See that the weights to start from exist and fit.
+def check_init_from(config: Config, manifest: Manifest) -> Config:
+    """The configuration with `init_from` naming one checkpoint, which exists and fits.
 
     Raises:
         CheckpointError: no good checkpoint, or other shapes.
         DataError: another tokenizer.
     """
     if config.model.init_from is None:
-        return
+        return config
     checkpoint = resolve_checkpoint(Path(config.model.init_from))
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
     load_model(checkpoint.path, GPT(GPTShape.of(config, manifest.vocab_size)))
+    return config.updated({"init_from": str(checkpoint.path)})
 
 
 def check_compile(config: Config) -> None:

@@ -64,8 +64,9 @@ def _run_tasks(
 ) -> list[dict[str, Any]]:
     """Results of all tasks, shown as they come."""
     rows = [{"task": task} for task in range(len(plan.tasks))]
+    at_once = None if num_cpus is None else min(num_cpus, len(rows))
     done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        partial(_task_row, directory=directory, plan=plan), concurrency=num_cpus
+        partial(_task_row, directory=directory, plan=plan), concurrency=at_once
     )
     total = sum(piece.text_bytes for piece in plan.pieces)
     results, text_bytes, tokens = [], 0, 0

@@ -1,19 +1,16 @@
 """`report.html`: what happened in a run, on one page that loads nothing else.
 
 1. `RunStory` reads the run's files; nothing is asked of Ray.
-2. matplotlib draws thinned curves as SVG in which every colour is the name of a style variable, so that
-   one drawing serves light, dark and paper.
+2. `charts` draws their curves.
 3. `report_template.html` lays it out and escapes every text: samples may hold HTML.
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,51 +18,19 @@ from typing import Any
 import jinja2
 import numpy as np
 import yaml
-from markupsafe import Markup
-from numpy.typing import NDArray
 
 from raytrain_gpt import __version__
 from raytrain_gpt.data.shards import write_atomically
+from raytrain_gpt.runtime.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, read_rows, read_samples
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
-MAX_POINTS = 2000
-"""Of a curve, about: more cannot be seen, and the page of a long run stays below 1 MB."""
 MAX_SAMPLE_SETS = 8
 
-Floats = NDArray[np.float64]
-_DASHES = ("", "7 3", "2 2", "8 2 2 2")
-_MARKERS = "Do^svP"
-_NUM_COLORS, _FAINT = 5, 6
-_TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line, or points alone; values that are not finite are gaps."""
-
-    label: str
-    steps: Floats
-    values: Floats
-    color: int = 1
-    dash: str = ""
-    marker: str = ""
-    joined: bool = True
-    width: float = 1.6
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Curves over steps; `marks` are steps where the run was resumed."""
-
-    title: str
-    unit: str
-    curves: Sequence[Curve]
-    marks: Sequence[int] = ()
-    from_zero: bool = False
+_DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 
 class RunStory:
@@ -102,68 +67,59 @@ class RunStory:
         values = self.column(key)
         return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
-    def mean_loss(self, window: int) -> Floats:
-        """For every step the mean of the finite losses among the last `window` steps."""
-        loss = self.column("train/loss")
-        finite, ones = np.isfinite(loss), np.ones(window)
-        sums = np.convolve(np.where(finite, loss, 0), ones)[: len(loss)]
-        counts = np.convolve(finite, ones)[: len(loss)]
-        mean: Floats = np.divide(sums, counts, out=np.full(len(loss), np.nan), where=counts > 0)
-        return mean
-
     def attempts(self) -> list[Row]:
         """Every start and resume, with `until`, the last step that no later one did again."""
         starts = [i for i, e in enumerate(self.events) if e["event"] in ("start", "resume")]
         attempts = []
-        for n, i in enumerate(starts):
-            end = starts[n + 1] if n + 1 < len(starts) else len(self.events)
-            until = min([self.events[j]["step"] for j in starts[n + 1 :]] + [self.last["step"]])
-            saved = sum(e["event"] == "checkpoint" for e in self.events[i:end])
-            attempts.append({**self.events[i], "until": until, "saved": saved})
+        for begin, end in zip(starts, [*starts[1:], len(self.events)], strict=False):
+            later = [self.events[i]["step"] for i in starts if i > begin]
+            saved = sum(e["event"] == "checkpoint" for e in self.events[begin:end])
+            until = min([*later, self.last["step"]])
+            attempts.append({**self.events[begin], "until": until, "saved": saved})
         return attempts
 
     def samples(self) -> list[tuple[int, list[str]]]:
         """(step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
         sets = read_samples(self.dir)
         chosen = np.linspace(0, len(sets) - 1, min(len(sets), MAX_SAMPLE_SETS)).round().astype(int)
-        return [(sets[i][0], _sample_texts(sets[i][1])) for i in chosen]
+        return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
 
     def charts(self) -> list[Chart]:
         """All charts of the run; none before its first step."""
         if not self.rows:
             return []
-        steps, middle = self.column("step"), self.last["step"] // 2
         marks = [a["step"] for a in self.attempts() if 0 < a["step"] < a["until"]]
-        charts = [Chart("Loss", "nats per token", self._loss_curves(0), marks)]
-        if len(self.rows) >= 20:
-            late, late_marks = self._loss_curves(middle), [step for step in marks if step > middle]
-            charts.append(Chart("Loss, second half", "nats per token", late, late_marks))
-        for title, unit, values in (
-            ("Learning rate", "learning rate", self.column("optim/lr")),
-            ("Gradient norm before clipping", "norm", self.column("optim/grad_norm")),
-            ("Throughput", "tokens per second", self.column("perf/tokens_per_s")),
-            ("Waiting for data", "% of step time", self._wait_percent()),
-        ):
-            charts.append(Chart(title, unit, [Curve("", steps, values)], marks, from_zero=True))
-        return charts
+        validation = self.validation("validation", 2, _DASHES[2], "D")
+        losses = [*self._noisy(self.column("train/loss")), *validation]
+        loss = Chart("Loss", "nats per token", losses, marks)
+        rates = [Curve("every step", self.column("step"), self.column("optim/lr"))]
+        norms = self._noisy(self.column("optim/grad_norm"))
+        speeds, waits = (
+            self._noisy(self.column("perf/tokens_per_s")),
+            self._noisy(self._wait_percent()),
+        )
+        return [
+            loss,
+            *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
+            Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
+            Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
+            Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
+            Chart("Waiting for data", "% of step time", waits, marks, from_zero=True),
+        ]
 
-    def _loss_curves(self, above: int) -> list[Curve]:
-        keep = self.column("step") > above
-        steps, loss = self.column("step")[keep], self.column("train/loss")[keep]
-        if self.window > 1:
-            curves = [
-                Curve("train, every step", steps, loss, _FAINT, width=0.8),
-                Curve(f"train, mean of {self.window} steps", steps, self.mean_loss(self.window)[keep]),
-            ]
-        else:
-            curves = [Curve("train", steps, loss)]
-        points = self.validation("validation", above, color=2, marker="D", joined=False)
-        return [*curves, points] if len(points.steps) else curves
+    def _noisy(self, values: Floats) -> list[Curve]:
+        """A curve with its running mean."""
+        curve, window = Curve("every step", self.column("step"), values), self.window
+        if window == 1:
+            return [curve]
+        mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
+        return [replace(curve, color=_FAINT, width=0.8), mean]
 
-    def validation(self, label: str, above: int = 0, **style: Any) -> Curve:
-        """The validation losses above a step."""
-        points = [(row["step"], row["val/loss"]) for row in self.evals if row["step"] > above]
-        return Curve(label, *np.array(points, np.float64).reshape(-1, 2).T, **style)
+    def validation(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
+        """The validation losses, if there are any."""
+        steps = np.array([row["step"] for row in self.evals], np.float64)
+        losses = np.array([row["val/loss"] for row in self.evals], np.float64)
+        return [Curve(label, steps, losses, color, dash, marker)] if self.evals else []
 
     def _wait_percent(self) -> Floats:
         """Waiting over step time, both of the steps between two flushes: step time is their mean."""
@@ -176,7 +132,8 @@ class RunStory:
 def write_report(run_dir: Path) -> Path:
     """Write `<run_dir>/report.html` from the run's files and return its path."""
     run = RunStory(run_dir)
-    return _write_page(run_dir / REPORT_FILE, [run], run.charts())
+    mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
+    return _write_page(run_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
 
 
 def write_comparison(run_dirs: list[Path], out: Path) -> Path:
@@ -190,23 +147,28 @@ def write_comparison(run_dirs: list[Path], out: Path) -> Path:
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.dir)
-    window = min((run.window for run in runs if run.rows), default=1)
+    window = sorted(run.window for run in runs)[len(runs) // 2]
     train, val = [], []
     for i, run in enumerate(runs):
         color, dash, marker = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
-        loss = run.mean_loss(window) if run.rows else run.column("train/loss")
-        train.append(Curve(run.name, run.column("step"), loss, color, dash))
-        val.append(run.validation(run.name, color=color, dash=dash, marker=marker))
+        if run.rows:
+            loss = running_mean(run.column("train/loss"), window)
+            train.append(Curve(run.name, run.column("step"), loss, color, dash))
+        val += run.validation(run.name, color, dash, marker)
     title = f"Train loss, mean of {window} steps" if window > 1 else "Train loss"
-    charts = [Chart(title, "nats per token", train), Chart("Validation loss", "nats per token", val)]
-    drawable = [chart for chart in charts if any(len(curve.steps) for curve in chart.curves)]
-    common = sorted(set.intersection(*(set(run.order_hashes) for run in runs)))
+    charts = [
+        Chart(title, "nats per token", train),
+        Chart("Validation loss", "nats per token", val),
+    ]
+    middle = max(run.last["step"] for run in runs) // 2
+    steps = [set(run.order_hashes) for run in runs if run.order_hashes]
+    common = sorted(set.intersection(*steps)) if steps else []
     keys = dict.fromkeys(key for run in runs for key in run.leaves if key != "run_name")
     values = {key: [_yaml_text(run.leaves.get(key, "–")) for run in runs] for key in keys}
     return _write_page(
         out,
         runs,
-        drawable,
+        [chart for whole in charts for chart in (whole, whole.after(middle)) if chart.curves],
         common_step=common[-1] if common else None,
         same_data=[_same_data(run, runs[0], common) for run in runs],
         differing={key: texts for key, texts in values.items() if len(set(texts)) > 1},
@@ -215,6 +177,8 @@ def write_comparison(run_dirs: list[Path], out: Path) -> Path:
 
 def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
     """Whether two runs had the same data in the steps they have in common, in words."""
+    if not run.order_hashes or not first.order_hashes:
+        return "no step to compare"
     for step in common:
         if run.order_hashes[step] != first.order_hashes[step]:
             return f"no, differs from step {step:,} on"
@@ -225,12 +189,13 @@ def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
 
 def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: Any) -> Path:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"draw": _draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
-    environment.filters |= {"amount": _amount, "duration": duration}
-    template = environment.get_template(TEMPLATE_FILE)
-    now = _utc(datetime.now().timestamp())
-    html = template.render(
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
+    environment.filters |= {"amount": amount, "duration": duration, "thousands": "{:,}".format}
+    now = _utc(datetime.now(UTC).timestamp())
+    html = environment.get_template(TEMPLATE_FILE).render(
         runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,80 +203,12 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
     return path
 
 
-def _draw(chart: Chart) -> Markup:
-    """The chart as SVG that stands inside a page."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    limit = min(MAX_POINTS, 3 * MAX_POINTS // len(chart.curves))
-    with matplotlib.rc_context():
-        matplotlib.rcParams["svg.fonttype"] = "none"
-        matplotlib.rcParams["svg.hashsalt"] = "report"
-        matplotlib.rcParams["lines.scale_dashes"] = False
-        figure = Figure(figsize=(6, 3), layout="constrained")
-        axes = figure.subplots()
-        for curve in chart.curves:
-            steps, values = _thinned(curve.steps, curve.values, limit)
-            dash = (0, tuple(map(float, curve.dash.split()))) if curve.dash else "-"
-            marker = curve.marker or ("o" if np.isfinite(values).sum() == 1 else "")
-            axes.plot(steps, values, color=f"#00000{curve.color}", linewidth=curve.width,
-                      linestyle=dash if curve.joined else "", marker=marker, markersize=5)  # fmt: skip
-        for step in chart.marks:
-            axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
-        axes.margins(x=0.02)
-        if chart.from_zero:
-            axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if axes.get_ylim()[1] >= 1000:
-            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlabel("step", color=_TEXT)
-        axes.set_ylabel(chart.unit, color=_TEXT)
-        axes.tick_params(color=_GRID, labelcolor=_TEXT)
-        axes.grid(color=_GRID, linewidth=0.6)
-        axes.spines[:].set_visible(False)
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", transparent=True)
-    return Markup(_inline(drawn.getvalue(), re.sub(r"\W+", "-", chart.title.lower())))
-
-
-def _inline(svg: str, prefix: str) -> str:
-    """An SVG file's drawing without what belongs to a file, and with ids that are its own."""
-    size = re.search(r'viewBox="[^"]*"', svg)
-    assert size is not None
-    svg = svg[svg.index("</metadata>") + len("</metadata>") :]
-    svg = re.sub(r"<style.*?</style>|font-family: [^;\"]*;? ?", "", svg, flags=re.DOTALL)
-    svg = svg.replace('<g id="resume">', '<g class="resume">').replace("xlink:href", "href")
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
-    return f"<svg {size[0]} aria-hidden='true'>" + re.sub(r"#00000(\d)", r"var(--c\1)", svg)
-
-
-def _thinned(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
-    """About `limit` points: of every piece the lowest, the highest and the first gap."""
-    if len(steps) <= limit:
-        return steps, values
-    kept: set[int] = set()
-    for piece in np.array_split(np.arange(len(steps)), limit // 2):
-        finite = np.isfinite(values[piece])
-        shown, gaps = piece[finite], piece[~finite]
-        kept.update(gaps[:1].tolist())
-        if len(shown):
-            kept |= {int(shown[values[shown].argmin()]), int(shown[values[shown].argmax()])}
-    chosen = sorted(kept)
-    return steps[chosen], values[chosen]
-
-
-def _sample_texts(text: str) -> list[str]:
-    """The samples of a set: each stands on a line of its own, as `0: 'a Python string'`."""
-    texts = []
-    for line in text.splitlines():
-        try:
-            texts.append(str(ast.literal_eval(line.partition(": ")[2])))
-        except (SyntaxError, ValueError):
-            texts.append(line)
-    return texts
+def _sample(line: str) -> str:
+    """The text of a line of samples.txt, `0: 'a Python string'`."""
+    try:
+        return str(ast.literal_eval(line.partition(": ")[2]))
+    except (SyntaxError, ValueError):
+        return line
 
 
 def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
@@ -319,10 +216,6 @@ def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
     if row is None or key not in row:
         return "–"
     return "not finite" if row[key] is None else format(row[key], form)
-
-
-def _amount(value: float | None) -> str:
-    return "–" if value is None else amount(value)
 
 
 def _utc(seconds: float) -> str:

@@ -48,7 +48,7 @@ class StopSignals:
         if self._count >= _FORCED_AFTER:
             os._exit(Interrupted.exit_code)
         if not self._deferred:
-            raise Interrupted("interrupted before the first step; nothing was begun")
+            raise Interrupted("interrupted before the first step; nothing is half-written")
 
     def __exit__(
         self,

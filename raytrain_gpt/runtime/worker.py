@@ -90,7 +90,9 @@ class Worker:
         self.spec, self.config = spec, spec.config
         self.step = spec.resume_state.step if spec.resume_state else 0
         self.next_batch = spec.resume_state.next_batch if spec.resume_state else 0
-        self.order_hash = spec.resume_state.order_hash if spec.resume_state else ""
+        self.order_hash = (
+            spec.resume_state.order_hash if spec.resume_state else spec.ingest.manifest.hash
+        )
         self.order = spec.ingest.order()
         # Small sums go over the hosts, so that asking for them never waits for the devices.
         self._hosts = dist.new_group(backend="gloo") if self.world_size > 1 else None
@@ -119,12 +121,21 @@ class Worker:
         self._stop = threading.Event()
         if self.rank == 0:
             threading.Thread(target=self._wait_for_stop, daemon=True).start()
+        self._device_name, self._precision = device_name, precision
         self._call(
             "log",
             self.rank,
             f"{device_name} on {socket.gethostname()}, {torch.get_num_threads()} threads, {precision}, "
             f"{self.share} of {self.config.batch_sequences} sequences a step",
         )
+
+    def _hardware(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.world_size,
+            "device": self._device_name,
+            "threads": torch.get_num_threads(),
+            "precision": self._precision,
+        }
 
     def _build_model(self) -> None:
         config = self.config
@@ -170,6 +181,9 @@ class Worker:
         if self._agreed(self._stop.is_set()):
             return
         self._call("training_started")
+        if self.rank == 0:
+            event = "resume" if self.spec.resume_dir else "start"
+            self._call("add_event", self.step, event, **self._hardware())
         self._clock_from = time.perf_counter()
         yield from train_steps(
             self.model,

@@ -1,0 +1,127 @@
+"""Charts of a report: curves over steps, drawn as SVG that stands inside a page.
+
+Every colour is the name of a style variable of the page, so that one drawing serves light, dark and
+paper. matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+MAX_POINTS = 2000
+"""Of a curve, about: more cannot be seen, and the page of a long run stays below 1 MB."""
+
+Floats = NDArray[np.float64]
+_TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line; values that are not finite are gaps."""
+
+    label: str
+    steps: Floats
+    values: Floats
+    color: int = 1
+    dash: str = ""
+    marker: str = ""
+    width: float = 1.6
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over steps; `marks` are steps where the run was resumed."""
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    marks: Sequence[int] = ()
+    from_zero: bool = False
+
+    def after(self, step: int) -> Chart:
+        """What comes after a step, on a scale of its own."""
+        late = [(curve, curve.steps > step) for curve in self.curves]
+        curves = [replace(c, steps=c.steps[at], values=c.values[at]) for c, at in late if at.any()]
+        marks = [mark for mark in self.marks if mark > step]
+        return replace(self, title=f"{self.title}, second half", curves=curves, marks=marks)
+
+
+def running_mean(values: Floats, window: int) -> Floats:
+    """At every place the mean of what is finite among the last `window` values, else NaN."""
+    finite, ones = np.isfinite(values), np.ones(window)
+    sums = np.convolve(np.where(finite, values, 0), ones)[: len(values)]
+    counts = np.convolve(finite, ones)[: len(values)]
+    return sums / np.where(counts > 0, counts, np.nan)
+
+
+def draw(chart: Chart) -> Markup:
+    """The chart as SVG that stands inside a page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    limit = min(MAX_POINTS, 2 * MAX_POINTS // len(chart.curves))
+    with matplotlib.rc_context():
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        matplotlib.rcParams["svg.hashsalt"] = "report"
+        matplotlib.rcParams["lines.scale_dashes"] = False
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        axes = figure.subplots()
+        for curve in chart.curves:
+            steps, values = thinned(curve.steps, curve.values, limit)
+            dash = (0, tuple(map(float, curve.dash.split()))) if curve.dash else "-"
+            marker = curve.marker or ("o" if np.isfinite(values).sum() == 1 else "")
+            axes.plot(steps, values, color=f"#00000{curve.color}", linewidth=curve.width, linestyle=dash,
+                      marker=marker, markersize=5, markevery=len(steps) // 25 + 1)  # fmt: skip
+        for step in chart.marks:
+            axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
+        axes.margins(x=0.02)
+        left, right = axes.get_xlim()
+        axes.set_xlim(min(left, right - 1), max(right, left + 1))  # a run of one step
+        axes.set_ylim(bottom=0 if chart.from_zero else None)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes.get_ylim()[1] >= 1000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel("step", color=_TEXT)
+        axes.set_ylabel(chart.unit, color=_TEXT)
+        axes.tick_params(color=_GRID, labelcolor=_TEXT)
+        axes.grid(color=_GRID, linewidth=0.6)
+        axes.spines[:].set_visible(False)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True)
+    return Markup(_inline(drawn.getvalue(), re.sub(r"\W+", "-", chart.title.lower())))
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """An SVG file's drawing without what belongs to a file, and with ids that are its own."""
+    size = re.search(r'viewBox="[^"]*"', svg)
+    assert size is not None
+    svg = svg[svg.index("</metadata>") + len("</metadata>") :]
+    svg = re.sub(r"<style.*?</style>|font-family: [^;\"]*;? ?", "", svg, flags=re.DOTALL)
+    svg = svg.replace('<g id="resume">', '<g class="resume">').replace("xlink:href", "href")
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+    return f"<svg {size[0]} aria-hidden='true'>" + re.sub(r"#00000(\d)", r"var(--c\1)", svg)
+
+
+def thinned(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
+    """About `limit` points: of every piece the lowest, the highest and the first gap."""
+    if len(steps) <= limit:
+        return steps, values
+    kept: set[int] = set()
+    for piece in np.array_split(np.arange(len(steps)), limit // 2):
+        finite = np.isfinite(values[piece])
+        shown, gaps = piece[finite], piece[~finite]
+        kept.update(gaps[:1].tolist())
+        if len(shown):
+            kept |= {int(shown[values[shown].argmin()]), int(shown[values[shown].argmax()])}
+    chosen = sorted(kept)
+    return steps[chosen], values[chosen]

@@ -1,0 +1,44 @@
+"""FLOPs of a token against a count of the matrix products, and peaks only where they are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.model import GPTShape
+
+
+@pytest.mark.parametrize("sizes", [(12, 12, 768), (24, 16, 1024), (48, 25, 1600)])
+def test_flops_are_those_of_the_matrix_products(sizes: tuple[int, int, int]) -> None:
+    layers, _, d = sizes
+    shape = GPTShape(*sizes, seq_len=1024, vocab_size=50_257)
+    projections = layers * (3 * d * d + d * d + 4 * d * d + 4 * d * d) + 50_304 * d
+    attention = layers * 2 * d * 1024
+    multiplications_forward = projections + attention
+    forward_and_backward = 3 * 2 * multiplications_forward
+    assert flops_per_token(shape) == pytest.approx(forward_and_backward, rel=2e-3)
+
+
+def test_flops_of_the_124m_model() -> None:
+    shape = GPTShape(12, 12, 768, 1024, 50_257)
+    without_positions = 124_439_808 + 47 * 768 - 1024 * 768
+    assert flops_per_token(shape) == 6 * without_positions + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+    ],
+)
+def test_known_devices_have_a_peak_in_bf16_only(name: str, peak: float) -> None:
+    assert peak_flops(name, "bf16") == peak
+    assert peak_flops(name, "fp32") is None
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_flops("cpu", "bf16") is None
+    assert peak_flops("NVIDIA GeForce GTX 1080", "bf16") is None

@@ -1,0 +1,179 @@
+"""The model: GPT-2 exactly, against transformers' own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core.model import GPT, GPTShape
+
+SIZES = {
+    "124M": ((12, 12, 768), 124_439_808),
+    "350M": ((24, 16, 1024), 354_823_168),
+    "774M": ((36, 20, 1280), 774_030_080),
+    "1.5B": ((48, 25, 1600), 1_557_611_200),
+}
+"""Name -> (layers, heads, embedding), parameters of the released model with its 50,257 tokens."""
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""transformers keeps these transposed."""
+
+
+def reference_logits(model: GPT, ids: Tensor) -> Tensor:
+    """The logits of transformers' GPT-2 with this model's weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = model.shape
+    config = GPT2Config(
+        vocab_size=shape.padded_vocab_size,
+        n_positions=shape.seq_len,
+        n_embd=shape.embd_size,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+    )
+    reference = GPT2LMHeadModel(config).eval()
+    weights = {
+        f"transformer.{name}": tensor.T if name.endswith(CONV1D) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    weights["lm_head.weight"] = model.wte.weight
+    reference.load_state_dict(weights)
+    with torch.no_grad():
+        return reference(ids).logits
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [GPTShape(2, 2, 32, 16, 100), GPTShape(3, 4, 64, 33, 257), GPTShape(1, 12, 768, 8, 300)],
+    ids=str,
+)
+def test_logits_are_those_of_transformers(shape: GPTShape) -> None:
+    torch.manual_seed(0)
+    model = GPT(shape).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ids = torch.randint(0, shape.vocab_size, (3, shape.seq_len))
+    expected = reference_logits(model, ids)
+    with torch.no_grad():
+        difference = (model.logits(ids) - expected).abs().max().item()
+    assert difference <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_those_of_the_released_sizes(name: str) -> None:
+    (layers, heads, embd_size), released = SIZES[name]
+    shape = GPTShape(layers, heads, embd_size, 1024, 50_257)
+    padding = (50_304 - 50_257) * embd_size
+    with torch.device("meta"):
+        model = GPT(shape)
+    assert sum(p.numel() for p in model.parameters()) == released + padding
+    assert shape.num_parameters == released + padding
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "padded"), [(50_257, 50_304), (257, 320), (64, 64), (65, 128), (1, 64)]
+)
+def test_the_embedding_has_a_multiple_of_64_rows(vocab_size: int, padded: int) -> None:
+    assert GPTShape(1, 1, 8, 8, vocab_size).padded_vocab_size == padded
+
+
+def test_a_shape_follows_the_configuration() -> None:
+    config = Config().updated({"num_layers": 3, "dropout": 0.1, "seq_len": 64})
+    assert GPTShape.of(config, 257) == GPTShape(3, 4, 128, 64, 257, 0.1)
+
+
+@pytest.mark.parametrize("shape", [GPTShape(4, 4, 128, 64, 257), GPTShape(2, 12, 768, 64, 50_257)])
+def test_the_first_loss_is_that_of_guessing(shape: GPTShape) -> None:
+    model = GPT(shape)
+    model.init_weights(1337)
+    ids = torch.randint(0, shape.vocab_size, (4, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = model(ids[:, :-1], ids[:, 1:]).item()
+    assert abs(loss - math.log(shape.padded_vocab_size)) < 0.2
+
+
+def test_weights_start_with_gpt2s_spread() -> None:
+    model = GPT(GPTShape(8, 4, 128, 128, 257))
+    model.init_weights(1337)
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            expected = 0.02 / math.sqrt(2 * 8)
+        elif parameter.dim() == 2:
+            expected = 0.02
+        else:
+            wanted = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
+            assert (parameter == wanted).all(), name
+            continue
+        assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+        assert abs(parameter.mean().item()) < 0.05 * expected, name
+
+
+def test_the_seed_alone_decides_the_weights(new_model: Callable[..., GPT]) -> None:
+    torch.manual_seed(1)
+    one = new_model(seed=3)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    same, other = GPT(one.shape), new_model(seed=4)
+    torch.set_rng_state(state)
+    same.init_weights(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.dim() == 1 or not torch.equal(a, c)
+
+
+def test_no_token_sees_a_later_one(model: GPT) -> None:
+    ids = torch.arange(16).repeat(1, 1)
+    changed = ids.clone()
+    changed[0, 9] = 77
+    with torch.no_grad():
+        difference = (model.logits(ids) - model.logits(changed)).abs().amax(-1)[0]
+    assert (difference[:9] == 0).all()
+    assert (difference[9:] > 0).all()
+
+
+def test_ignored_targets_do_not_count(model: GPT, made_tokens: Callable[..., Tensor]) -> None:
+    tokens = made_tokens(2, 17)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    every = model(inputs, targets, reduction="none")
+    assert every.shape == (2, 16)
+    targets[0, 5:] = -100
+    some = model(inputs, targets, reduction="none")
+    assert (some[0, 5:] == 0).all()
+    torch.testing.assert_close(some[1], every[1])
+    mean = (every[0, :5].sum() + every[1].sum()) / 21
+    torch.testing.assert_close(model(inputs, targets), mean)
+
+
+def gradients(model: GPT, tokens: Tensor) -> list[Tensor]:
+    torch.manual_seed(0)
+    model.train()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_gives_the_same_gradients(
+    new_model: Callable[..., GPT], made_tokens: Callable[..., Tensor], dropout: float
+) -> None:
+    tokens = made_tokens(4, 17)
+    kept = gradients(new_model(dropout=dropout), tokens)
+    again = gradients(new_model(dropout=dropout, activation_checkpointing=True), tokens)
+    assert len(kept) == len(again) == len(list(new_model().parameters()))
+    for one, other in zip(kept, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dropout_is_off_in_evaluation(
+    new_model: Callable[..., GPT], made_tokens: Callable[..., Tensor]
+) -> None:
+    ids = made_tokens(2, 16)
+    dropping, plain = new_model(dropout=0.5), new_model()
+    with torch.no_grad():
+        assert not torch.equal(dropping.train().logits(ids), dropping.logits(ids))
+        assert torch.equal(dropping.eval().logits(ids), plain.eval().logits(ids))

@@ -1,0 +1,118 @@
+"""AdamW: the reference's steps, clipping by hand, and no step at all for a broken gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import build_optimizer, update
+
+
+def put_gradients(model: GPT, seed: int, scale: float) -> float:
+    """Draw gradients; returns their global norm, computed in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    squares = 0.0
+    for parameter in model.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        squares += parameter.grad.double().square().sum().item()
+    return math.sqrt(squares)
+
+
+def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
+    """Copies of all weights and moments."""
+    tensors = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        tensors += [optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq")]
+    return tensors
+
+
+def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_matrices_and_embeddings_alone_decay(model: GPT) -> None:
+    groups = build_optimizer(model, OptimSection(weight_decay=0.3)).param_groups
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed = {names[p] for g in groups if g["weight_decay"] == 0.3 for p in g["params"]}
+    plain = {names[p] for g in groups if g["weight_decay"] == 0 for p in g["params"]}
+    assert plain == {name for name in names.values() if name.endswith("bias") or "ln_" in name}
+    assert decayed == set(names.values()) - plain
+    assert {"wte.weight", "wpe.weight", "h.1.mlp.c_proj.weight"} <= decayed
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["clipped", "not clipped"])
+def test_updates_are_adamws_with_groups_and_clipping_by_hand(
+    new_model: Callable[..., GPT], scale: float
+) -> None:
+    config = OptimSection(weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
+    ours, theirs = new_model(), new_model()
+    optimizer = build_optimizer(ours, config)
+    decayed = [
+        p for name, p in theirs.named_parameters() if "ln_" not in name and "bias" not in name
+    ]
+    plain = [p for name, p in theirs.named_parameters() if "ln_" in name or "bias" in name]
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(
+        groups, betas=(0.8, 0.9), weight_decay=0.2, fused=False, foreach=False
+    )
+    for step in range(6):
+        lr = 1e-3 * (step + 1)
+        norm = put_gradients(ours, step, scale)
+        assert put_gradients(theirs, step, scale) == norm
+        for parameter in theirs.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= min(1.0, 0.7 / norm)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        reported = update(optimizer, list(ours.parameters()), lr, config.grad_clip)
+        assert reported.item() == pytest.approx(norm, rel=1e-5)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_reported_norm_is_the_one_before_clipping(model: GPT) -> None:
+    optimizer = build_optimizer(model, OptimSection())
+    norm = put_gradients(model, 0, scale=100.0)
+    reported = update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
+    assert norm > 1000
+    assert reported.item() == pytest.approx(norm, rel=1e-5)
+
+
+def test_gradients_are_dropped_after_an_update(model: GPT) -> None:
+    optimizer = build_optimizer(model, OptimSection())
+    put_gradients(model, 0, scale=1.0)
+    update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_broken_gradient_changes_nothing(
+    new_model: Callable[..., GPT], bad: float, steps_before: int
+) -> None:
+    broken, unbroken = new_model(), new_model()
+    optimizers = [build_optimizer(model, OptimSection()) for model in (broken, unbroken)]
+    for step in range(steps_before):
+        for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
+            put_gradients(model, step, scale=1.0)
+            update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
+    before = [parameter.detach().clone() for parameter in broken.parameters()]
+
+    put_gradients(broken, 50, scale=1.0)
+    assert broken.ln_f.bias.grad is not None
+    broken.ln_f.bias.grad[3] = bad
+    norm = update(optimizers[0], list(broken.parameters()), lr=1e-3, grad_clip=1.0)
+    assert not math.isfinite(norm.item())
+    assert all_equal([p.detach() for p in broken.parameters()], before)
+
+    for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
+        put_gradients(model, 99, scale=1.0)
+        update(optimizer, list(model.parameters()), lr=1e-3, grad_clip=1.0)
+    assert all_equal(state_of(broken, optimizers[0]), state_of(unbroken, optimizers[1]))

@@ -1,0 +1,180 @@
+"""Checkpoint tensors: what comes back is what went in, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.loop import MicroBatch, train_steps
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.state import (
+    MODEL_FILE,
+    OPTIM_FILE,
+    load_model,
+    load_optimizer,
+    save_state,
+)
+from raytrain_gpt.errors import CheckpointError
+
+MicroBatches = Callable[..., Iterator[MicroBatch]]
+
+
+def train(
+    model: GPT, optimizer: torch.optim.AdamW, batches: Iterator[MicroBatch], first: int, stop: int
+) -> None:
+    for _ in train_steps(
+        model,
+        optimizer,
+        batches,
+        first_step=first,
+        max_steps=stop,
+        micro_batches_per_step=1,
+        learning_rate=lambda step: 1e-3,
+        grad_clip=1.0,
+        autocast=contextlib.nullcontext,
+        seed=1337,
+        rank=0,
+    ):
+        pass
+
+
+@pytest.fixture
+def trained(model: GPT, micro_batches: MicroBatches) -> tuple[GPT, torch.optim.AdamW]:
+    """A model after 3 steps, and its optimizer."""
+    optimizer = build_optimizer(model, OptimSection())
+    train(model, optimizer, micro_batches(3), 0, 3)
+    return model, optimizer
+
+
+def test_weights_and_moments_come_back_bitwise(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], new_model: Callable[..., GPT]
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    loaded = new_model(seed=9)
+    loaded_optimizer = build_optimizer(loaded, OptimSection())
+    load_model(tmp_path, loaded)
+    load_optimizer(tmp_path, loaded, loaded_optimizer)
+    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, tensor in optimizer.state[b].items():
+            assert torch.equal(loaded_optimizer.state[a][key], tensor), key
+            assert loaded_optimizer.state[a][key].dtype == tensor.dtype
+
+
+def test_training_goes_on_bitwise_from_a_checkpoint(
+    tmp_path: Path,
+    trained: tuple[GPT, torch.optim.AdamW],
+    new_model: Callable[..., GPT],
+    micro_batches: MicroBatches,
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    resumed = new_model(seed=9)
+    resumed_optimizer = build_optimizer(resumed, OptimSection())
+    load_model(tmp_path, resumed)
+    load_optimizer(tmp_path, resumed, resumed_optimizer)
+    train(model, optimizer, micro_batches(6, first_step=3), 3, 6)
+    train(resumed, resumed_optimizer, micro_batches(6, first_step=3), 3, 6)
+    for a, b in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_files_have_only_the_metadata_that_keeps_their_bytes_the_same(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
+) -> None:
+    contents = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        save_state(tmp_path / name, *trained)
+        contents.append([(tmp_path / name / f).read_bytes() for f in (MODEL_FILE, OPTIM_FILE)])
+    assert contents[0] == contents[1]
+    for file in (MODEL_FILE, OPTIM_FILE):
+        with safe_open(tmp_path / "one" / file, "pt") as tensors:
+            assert tensors.metadata() == {"format": "pt"}
+
+
+def test_the_model_file_has_the_models_names_and_shapes(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    saved = load_file(tmp_path / MODEL_FILE)
+    assert {name: t.shape for name, t in saved.items()} == {
+        name: p.shape for name, p in model.named_parameters()
+    }
+    assert saved["wte.weight"].shape == (128, 32)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        GPTShape(3, 2, 32, 16, 100),
+        GPTShape(1, 2, 32, 16, 100),
+        GPTShape(2, 2, 64, 16, 100),
+        GPTShape(2, 2, 32, 8, 100),
+        GPTShape(2, 2, 32, 16, 200),
+    ],
+    ids=["more layers", "fewer layers", "other width", "other context", "other vocabulary"],
+)
+def test_a_model_of_another_shape_is_refused(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
+) -> None:
+    save_state(tmp_path, *trained)
+    other = GPT(others)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with raises_line(CheckpointError, str(tmp_path), "configuration it was trained with"):
+        load_model(tmp_path, other)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("others", [GPTShape(3, 2, 32, 16, 100), GPTShape(2, 2, 64, 16, 100)])
+def test_an_optimizer_of_another_shape_is_refused(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
+) -> None:
+    save_state(tmp_path, *trained)
+    other = GPT(others)
+    with raises_line(CheckpointError, str(tmp_path)):
+        load_optimizer(tmp_path, other, build_optimizer(other, OptimSection()))
+
+
+def test_a_moment_that_is_missing_is_named(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], raises_line
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    moments = load_file(tmp_path / OPTIM_FILE)
+    del moments["ln_f.bias/exp_avg_sq"]
+    save_file(moments, tmp_path / OPTIM_FILE)
+    with raises_line(CheckpointError, "ln_f.bias/exp_avg_sq"):
+        load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not tensors at all", "half"])
+def test_a_damaged_file_is_refused(
+    tmp_path: Path,
+    trained: tuple[GPT, torch.optim.AdamW],
+    content: bytes | str | None,
+    raises_line,
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    for name in (MODEL_FILE, OPTIM_FILE):
+        whole = (tmp_path / name).read_bytes()
+        if content is None:
+            (tmp_path / name).unlink()
+        else:
+            half = whole[: len(whole) // 2]
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else half)
+    with raises_line(CheckpointError, MODEL_FILE):
+        load_model(tmp_path, model)
+    with raises_line(CheckpointError, str(tmp_path)):
+        load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))

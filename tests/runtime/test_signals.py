@@ -1,0 +1,108 @@
+"""Ctrl+C and SIGTERM on real processes: save, leave with 130, go on bitwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.launch import RunSummary, train
+from raytrain_gpt.runtime.run_files import read_rows
+
+from .conftest import command, environment, flags
+
+pytestmark = pytest.mark.ray
+
+Straight = Callable[[int], RunSummary]
+
+
+def start(config: Any, cluster: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("train", *flags(config)),
+        env=environment(cluster),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    pytest.fail(f"the command ended before it printed {words!r}: {process.communicate()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["TERM", "INT"]
+)
+def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
+    cluster: str,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    storage: Path,
+    number: signal.Signals,
+    to_group: bool,
+) -> None:
+    """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM one process."""
+    config = make_config(
+        num_workers=2, run_name=f"signal-{number.name}", checkpoint_every_steps=1000
+    )
+    process = start(config, cluster)
+    read_until(process, "step 5/50")
+    if to_group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted at step" in errors
+    (saved,) = Catalogue(storage / config.run.run_name).complete()
+    saved.verify()
+    assert 5 <= saved.state.step < 50
+
+    summary = train(config, print)
+    assert summary.step == 50
+    final, whole = (
+        (Catalogue(run).complete()[-1].path / "model.safetensors").read_bytes()
+        for run in (summary.run_dir, straight(2).run_dir)
+    )
+    assert final == whole
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_half_written(
+    cluster: str, make_config: Callable[..., Any], storage: Path
+) -> None:
+    config = make_config(run_name="early")
+    process = start(config, cluster)
+    read_until(process, "model ")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "nothing is half-written" in errors
+    assert not list((storage / "early").glob("checkpoints/*"))
+    assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
+
+
+def test_a_second_run_of_the_same_name_is_refused(
+    cluster: str,
+    make_config: Callable[..., Any],
+    run_cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    config = make_config(run_name="twice", max_steps=100_000)
+    process = start(config, cluster)
+    read_until(process, "step 5/100000")
+    code, _, errors = run_cli("train", *flags(config))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert code == 2
+    assert f"already running (process {process.pid} on" in errors
+    assert errors.count("\n") == 1

@@ -1,0 +1,101 @@
+"""Dependencies point one way: cli -> runtime -> core | data -> config -> errors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raytrain_gpt
+
+ROOT = Path(raytrain_gpt.__file__).parent
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+BELOW = {
+    "errors": set(),
+    "config": {"errors"},
+    "data": {"config", "errors"},
+    "core": {"config", "errors"},
+    "runtime": {"core", "data", "config", "errors"},
+    "cli": {"runtime", "core", "data", "config", "errors"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+"""Layer -> the layers it may import, besides itself."""
+
+FORBIDDEN = {
+    "errors": {"ray", "mlflow", "torch", "numpy", "pydantic"},
+    "config": {"ray", "mlflow", "torch"},
+    "data": {"ray", "mlflow", "torch"},
+    "core": {"ray", "mlflow"},
+}
+"""Layer -> packages it may not import."""
+
+
+def layer(module: str) -> str:
+    """`data/order.py` and `raytrain_gpt.data.order` -> `data`."""
+    return module.removeprefix("raytrain_gpt.").removesuffix(".py").split("/")[0].split(".")[0]
+
+
+def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
+    """Dotted names of all that a module imports, wherever in it the import stands.
+
+    Args:
+        module: Path below the package.
+        at_import_only: Leave out what stands inside functions and under TYPE_CHECKING.
+    """
+    skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
+    nodes: list[ast.AST] = [ast.parse((ROOT / module).read_text("utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, skipped):
+            continue
+        if at_import_only and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ["raytrain_gpt", *Path(module).parts[:-1]]
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield name
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def file_of(name: str) -> str | None:
+    """The module's path below the package, None for what is not a module of ours."""
+    path = name.removeprefix("raytrain_gpt.").replace(".", "/")
+    found = [f for f in (f"{path}.py", f"{path}/__init__.py") if f in MODULES]
+    return found[0] if name.startswith("raytrain_gpt.") and found else None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_the_layers_below_it(module: str) -> None:
+    ours = layer(module)
+    assert ours in BELOW, f"{module} belongs to no layer; place it in BELOW"
+    files = {name: file_of(name) for name in imports(module)}
+    for name, file in files.items():
+        if file is not None:
+            assert layer(file) in BELOW[ours] | {ours}, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if layer(m) in FORBIDDEN])
+def test_the_lower_layers_know_nothing_of_the_tools_above_them(module: str) -> None:
+    packages = {name.split(".")[0] for name in imports(module)}
+    assert not packages & FORBIDDEN[layer(module)]
+
+
+def test_reading_tasks_start_without_torch() -> None:
+    todo, seen = ["__init__.py", "runtime/__init__.py", "runtime/ingest.py"], set()
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        names = set(imports(module, at_import_only=True))
+        assert not {name for name in names if name.split(".")[0] == "torch"}, module
+        files = {file_of(name) for name in names} - seen
+        packages = {f"{layer(file)}/__init__.py" for file in files if file and "/" in file}
+        todo += [file for file in files | packages - seen if file is not None]
+    assert {"data/order.py", "data/reader.py", "errors.py"} <= seen
