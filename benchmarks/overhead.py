@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--embd_size", type=int, default=256)
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    # One core stays for Ray's own processes, which a bare loop does not have.
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--bare", action="store_true", help="run the bare loop only (used inside)")
     args = parser.parse_args()
     if args.bare:
