@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from raytrain_gpt.config import (
     preset_names,
     suggestion,
 )
-from raytrain_gpt.errors import RaytrainGptError, UserError
+from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 
 DEFAULT_PRESET = "quickstart"
 
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         )
         args.command(args)
     except RaytrainGptError as error:
-        kind = "error: " if error.exit_code != 130 else ""
+        kind = "error: " if error.exit_code != Interrupted.exit_code else ""
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"{kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -243,10 +246,13 @@ def _kind(annotation: Any) -> str:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Defaults < preset < file < flags."""
-    base = (
-        load_config_file(args.config) if args.config else load_preset(args.preset or DEFAULT_PRESET)
-    )
+    """Defaults < preset < file < flags. A run that its file does not name is called like the file."""
+    if args.config:
+        base = load_config_file(args.config)
+        if "run_name" not in base.run.model_fields_set:
+            base = base.updated({"run_name": args.config.stem})
+    else:
+        base = load_preset(args.preset or DEFAULT_PRESET)
     flags = {name: getattr(args, name) for name in LEAVES if hasattr(args, name)}
     return base.updated({name: None if value == "null" else value for name, value in flags.items()})
 

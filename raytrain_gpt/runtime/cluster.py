@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -91,7 +92,8 @@ def connect(num_cpus_needed: int) -> Resources:
     ours = False
     if not ray.is_initialized():
         try:
-            ray.init("auto", **quiet)
+            with _sigterm_is_ours():
+                ray.init("auto", **quiet)
         except ConnectionError:
             if address := os.environ.get("RAY_ADDRESS"):
                 raise ClusterError(
@@ -100,7 +102,7 @@ def connect(num_cpus_needed: int) -> Resources:
                 ) from None
             _set_environment(_OWN_CLUSTER_ENVIRONMENT)
             cpus = max(os.cpu_count() or 1, num_cpus_needed)
-            with _children_ignore_sigterm():
+            with _sigterm_is_ours():
                 ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
             ours = True
     context = ray.data.DataContext.get_current()
@@ -120,16 +122,20 @@ def _set_environment(values: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _children_ignore_sigterm() -> Iterator[None]:
-    """Processes started here keep SIGTERM blocked, as Ray itself does with SIGINT.
+def _sigterm_is_ours() -> Iterator[None]:
+    """Ray sets a handler of its own; the one before comes back, and no signal is lost meanwhile.
 
-    A SIGTERM to the whole process group would else end Ray before the run has saved.
+    Processes started inside keep SIGTERM blocked, as Ray itself does with SIGINT: a SIGTERM to the
+    whole process group would else end Ray before the run has saved.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def cpus_to_start(config: Config) -> int:

@@ -45,6 +45,7 @@ from raytrain_gpt.runtime.worker import WorkerSpec, train_worker
 DEFAULT_DATA = "data/stdlib"
 POLL_S = 0.5
 STOP_TIMEOUT_S = 120.0
+BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
 Log = Callable[[str], None]
 
@@ -78,7 +79,7 @@ def train(config: Config, log: Log) -> RunSummary:
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
-    with StopSignals() as signals:
+    with StopSignals(BEFORE_FIRST_STEP) as signals:
         relative_data = config.data.data_path
         config = preflight.absolute_paths(config)
         data_dir = Path(config.data.data_path)
@@ -86,7 +87,6 @@ def train(config: Config, log: Log) -> RunSummary:
         if not make_data:
             read_manifest(data_dir)
         resources = cluster.connect(cluster.cpus_to_start(config))
-        signals.install()
         try:
             config, world_size = cluster.fit_to_cluster(config, resources)
             if make_data:
@@ -107,9 +107,8 @@ def prepare_dataset(
         UserError: a source, the tokenizer or the directory cannot be used.
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
-    with StopSignals() as signals:
+    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
         resources = cluster.connect(num_cpus_needed=0)
-        signals.install()
         try:
             return prepare(sources, directory.absolute(), tokenizer, log=log, **options)
         finally:
@@ -331,7 +330,7 @@ def _first_line(error: Exception) -> str:
 
 def _interrupted_message(run_dir: Path, checkpoints: list[Checkpoint], step: int) -> str:
     if not checkpoints:
-        return "interrupted before the first step; nothing is half-written"
+        return BEFORE_FIRST_STEP
     at = checkpoints[-1].state.step
     saved = "saved" if at > step else "no step since the checkpoint"
     return f"interrupted at step {at}, {saved}: {checkpoints[-1].path}; the same command goes on"

@@ -19,24 +19,22 @@ class StopSignals:
 
     Until `defer` is called a signal raises `Interrupted` where the main thread is. From then on it
     only sets `stop`, and the third one ends the process on the spot.
+
+    Args:
+        message: Of the `Interrupted` that is raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, message: str) -> None:
+        self._message = message
         self.stop = threading.Event()
         self._count = 0
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        self.install()
-        return self
-
-    def install(self) -> None:
-        """Set the handlers; again after `ray.init`, which sets its own."""
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                before = signal.signal(number, self._handle)
-                self._before.setdefault(number, before)
+            self._before = {n: signal.signal(n, self._handle) for n in _SIGNALS}
+        return self
 
     def defer(self) -> None:
         """From now on a signal asks for a checkpoint instead of raising."""
@@ -48,7 +46,7 @@ class StopSignals:
         if self._count >= _FORCED_AFTER:
             os._exit(Interrupted.exit_code)
         if not self._deferred:
-            raise Interrupted("interrupted before the first step; nothing is half-written")
+            raise Interrupted(self._message)
 
     def __exit__(
         self,
