@@ -223,7 +223,8 @@ def _checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 def _add_leaves(parser: argparse.ArgumentParser) -> None:
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
     for name, (section, leaf) in LEAVES.items():
-        text = f"{leaf.description} (default: {'null' if leaf.default is None else leaf.default})"
+        default = json.dumps(leaf.default).strip('"')
+        text = f"{leaf.description} (default: {default})"
         groups[section].add_argument(
             f"--{name}",
             metavar=_kind(leaf.annotation),
@@ -273,11 +274,12 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _data(args: argparse.Namespace) -> None:
-    from raytrain_gpt.data.shards import check_shard, read_manifest
+    from raytrain_gpt.data.shards import check_shard, check_tokenizer, read_manifest
     from raytrain_gpt.runtime import show
 
     manifest = read_manifest(args.directory)
     if args.action == "verify":
+        check_tokenizer(args.directory, manifest)
         for shard in manifest.shards:
             check_shard(args.directory, manifest, shard, content=True)
             if not args.json:

@@ -233,9 +233,20 @@ class Config(_Section):
             tree[leaf_section(name)][name] = value
         return parse_config(tree, "command line")
 
-    def to_yaml(self) -> str:
-        """The file that `--config` reads back as this configuration."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+    def to_yaml(self, compact: bool = False) -> str:
+        """The file that `--config` reads back as this configuration.
+
+        Args:
+            compact: A line for each section.
+        """
+        flow = None if compact else False
+        return yaml.safe_dump(
+            self.model_dump(),
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=flow,
+            width=10_000,
+        )
 
 
 def _collect_leaves() -> dict[str, tuple[str, FieldInfo]]:
@@ -278,6 +289,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     Raises:
         ConfigError: one line for the first thing that is wrong.
     """
+    tree = {section: {} if leaves is None else leaves for section, leaves in tree.items()}
     for section, leaves in tree.items():
         if section not in Config.model_fields:
             raise ConfigError(f"unknown configuration key {section} in {where}{_unknown(section)}")
@@ -303,7 +315,8 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
 def _unknown(name: str) -> str:
     if name in LEAVES:
         return f"; it belongs to section {LEAVES[name][0]}"
-    return suggestion(str(name), [*LEAVES, *Config.model_fields])  # YAML keys may be numbers
+    hint = suggestion(str(name), [*LEAVES, *Config.model_fields])  # YAML keys may be numbers
+    return hint or "; see: raytrain-gpt train --help"
 
 
 def preset_names() -> list[str]:

@@ -15,7 +15,7 @@ from raytrain_gpt.data.tokenizer import Tokens
 def read_sequences(
     directory: Path, manifest: Manifest, split: Split, seq_len: int, ids: Ids
 ) -> tuple[Tokens, Ids]:
-    """Tokens of sequences, with the id of what was really put into each place.
+    """Tokens of sequences, with the id of what was put into each place, kept where it is put there.
 
     Args:
         directory: The dataset.

@@ -11,6 +11,7 @@ crosses into the next one. BYTE_STREAM_SPLIT with zstd is 1.49 bytes a token, wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raytrain_gpt.data.tokenizer import Tokens
+from raytrain_gpt.data.tokenizer import Tokens, read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 
 FORMAT_VERSION = 1
@@ -157,8 +158,9 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Give up: no file stays."""
-        self._writer.close()
         self._unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk refuses the footer, too
+            self._writer.close()
 
 
 def file_sha256(path: Path) -> str:
@@ -242,6 +244,19 @@ def read_row_group(directory: Path, manifest: Manifest, shard: Shard, index: int
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; prepare the data again"
         )
     return tokens
+
+
+def check_tokenizer(directory: Path, manifest: Manifest) -> None:
+    """Compare the tokenizer that a dataset carries with the one its shards were made with.
+
+    Raises:
+        DataError: it is missing, damaged or another one.
+    """
+    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
+        raise DataError(
+            f"the tokenizer in {directory} is not the one its shards were made with "
+            f"({manifest.tokenizer}); prepare the data again"
+        )
 
 
 def check_shard(directory: Path, manifest: Manifest, shard: Shard, content: bool) -> None:

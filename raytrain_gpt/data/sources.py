@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -157,8 +158,15 @@ def _text_document(path: Path) -> Document:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
 def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    with Path(piece.path).open("rb") as file:
+    with _opened(Path(piece.path)) as file:
         if piece.start:
             # The line that began in the piece before belongs to that piece.
             file.seek(piece.start - 1)

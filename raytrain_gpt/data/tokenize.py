@@ -130,6 +130,8 @@ def make_plan(
     Raises:
         DataError: a source is missing or empty, or a split would be.
     """
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} is below 1; usual: {SHARD_TOKENS}")
     if not 0 < val_fraction < 1:
         raise DataError(f"val_fraction={val_fraction:g} is not between 0 and 1; usual: 0.01")
     pieces = find_pieces(sources, text_field)

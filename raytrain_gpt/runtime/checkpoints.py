@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 STATE_VERSION = 1
+_NAME = re.compile(r"step=\d{8,}")
+
+
+class NewerVersion(CheckpointError):
+    """Written by a later version: not damaged, so never to be passed over."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +83,24 @@ class Checkpoint:
         Raises:
             CheckpointError: names the first file that is missing or differs.
         """
-        for name, entry in _read_json(self.path / HASHES_FILE).items():
+        for name, (expected_bytes, sha256) in _read_hashes(self.path).items():
             file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"checkpoint {self.path} lacks {name}")
-            if (size := file.stat().st_size) != entry["bytes"]:
+            if (size := file.stat().st_size) != expected_bytes:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: {name} has {size} bytes, expected {entry['bytes']}"
+                    f"checkpoint {self.path}: {name} has {size} bytes, expected {expected_bytes}"
                 )
-            if file_sha256(file) != entry["sha256"]:
+            if file_sha256(file) != sha256:
                 raise CheckpointError(f"checkpoint {self.path}: the content of {name} was changed")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl since the checkpoint before."""
-        text = (self.path / ROWS_FILE).read_text("utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        """Lines of metrics.jsonl since the checkpoint before; none where they are damaged."""
+        try:
+            text = (self.path / ROWS_FILE).read_text("utf-8")
+            return [json.loads(line) for line in text.splitlines()]
+        except (OSError, ValueError):
+            return []
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -102,15 +111,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not (path / HASHES_FILE).exists():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
-    hashes = _read_json(path / HASHES_FILE)
+    hashes = _read_hashes(path)
     content = _read_json(path / STATE_FILE)
-    if content.get("state_version", 0) > STATE_VERSION:
-        raise CheckpointError(
-            f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
-            f"reads {STATE_VERSION}; upgrade raytrain-gpt"
-        )
     try:
-        size = sum(entry["bytes"] for entry in hashes.values())
+        if content["state_version"] > STATE_VERSION:
+            raise NewerVersion(
+                f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
+                f"reads {STATE_VERSION}; upgrade raytrain-gpt"
+            )
+        size = sum(expected_bytes for expected_bytes, _ in hashes.values())
         return Checkpoint(path, CheckpointState(**content), size)
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
@@ -121,7 +130,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged")
     return content
+
+
+def _read_hashes(path: Path) -> dict[str, tuple[int, str]]:
+    """File name -> (bytes, SHA-256 in hex)."""
+    try:
+        entries = _read_json(path / HASHES_FILE).items()
+        return {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries}
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
 
 
 class Catalogue:
@@ -141,7 +161,7 @@ class Catalogue:
         return found
 
     def _paths(self) -> list[Path]:
-        return sorted(self._dir.glob("step=*"))
+        return sorted(p for p in self._dir.glob("step=*") if _NAME.fullmatch(p.name))
 
     def newest_good(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
@@ -150,7 +170,7 @@ class Catalogue:
             on_skip: Gets one line for each newer one that does not.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is good.
+            CheckpointError: there are checkpoints, and none is good or one is of a later version.
         """
         paths = self._paths()
         for path in reversed(paths):
@@ -158,6 +178,8 @@ class Catalogue:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 return checkpoint
+            except NewerVersion:
+                raise
             except CheckpointError as error:
                 on_skip(f"skipped: {error}")
         if paths:

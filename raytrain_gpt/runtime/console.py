@@ -32,9 +32,9 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
     parts = [
         f"step {row['step']}/{max_steps}",
         f"epoch {row['data/epoch']}",
-        "loss not finite" if loss is None else f"loss {loss:.4f}",
+        f"loss {number(loss, '.4f')}",
         f"lr {row['optim/lr']:.2e}",
-        "norm not finite" if norm is None else f"norm {norm:.2f}",
+        f"norm {number(norm, '.2f')}",
         f"{row['perf/step_time_s'] * 1000:.0f} ms",
         f"{row['perf/tokens_per_s']:,.0f} tok/s",
         *([] if mfu is None else [f"mfu {mfu:.1%}"]),
@@ -46,6 +46,12 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
 def eval_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of an evaluation."""
     return (
-        f"step {row['step']}/{max_steps} | val loss {row['val/loss']:.4f} | "
-        f"perplexity {row['val/perplexity']:.2f} | {row['val/bits_per_byte']:.4f} bits/byte"
+        f"step {row['step']}/{max_steps} | val loss {number(row['val/loss'], '.4f')} | "
+        f"perplexity {number(row['val/perplexity'], '.2f')} | "
+        f"{number(row['val/bits_per_byte'], '.4f')} bits/byte"
     )
+
+
+def number(value: float | None, form: str) -> str:
+    """A metric as text; null stands for a value that was not finite."""
+    return "not finite" if value is None else format(value, form)

@@ -24,6 +24,13 @@ def user_error_in(error: BaseException) -> UserError | None:
     return None
 
 
+def root_cause(error: BaseException) -> str:
+    """The last line of the innermost exception's text: what went wrong, without Ray's wrapping."""
+    *_, innermost = _causes(error)
+    lines = str(innermost).strip().splitlines()
+    return f"{type(innermost).__name__}: {lines[-1].strip()}" if lines else type(innermost).__name__
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """An exception and everything it was raised from, through Ray's wrappers too."""
     seen: set[int] = set()

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,26 +24,26 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest, write_atomically
 from raytrain_gpt.data.sources import STDLIB
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.failures import user_error_in
+from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 from raytrain_gpt.runtime.prepare import prepare
-from raytrain_gpt.runtime.recorder import Recorder, RecorderSpec, saved_rows
+from raytrain_gpt.runtime.recorder import Recorder, RecorderSpec
 from raytrain_gpt.runtime.report import write_report
 from raytrain_gpt.runtime.resume import check_changes, find_resume
 from raytrain_gpt.runtime.run_files import CONFIG_FILE
-from raytrain_gpt.runtime.run_lock import run_lock
+from raytrain_gpt.runtime.run_lock import LOCK_FILE, held_lock
 from raytrain_gpt.runtime.signals import StopSignals
 from raytrain_gpt.runtime.worker import WorkerSpec, train_worker
 
 DEFAULT_DATA = "data/stdlib"
 POLL_S = 0.5
-STOP_TIMEOUT_S = 120.0
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
 Log = Callable[[str], None]
@@ -141,9 +140,8 @@ class Run:
         ingest = self._ingest(self.world_size)
         preflight.check_data(ingest)
         preflight.check_compile(self.config)
-        self.config = preflight.check_init_from(self.config, self.manifest)
         preflight.check_storage(self.run_dir, ingest.directory)
-        with run_lock(self.run_dir):
+        with held_lock(self.run_dir / LOCK_FILE, f"run {self.run_dir.name}"):
             existing = self.catalogue.complete()
             preflight.check_disk(self.config, self.run_dir, self.manifest.vocab_size, len(existing))
             resumed = find_resume(self.config, self.run_dir, self.log)
@@ -151,6 +149,8 @@ class Run:
                 check_changes(self.config, self.manifest, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
                     return RunSummary(self.run_dir, resumed.state.step, resumed, True)
+            else:
+                self.config = preflight.check_init_from(self.config, self.manifest)
             self._announce(ingest)
             write_atomically(self.run_dir / CONFIG_FILE, self.config.to_yaml())
             return self._supervise(resumed)
@@ -167,8 +167,7 @@ class Run:
         )
 
     def _announce(self, ingest: IngestSpec) -> None:
-        from raytrain_gpt.core.model import GPTShape
-
+        self.log(self.config.to_yaml(compact=True).rstrip())
         order, train = ingest.order(), self.config.train
         shape = GPTShape.of(self.config, self.manifest.vocab_size)
         self.log(
@@ -191,15 +190,19 @@ class Run:
             known = user_error_in(error)
             if known is not None:
                 raise known from None
+            if self.signals.stop.is_set():
+                raise TrainingFailed(
+                    f"run {self.run_dir.name} failed while it was being stopped: {root_cause(error)}"
+                ) from error
             resumed = self.catalogue.newest_good(self.log)
             now_at = resumed.state.step if resumed else 0
             failures = failures + 1 if now_at <= started_at else 1
             if failures > self.config.cluster.max_failures:
                 raise TrainingFailed(
                     f"run {self.run_dir.name} failed {failures} times without progress at step "
-                    f"{now_at}: {error}"
+                    f"{now_at}: {root_cause(error)}"
                 ) from error
-            self.log(f"run failed ({_first_line(error)}); going on from step {now_at}")
+            self.log(f"run failed ({root_cause(error)}); going on from step {now_at}")
         newest = self.catalogue.complete()[-1]
         return RunSummary(self.run_dir, newest.state.step, newest)
 
@@ -229,9 +232,14 @@ class Run:
         stopped = self.signals.stop.is_set()
         newest = self.catalogue.complete()
         done = bool(newest) and newest[-1].state.step >= self.config.train.max_steps
-        status = "FINISHED" if done else "KILLED" if stopped else "FAILED"
+        status = "FINISHED" if done else "KILLED" if stopped and error is None else "FAILED"
+        if status == "FAILED":
+            at = newest[-1].state.step if newest else 0
+            recorder.add_event.remote(
+                at, "failed", error=root_cause(error) if error else "left early"
+            )
         self._finish(recorder, status)
-        if stopped and not done:
+        if status == "KILLED":
             raise Interrupted(_interrupted_message(self.run_dir, newest, step))
         return None if done else error or RuntimeError("the workers left before the last step")
 
@@ -246,7 +254,7 @@ class Run:
             mlflow_uri=uri,
             artifact_location=artifacts,
             step=step,
-            saved_rows=saved_rows([c.path for c in self.catalogue.complete()]),
+            saved_rows=[row for c in self.catalogue.complete() for row in c.rows()],
         )
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return Recorder.options(scheduling_strategy=here).remote(spec)  # type: ignore[attr-defined]
@@ -288,21 +296,16 @@ class Run:
 
         thread = threading.Thread(target=fit, daemon=True)
         thread.start()
-        asked_at: float | None = None
+        asked = False
         while thread.is_alive():
             for line in ray.get(recorder.take_lines.remote(POLL_S)):
                 self.log(line)
-            if not self.signals.stop.is_set():
-                continue
-            if asked_at is None:
-                asked_at = time.monotonic()
+            if self.signals.stop.is_set() and not asked:
+                asked = True
                 if not ray.get(recorder.is_training.remote()):
                     return None
                 self.log("stopping: saving a checkpoint first (twice more to stop at once)")
                 recorder.request_stop.remote()
-            elif time.monotonic() - asked_at > STOP_TIMEOUT_S:
-                self.log(f"the workers did not save within {STOP_TIMEOUT_S:.0f} s; leaving")
-                return None
         return raised[0] if raised else None
 
     def _finish(self, recorder: Any, status: str) -> None:
@@ -322,10 +325,6 @@ def _next_attempt(run_dir: Path, attempt: int) -> int:
     """The first number above `attempt` that Ray has no directory for: each fit() has its own name."""
     taken = [int(p.name) for p in (run_dir / "ray").glob("[0-9]*") if p.name.isdigit()]
     return max([attempt, *taken]) + 1
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _interrupted_message(run_dir: Path, checkpoints: list[Checkpoint], step: int) -> str:

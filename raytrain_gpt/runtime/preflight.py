@@ -14,8 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.shards import Manifest, check_shard
-from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
+from raytrain_gpt.data.shards import Manifest, check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
 from raytrain_gpt.runtime.console import amount
@@ -26,6 +25,7 @@ VERIFY_CONTENT_BYTES = 2**30
 """Datasets up to this size are hashed at every start; of larger ones only sizes and footers are read."""
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 weight and AdamW's two moments."""
+SQLITE = "sqlite:///"
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
@@ -37,11 +37,7 @@ def check_data(ingest: IngestSpec) -> None:
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
     directory, manifest = ingest.directory, ingest.manifest
-    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
-        raise DataError(
-            f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); prepare the data again"
-        )
+    check_tokenizer(directory, manifest)
     content = sum(shard.file_bytes for shard in manifest.shards) <= VERIFY_CONTENT_BYTES
     for shard in manifest.shards:
         check_shard(directory, manifest, shard, content)
@@ -185,14 +181,26 @@ def absolute_paths(config: Config) -> Config:
         ConfigError: a path is relative inside a submitted job, whose directory is thrown away.
     """
     changes: dict[str, str] = {}
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     for name in ("data_path", "storage_path", "init_from"):
         value = config.leaves()[name]
         if value is None or Path(value).is_absolute():
             continue
-        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-            raise ConfigError(
-                f"{name}={value} is relative, but a submitted job's directory is thrown away; "
-                f"set {name} to an absolute path that all nodes share"
-            )
+        if in_job:
+            raise ConfigError(_relative_in_job(name, value))
         changes[name] = str(Path(value).absolute())
+    uri = config.tracking.mlflow_uri
+    local = (uri or "").removeprefix(SQLITE)
+    if uri not in (None, "auto") and "://" not in local and not Path(local).is_absolute():
+        if in_job:
+            raise ConfigError(_relative_in_job("mlflow_uri", uri))
+        prefix = SQLITE if uri.startswith(SQLITE) else ""
+        changes["mlflow_uri"] = f"{prefix}{Path(local).absolute()}"
     return config.updated(changes) if changes else config
+
+
+def _relative_in_job(name: str, value: str) -> str:
+    return (
+        f"{name}={value} is relative, but a submitted job's directory is thrown away; "
+        f"set {name} to an absolute path that all nodes share"
+    )

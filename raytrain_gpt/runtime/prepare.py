@@ -18,6 +18,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.failures import user_error_in
+from raytrain_gpt.runtime.run_lock import LOCK_FILE, held_lock
 
 PROGRESS_EVERY_S = 2.0
 
@@ -48,13 +49,15 @@ def prepare(
     """
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, **options)
+    lock = directory.with_name(f".{directory.name}{LOCK_FILE}")
     try:
-        manifest = start(directory, plan, encoding)
-        if manifest is not None:
-            log(f"{directory} is already prepared")
-            return manifest
-        results = _run_tasks(directory, plan, num_cpus, log)
-        return finish(directory, plan, results, {"sources": sources})
+        with held_lock(lock, f"dataset {directory}"):
+            manifest = start(directory, plan, encoding)
+            if manifest is not None:
+                log(f"{directory} is already prepared")
+                return manifest
+            results = _run_tasks(directory, plan, num_cpus, log)
+            return finish(directory, plan, results, {"sources": sources})
     except OSError as error:
         raise _storage_error(error, directory) from None
 

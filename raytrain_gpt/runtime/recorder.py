@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import time
 from dataclasses import dataclass, field
@@ -56,11 +55,12 @@ class Recorder:
                 spec.mlflow_uri,
                 spec.config.tracking.experiment,
                 spec.artifact_location,
+                spec.step,
                 spec.config.leaves(),
                 self._lines.put,
             )
             # Rows of before a restart that the tracker may have missed; it drops what it has.
-            self._mlflow.add_rows(list(self._files.rows))
+            self._mlflow.add_rows(list(self._files.kept_rows))
             self._trackers.append(self._mlflow)
 
     async def add_rows(self, rows: list[Row]) -> None:
@@ -123,13 +123,3 @@ class Recorder:
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoard):
                 tracker.close()
-
-
-def saved_rows(checkpoint_dirs: list[Path]) -> list[Row]:
-    """Rows that checkpoints kept."""
-    rows: list[Row] = []
-    for directory in checkpoint_dirs:
-        with contextlib.suppress(OSError, ValueError):
-            text = (directory / "rows.jsonl").read_text("utf-8")
-            rows += [json.loads(line) for line in text.splitlines()]
-    return rows

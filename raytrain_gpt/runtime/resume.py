@@ -36,8 +36,10 @@ def check_changes(
         CheckpointError: lists the keys that differ.
     """
     state = resumed.state
+    # A leaf that the checkpoint's version did not have yet had the effect of its default.
     before = {
-        name: state.config.get(section, {}).get(name) for name, (section, _) in LEAVES.items()
+        name: state.config.get(section, {}).get(name, leaf.default)
+        for name, (section, leaf) in LEAVES.items()
     }
     changed = changed_leaves(before, config.leaves())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}

@@ -67,7 +67,7 @@ def log_lines(row: Row) -> list[str]:
     step, lines = row["step"], []
     if row.get("train/loss") is not None:
         lines.append(f"{step} train {row['train/loss']:.6f}")
-    if "val/loss" in row:
+    if row.get("val/loss") is not None:
         lines.append(f"{step} val {row['val/loss']:.4f}")
     if "event" in row:
         lines.append(f"# {row['event']} at step {step}")
@@ -81,6 +81,9 @@ class RunFiles:
         run_dir: The run's directory.
         step: Updates done; rows and samples above it are dropped.
         saved_rows: Rows that the checkpoints up to there kept.
+
+    Attributes:
+        kept_rows: What metrics.jsonl holds at the start.
     """
 
     def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
@@ -91,11 +94,10 @@ class RunFiles:
         write_atomically(run_dir / METRICS_FILE, "".join(map(_json_line, rows)))
         write_atomically(run_dir / LOG_FILE, "".join(map(_log_text, rows)))
         write_atomically(run_dir / SAMPLES_FILE, "".join(_samples_text(*s) for s in samples))
-        self.rows = rows
+        self.kept_rows = rows
 
     def add_rows(self, rows: list[Row]) -> None:
         """Append rows to metrics.jsonl and log.txt."""
-        self.rows.extend(rows)
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
         _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
 

@@ -17,11 +17,12 @@ _FORCED_AFTER = 3
 class StopSignals:
     """Takes both signals while it is entered; does nothing outside the main thread.
 
-    Until `defer` is called a signal raises `Interrupted` where the main thread is. From then on it
+    Until `defer` is called a signal raises KeyboardInterrupt where the main thread is, which no
+    `except Exception` on the way stops, and leaving the context makes it `Interrupted`. From then on it
     only sets `stop`, and the third one ends the process on the spot.
 
     Args:
-        message: Of the `Interrupted` that is raised.
+        message: Of the `Interrupted`.
     """
 
     def __init__(self, message: str) -> None:
@@ -46,13 +47,15 @@ class StopSignals:
         if self._count >= _FORCED_AFTER:
             os._exit(Interrupted.exit_code)
         if not self._deferred:
-            raise Interrupted(self._message)
+            raise KeyboardInterrupt
 
     def __exit__(
         self,
-        _kind: type[BaseException] | None,
+        kind: type[BaseException] | None,
         _error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+        if kind is KeyboardInterrupt:
+            raise Interrupted(self._message) from None

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from raytrain_gpt.data.shards import write_atomically
 from raytrain_gpt.runtime.run_files import Row
 
 TRACKING_FILE = "mlflow.json"
+IDENTITY_TAG = "raytrain_gpt_run"
+_PARAMETER_LENGTH = 6000
 _BATCH_POINTS = 1000
 _RETRY_S = 10.0
 _FINISH_S = 60.0
@@ -76,10 +80,11 @@ class MLflow:
     """One MLflow run for one run of ours, over all its restarts.
 
     Args:
-        run_dir: The run's directory; `mlflow.json` in it remembers the MLflow run.
+        run_dir: The run's directory; `mlflow.json` in it has what the MLflow run is found by.
         uri: Tracking URI.
         experiment: Experiment name.
         artifact_location: Where a new experiment keeps artifacts; None: the server decides.
+        step: Updates done.
         parameters: Leaf name -> value.
         log: Gets a line when the tracker fails.
     """
@@ -90,11 +95,13 @@ class MLflow:
         uri: str,
         experiment: str,
         artifact_location: str | None,
+        step: int,
         parameters: dict[str, Any],
         log: Callable[[str], None],
     ) -> None:
         self._dir, self._uri, self._experiment = run_dir, uri, experiment
-        self._artifact_location, self._parameters, self._log = artifact_location, parameters, log
+        self._artifact_location, self._step = artifact_location, step
+        self._parameters, self._log = parameters, log
         self._rows: list[Row] = []
         self._samples: list[tuple[int, str]] = []
         self._status: str | None = None
@@ -155,41 +162,57 @@ class MLflow:
         return True
 
 
+def _identity(run_dir: Path, uri: str) -> str:
+    """What a run is found again by at a tracker; written down before the tracker hears of it."""
+    path = run_dir / TRACKING_FILE
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if known.get("uri") != uri:
+        known = {"uri": uri, "identity": uuid.uuid4().hex}
+        write_atomically(path, json.dumps(known) + "\n")
+    return str(known["identity"])
+
+
+def _agree(logged: dict[str, str], parameters: dict[str, str]) -> bool:
+    return all(logged.get(name, value) == value for name, value in parameters.items())
+
+
 class _Session:
     """The connection, once it stands."""
 
     def __init__(self, run: MLflow) -> None:
         from mlflow import MlflowClient  # here: seconds of import, and only where it is used
-        from mlflow.entities import Param, ViewType
+        from mlflow.entities import Param
 
         self._client = MlflowClient(run._uri)
         self._dir = run._dir
-        path = run._dir / TRACKING_FILE
-        known = json.loads(path.read_text()) if path.exists() else {}
-        if known.get("uri") == run._uri:
-            self._run_id = known["run_id"]
-            self._client.update_run(self._run_id, status="RUNNING")
+        experiment = self._client.get_experiment_by_name(run._experiment)
+        if experiment is None:
+            location = run._artifact_location
+            experiment_id = self._client.create_experiment(run._experiment, location)
         else:
-            experiment = self._client.get_experiment_by_name(run._experiment)
-            if experiment is None:
-                location = run._artifact_location
-                experiment_id = self._client.create_experiment(run._experiment, location)
-            else:
-                experiment_id = experiment.experiment_id
-            # A crash between creating the run and writing it down must not leave two.
-            mine = f"tags.run_dir = '{run._dir}'"
-            found = self._client.search_runs([experiment_id], mine, ViewType.ACTIVE_ONLY, 1)
-            if found:
-                self._run_id = found[0].info.run_id
-            else:
-                tags = {"run_dir": str(run._dir)}
-                created = self._client.create_run(experiment_id, tags=tags, run_name=run._dir.name)
-                self._run_id = created.info.run_id
-            path.write_text(json.dumps({"uri": run._uri, "run_id": self._run_id}) + "\n")
-        logged = self._client.get_run(self._run_id).data.params
-        new = [Param(k, str(v)[:6000]) for k, v in run._parameters.items() if k not in logged]
+            experiment_id = experiment.experiment_id
+        parameters = {
+            name: str(value)[:_PARAMETER_LENGTH] for name, value in run._parameters.items()
+        }
+        found = self._find(experiment_id, _identity(run._dir, run._uri))
+        if found is not None and run._step == 0 and not _agree(found.data.params, parameters):
+            # Nothing of the run before is gone on with, so it keeps its own curve.
+            (run._dir / TRACKING_FILE).unlink()
+            found = None
+        if found is None:
+            tags = {IDENTITY_TAG: _identity(run._dir, run._uri)}
+            found = self._client.create_run(experiment_id, tags=tags, run_name=run._dir.name)
+        self._run_id = found.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        logged = found.data.params
+        new = [Param(name, value) for name, value in parameters.items() if name not in logged]
         self._client.log_batch(self._run_id, params=new)
         self._last = {key: self._last_step(key) for key in ("train/loss", "val/loss")}
+
+    def _find(self, experiment_id: str, identity: str) -> Any:
+        mine = f"tags.{IDENTITY_TAG} = '{identity}'"
+        found = self._client.search_runs([experiment_id], mine, max_results=1)
+        return found[0] if found else None
 
     def _last_step(self, key: str) -> int:
         history = self._client.get_metric_history(self._run_id, key)

@@ -55,8 +55,11 @@ def evaluate_checkpoint(
 
     Raises:
         CheckpointError: there is none, or it is damaged.
+        ConfigError: eval_tokens is below 1.
         DataError: no dataset, one of another tokenizer, or too little to validate on.
     """
+    if eval_tokens is not None and eval_tokens < 1:
+        raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
     directory = data or Path(config.data.data_path)
     manifest = read_manifest(directory)
@@ -76,7 +79,7 @@ def evaluate_checkpoint(
     tokens, delivered = read_sequences(directory, manifest, "val", spec.seq_len, ids)
     feed = EvalFeed(tokens, delivered, config.train.micro_batch_sequences, device)
     lengths = torch.from_numpy(token_bytes(tokenizer, model.shape.padded_vocab_size)).to(device)
-    autocast = autocast_of(resolve_precision("auto", device), device)
+    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
     result = eval_result(evaluation_sums(model, feed.micro_batches(), lengths, autocast))
     return checkpoint.path, {"step": checkpoint.state.step, **result.metrics()}
 

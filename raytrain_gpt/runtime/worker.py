@@ -267,7 +267,8 @@ class Worker:
 
     def _samples(self) -> str:
         e = self.config.eval
-        prompt = torch.tensor(self.tokenizer.encode_ordinary(e.sample_prompt) or [0])
+        eot = self.tokenizer.eot_token
+        prompt = torch.tensor(self.tokenizer.encode_ordinary(e.sample_prompt) or [eot])
         with self.autocast():
             drawn = sample_tokens(
                 self.raw_model,
@@ -282,7 +283,7 @@ class Worker:
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint, unless this step has one, and tell Ray; a barrier of all ranks."""
+        """Write a checkpoint and tell Ray; a barrier of all ranks."""
         self.flush()
         started = time.perf_counter()
         val_loss = self._val_loss[1] if self._val_loss and self._val_loss[0] == self.step else None

@@ -52,7 +52,9 @@ def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert Catalogue(tmp_path).newest_good(pytest.fail) is None
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "remove hashes", "remove state"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "remove", "remove hashes", "remove state", "flip hashes"]
+)
 def test_a_damaged_checkpoint_is_skipped_with_one_line(tmp_path: Path, damage: str) -> None:
     catalogue = Catalogue(tmp_path)
     write(catalogue, 10)
@@ -71,6 +73,9 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(tmp_path: Path, damage: s
             (path / "hashes.json").unlink()
         case "remove state":
             (path / "state.json").unlink()
+        case "flip hashes":
+            hashes = (path / "hashes.json").read_text()
+            (path / "hashes.json").write_text(hashes.replace("sha256", "sha257", 1))
     lines: list[str] = []
     newest = catalogue.newest_good(lines.append)
     assert newest is not None
@@ -140,6 +145,9 @@ def test_a_newer_state_version_asks_for_an_upgrade(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps(state | {"state_version": 99}))
     with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
         resolve_checkpoint(path)
+    write(Catalogue(tmp_path), 5)
+    with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
+        Catalogue(tmp_path).newest_good(pytest.fail)
 
 
 def test_no_checkpoint_names_the_way_out(tmp_path: Path) -> None:

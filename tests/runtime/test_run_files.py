@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain_gpt.runtime.console import amount, duration, step_line
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.runtime.console import amount, duration, eval_line, step_line
 from raytrain_gpt.runtime.run_files import RunFiles, merge_rows, read_rows, read_samples
+from raytrain_gpt.runtime.run_lock import held_lock, is_locked
 
 
 def train_row(step: int, **more: Any) -> dict[str, Any]:
@@ -54,6 +58,15 @@ def test_a_value_that_is_not_finite_is_no_json(tmp_path: Path) -> None:
         RunFiles(tmp_path, 0, []).add_rows([{"step": 1, "train/loss": float("nan")}])
 
 
+def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path: Path) -> None:
+    evaluation = {"step": 1, "val/loss": None, "val/perplexity": None, "val/bits_per_byte": None}
+    files = RunFiles(tmp_path, 0, [])
+    files.add_rows([{"step": 1, "train/loss": None}, evaluation])
+    assert RunFiles(tmp_path, 1, []).kept_rows == [{"step": 1, "train/loss": None}, evaluation]
+    assert (tmp_path / "log.txt").read_text() == ""
+    assert "val loss not finite" in eval_line(evaluation, 10)
+
+
 def test_the_console_line_has_the_form_of_the_specification() -> None:
     row = {
         "step": 19074,
@@ -85,3 +98,31 @@ def test_durations_and_amounts_read_well() -> None:
         "124.5M",
         "9.9B",
     ]
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    holder = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import sys, pathlib; from raytrain_gpt.runtime.run_lock import held_lock\n"
+            f"with held_lock(pathlib.Path({str(lock)!r}), 'it'): print('held', flush=True); sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    with holder.stdin, holder.stdout:
+        assert holder.stdout.readline() == b"held\n"
+        assert is_locked(tmp_path)
+        with (
+            pytest.raises(ClusterError, match=f"process {holder.pid} on"),
+            held_lock(lock, "run x"),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+    assert not is_locked(tmp_path)
+    with held_lock(lock, "run x"):
+        assert is_locked(tmp_path)

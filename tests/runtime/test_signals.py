@@ -104,5 +104,5 @@ def test_a_second_run_of_the_same_name_is_refused(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert code == 2
-    assert f"already running (process {process.pid} on" in errors
+    assert f"run twice is in use (process {process.pid} on" in errors
     assert errors.count("\n") == 1
