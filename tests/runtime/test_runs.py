@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -219,8 +222,48 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     prepare_here([source], tmp_path / "data", "bytes", val_fraction=0.1)
     changes = {"data_path": str(tmp_path / "data"), "storage_path": str(tmp_path)}
     config = load_preset("shakespeare").updated(
-        {**changes, "peak_lr": 4e-3, "mlflow_uri": None, "eval_every_steps": 2000}
+        {**changes, "peak_lr": 4e-3, "mlflow_uri": None, "eval_every_steps": 2000, "cpus_per_worker": 2}
     )
     summary = train(config, print)
     evaluation = [row for row in read_rows(summary.run_dir) if "val/loss" in row][-1]
     assert evaluation["val/loss"] <= 1.79
+
+
+def workers_of_this_process() -> list[int]:
+    """Process ids of Ray Train workers that descend from this process."""
+    parents, names = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                pid = int(entry.name)
+                parents[pid] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                names[pid] = (entry / "cmdline").read_bytes()
+
+    def ancestors(pid: int) -> Iterator[int]:
+        while pid := parents.get(pid, 0):
+            yield pid
+
+    return [
+        pid
+        for pid, name in names.items()
+        if name.startswith(b"ray::RayTrainWorker") and os.getpid() in ancestors(pid)
+    ]
+
+
+def test_a_killed_worker_costs_time_but_no_step(
+    straight: Straight, make_config: Callable[..., object]
+) -> None:
+    killed: list[int] = []
+
+    def kill_once(line: str) -> None:
+        if line.startswith("step 35/50") and not killed:
+            killed.extend(workers_of_this_process())
+            os.kill(killed[0], signal.SIGKILL)
+
+    lines: list[str] = []
+    config = make_config(num_workers=2, run_name="killed", log_every_steps=1)
+    summary = train(config, lambda line: lines.append(line) or kill_once(line))
+    assert len(killed) == 2
+    assert any(line.startswith("run failed (") for line in lines)
+    assert weights(summary.run_dir) == weights(straight(2).run_dir)
+    assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 51))
