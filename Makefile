@@ -7,7 +7,8 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test test-fast check format lint types clean
 
 demo: $(INSTALLED)
-	$(BIN)/raytrain-gpt train
+	@$(BIN)/raytrain-gpt train
+	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
 test: $(INSTALLED)
 	$(BIN)/pytest

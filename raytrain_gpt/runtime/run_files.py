@@ -70,7 +70,7 @@ def log_lines(row: Row) -> list[str]:
     if row.get("val/loss") is not None:
         lines.append(f"{step} val {row['val/loss']:.4f}")
     if "event" in row:
-        lines.append(f"# {row['event']} at step {step}")
+        lines.append(f"{step} {row['event']}")
     return lines
 
 
