@@ -108,8 +108,9 @@ class ShardWriter:
         self._dtype = np.dtype(dtype)
         self._row_group_tokens = row_group_tokens
         schema = pa.schema([pa.field(COLUMN, pa.from_numpy_dtype(self._dtype), nullable=False)])
+        self._file = pa.OSFile(str(self._unfinished), "wb")
         self._writer = pq.ParquetWriter(
-            self._unfinished,
+            self._file,
             schema,
             compression="zstd",
             use_dictionary=False,
@@ -143,6 +144,7 @@ class ShardWriter:
         if self._buffered:
             self._write(whole_only=False)
         self._writer.close()
+        self._file.close()
         sha256 = file_sha256(self._unfinished)
         file_bytes = self._unfinished.stat().st_size
         self._unfinished.replace(self._path)
@@ -158,9 +160,11 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Give up: no file stays."""
-        self._unfinished.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a full disk refuses the footer, too
             self._writer.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._unfinished.unlink(missing_ok=True)
 
 
 def file_sha256(path: Path) -> str:
