@@ -222,7 +222,13 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     prepare_here([source], tmp_path / "data", "bytes", val_fraction=0.1)
     changes = {"data_path": str(tmp_path / "data"), "storage_path": str(tmp_path)}
     config = load_preset("shakespeare").updated(
-        {**changes, "peak_lr": 4e-3, "mlflow_uri": None, "eval_every_steps": 2000, "cpus_per_worker": 2}
+        {
+            **changes,
+            "peak_lr": 4e-3,
+            "mlflow_uri": None,
+            "eval_every_steps": 2000,
+            "cpus_per_worker": 2,
+        }
     )
     summary = train(config, print)
     evaluation = [row for row in read_rows(summary.run_dir) if "val/loss" in row][-1]
