@@ -137,7 +137,8 @@ def test_another_tokenizer_than_the_models(
     tmp_path: Path,
     gpt2: object,
 ) -> None:
-    prepare_here(["stdlib"], tmp_path / "gpt2", "gpt2")
+    (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
+    prepare_here([str(tmp_path / "text.txt")], tmp_path / "gpt2", "gpt2", val_fraction=0.2)
     run_dir = straight(1).run_dir
     line = refused(f"--init_from={run_dir}", f"--data_path={tmp_path / 'gpt2'}")
     assert "prepare the data with the same tokenizer" in line
