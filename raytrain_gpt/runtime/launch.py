@@ -91,7 +91,7 @@ def train(config: Config, log: Log) -> RunSummary:
             if make_data:
                 log(f"preparing {data_dir} from the Python standard library's source")
                 prepare([STDLIB], data_dir, "bytes", log=log)
-            return Run(config, world_size, resources, signals, log).go()
+            return Run(config, world_size, signals, log).go()
         finally:
             if resources.ours:
                 ray.shutdown()
@@ -122,13 +122,11 @@ class Run:
         self,
         config: Config,
         world_size: int,
-        resources: cluster.Resources,
         signals: StopSignals,
         log: Log,
     ) -> None:
         self.config = config
         self.world_size = world_size
-        self.resources = resources
         self.signals = signals
         self.log = log
         self.run_dir = Path(config.run.storage_path) / config.run.run_name
