@@ -60,7 +60,7 @@ class DataSection(_Section):
     """What is trained on."""
 
     data_path: str = "data/stdlib"
-    """Directory of a prepared dataset."""
+    """Directory of a prepared dataset, or s3://bucket/prefix."""
     seq_len: int = Field(128, ge=1)
     """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
 
@@ -122,6 +122,21 @@ class TrainSection(_Section):
     """Newest checkpoints kept; the best by validation loss is kept besides."""
 
 
+class SpikesSection(_Section):
+    """Bad steps: a loss or gradient norm that is not finite or far above those before."""
+
+    spike_detection: bool = True
+    """Mark spikes and go back before them; false: only updates that are not finite are skipped."""
+    spike_zscore: float = Field(6.0, gt=0)
+    """Standard deviations above the rolling mean that make a loss or gradient norm a spike."""
+    spike_window_steps: int = Field(128, ge=8)
+    """Good steps that the rolling mean and deviation are taken over."""
+    spike_patience: int = Field(10, ge=1)
+    """Bad steps in a row after which the run goes back to the last checkpoint before them."""
+    skip_before: int = Field(5, ge=0)
+    """Global batches before the first bad one that are skipped with the bad ones."""
+
+
 class EvalSection(_Section):
     """Validation loss and samples during training."""
 
@@ -147,13 +162,19 @@ class ClusterSection(_Section):
     num_workers: int | Literal["auto"] = "auto"
     """Training processes, one per GPU; auto: as many as the cluster has GPUs, else 1."""
     min_workers: int | None = None
-    """Start with as few workers as this when the cluster has no more; null: num_workers."""
+    """Go on with as few workers as this when the cluster has no more; null: num_workers."""
+    resize_after_s: float = Field(60.0, ge=0)
+    """Seconds that more workers must have been possible before the run restarts with them."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: GPUs if the cluster has any."""
     cpus_per_worker: int | Literal["auto"] = "auto"
     """CPUs and torch threads of a worker; auto: this machine's cores shared out (1 on a given cluster)."""
     max_failures: int = Field(3, ge=0)
     """Restarts in a row without progress before the run gives up."""
+    max_preemptions: int | None = Field(None, ge=0)
+    """Restarts after preemption notices, which max_failures does not count; null: any number."""
+    hang_timeout_s: float | None = Field(1800.0, gt=0)
+    """Seconds without progress after which a rank counts as hanging and the run restarts; null: never."""
 
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:
@@ -175,9 +196,13 @@ class RunSection(_Section):
     run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Directory of the run below storage_path; the same name goes on where it stopped."""
     storage_path: str = "runs"
-    """Directory of all runs, shared by all nodes."""
+    """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest good checkpoint; never: refuse a name that has one."""
+    retry_for_s: float = Field(300.0, ge=0)
+    """Seconds that an object store may be out of reach before the run stops."""
+    s3_endpoint: str | None = None
+    """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, else Amazon's."""
 
 
 class TrackingSection(_Section):
@@ -198,6 +223,7 @@ class Config(_Section):
     data: DataSection = DataSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
+    spikes: SpikesSection = SpikesSection()
     eval: EvalSection = EvalSection()
     cluster: ClusterSection = ClusterSection()
     run: RunSection = RunSection()
@@ -400,7 +426,12 @@ SAFE_ON_RESUME = frozenset(
     {
         *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
         *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
-        *("keep_checkpoints", *EvalSection.model_fields, *ClusterSection.model_fields),
+        *(
+            "keep_checkpoints",
+            *EvalSection.model_fields,
+            *SpikesSection.model_fields,
+            *ClusterSection.model_fields,
+        ),
         *(*RunSection.model_fields, *TrackingSection.model_fields),
     }
 )
