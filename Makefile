@@ -1,22 +1,28 @@
-# make demo   train the quickstart model; make test   run the tests; make check   all that CI checks
+# make demo          train the quickstart model
+# make test          run the tests; make test-fast those without Ray, make test-faults those that kill
+# make check         all that CI checks
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-fast check format lint types clean
+
+.PHONY: demo test test-fast test-faults check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
 	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not faults"
 
 test-fast: $(INSTALLED)
-	$(BIN)/pytest -m "not ray"
+	$(BIN)/pytest -m "not ray and not faults"
 
-check: format lint types test
+test-faults: $(INSTALLED)
+	$(BIN)/pytest -m faults
+
+check: format lint types test test-faults
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

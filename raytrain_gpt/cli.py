@@ -55,9 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     try:
-        args = _parser().parse_args(
-            [_underscored(a) for a in (sys.argv[1:] if argv is None else argv)]
-        )
+        args = _parser().parse_args(_underscored(sys.argv[1:] if argv is None else argv))
         args.command(args)
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
@@ -71,7 +69,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _underscored(argument: str) -> str:
+def _underscored(argv: Sequence[str]) -> list[str]:
+    """All flags with underscores, but for those behind `--`, which are another program's."""
+    own = argv.index("--") if "--" in argv else len(argv)
+    return [*map(_underscored_flag, argv[:own]), *argv[own:]]
+
+
+def _underscored_flag(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
     flag, equals, value = argument.partition("=")
@@ -91,10 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help=".txt, .jsonl or .parquet files, directories, globs, or stdlib (Python's own source)",
+        help=".txt, .jsonl or .parquet files, directories or globs, local or s3://…, or stdlib "
+        "(Python's own source)",
     )
     prepare.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="where the dataset goes"
+        "--out", required=True, metavar="DIR", help="where the dataset goes, or s3://bucket/prefix"
     )
     prepare.add_argument(
         "--tokenizer",
@@ -133,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="show a dataset, or verify every byte of it")
     data.add_argument("action", choices=("show", "verify"))
-    data.add_argument("directory", type=Path, metavar="DIR")
+    data.add_argument("directory", metavar="DIR", help="a dataset, or s3://bucket/prefix")
     _json_flag(data, _data)
 
     train = commands.add_parser(
@@ -156,17 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or directory")
     runs.add_argument(
         "--storage_path",
-        type=Path,
-        default=Path("runs"),
+        default="runs",
         metavar="DIR",
-        help="directory of all runs (default: runs)",
+        help="directory or s3:// URL of all runs (default: runs)",
     )
     _json_flag(runs, _runs)
 
     evaluate = commands.add_parser("eval", help="validation loss of a checkpoint")
     _checkpoint_argument(evaluate)
     evaluate.add_argument(
-        "--data", type=Path, metavar="DIR", help="dataset (default: the one it was trained on)"
+        "--data", metavar="DIR", help="dataset (default: the one it was trained on)"
     )
     evaluate.add_argument(
         "--eval_tokens",
@@ -203,6 +207,27 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=42, metavar="N", help="of the draws (default: 42)"
     )
     sample.set_defaults(command=_sample)
+
+    node = commands.add_parser(
+        "node",
+        help="be a worker node of a cluster, whose runs save when it is taken away",
+        description="Start a worker node of a Ray cluster, and stay. On SIGTERM or Ctrl+C the runs on it "
+        "save and go on without it; then the node stops.",
+    )
+    node.add_argument(
+        "--address", required=True, metavar="HOST:PORT", help="as the head's `ray start` prints it"
+    )
+    node.add_argument(
+        "--grace_s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long runs may take to save after the signal (default: 60)",
+    )
+    node.add_argument(
+        "flags", nargs="*", metavar="-- FLAG", help="further flags of `ray start`, as --num-cpus=8"
+    )
+    node.set_defaults(command=_node)
     return parser
 
 
@@ -214,9 +239,8 @@ def _json_flag(parser: argparse.ArgumentParser, command: Any) -> None:
 def _checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
-        type=Path,
         metavar="CHECKPOINT",
-        help="a checkpoint's directory, or a run's: its best, else newest",
+        help="a checkpoint's directory or s3:// URL, or a run's: its best, else newest",
     )
 
 
@@ -263,29 +287,33 @@ def _say(line: str = "") -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    from raytrain_gpt.data.storage import Location
     from raytrain_gpt.runtime import show
     from raytrain_gpt.runtime.launch import prepare_dataset
 
+    out = Location.of(args.out)
     options = {"text_field": args.text_field, "val_fraction": args.val_fraction}
     options |= {"val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens}
-    manifest = prepare_dataset(args.sources, args.out, args.tokenizer, _say, **options)
-    show.dataset(args.out, manifest, _say)
+    manifest = prepare_dataset(args.sources, out, args.tokenizer, _say, **options)
+    show.dataset(out, manifest, _say)
     _say(f"next: raytrain-gpt train --data_path {args.out} --run_name my-run")
 
 
 def _data(args: argparse.Namespace) -> None:
     from raytrain_gpt.data.shards import check_shard, check_tokenizer, read_manifest
+    from raytrain_gpt.data.storage import Location
     from raytrain_gpt.runtime import show
 
-    manifest = read_manifest(args.directory)
+    directory = Location.of(args.directory)
+    manifest = read_manifest(directory)
     if args.action == "verify":
-        check_tokenizer(args.directory, manifest)
+        check_tokenizer(directory, manifest)
         for shard in manifest.shards:
-            check_shard(args.directory, manifest, shard, content=True)
+            check_shard(directory, manifest, shard, content=True)
             if not args.json:
                 _say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
-        _say(f"all {len(manifest.shards)} shards of {args.directory} are whole")
-    facts = show.dataset(args.directory, manifest, _say)
+        _say(f"all {len(manifest.shards)} shards of {directory} are whole")
+    facts = show.dataset(directory, manifest, _say)
     if args.json:
         _say(json.dumps(facts | {"verified": args.action == "verify"}))
     else:
@@ -307,9 +335,10 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _runs(args: argparse.Namespace) -> None:
+    from raytrain_gpt.data.storage import Location
     from raytrain_gpt.runtime import show
 
-    show.runs_command(args.action, args.runs, args.storage_path, args.json, _say)
+    show.runs_command(args.action, args.runs, Location.of(args.storage_path), args.json, _say)
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -332,6 +361,12 @@ def _sample(args: argparse.Namespace) -> None:
     for text in sample_checkpoint(args.checkpoint, args.prompt, _say, **options):
         _say(f"{text}\n{'-' * 40}")
     _say(f"next: raytrain-gpt eval {args.checkpoint}")
+
+
+def _node(args: argparse.Namespace) -> None:
+    from raytrain_gpt.runtime.node import run_node
+
+    sys.exit(run_node(args.address, args.grace_s, args.flags, _say))
 
 
 if __name__ == "__main__":

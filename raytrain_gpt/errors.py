@@ -6,6 +6,7 @@
     │   ├── DataError            a source, shard, manifest or tokenizer
     │   ├── CheckpointError      a checkpoint or a run's directory
     │   └── ClusterError         resources, storage or network that the run needs
+    ├── StorageError         an object store stayed out of reach: exit code 1
     ├── TrainingFailed       the run died of something else: exit code 1
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
@@ -41,6 +42,10 @@ class CheckpointError(UserError):
 
 class ClusterError(UserError):
     """The cluster lacks resources, storage or network that the run needs."""
+
+
+class StorageError(RaytrainGptError):
+    """An object store stayed out of reach for longer than retry_for_s."""
 
 
 class TrainingFailed(RaytrainGptError):

@@ -12,6 +12,7 @@ import tiktoken
 from hypothesis import settings
 
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
@@ -50,6 +51,27 @@ def tokenizer(request: pytest.FixtureRequest) -> str:
     if request.param == "gpt2":
         request.getfixturevalue("gpt2")
     return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_keys() -> Iterator[None]:
+    """Keys for the test's object store and no other, before a cluster inherits the variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def s3(made_keys: None) -> Iterator[S3Server]:
+    """An S3 server; from its start on AWS_ENDPOINT_URL names it."""
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        yield server
+    server.close()
 
 
 @pytest.fixture

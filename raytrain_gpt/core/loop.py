@@ -84,11 +84,21 @@ def train_steps(
             with _gradients_synchronized(model, last):
                 with autocast():
                     loss = model(inputs, targets) / micro_batches_per_step
-                loss.backward()
-            losses.append(loss.detach())
+                losses.append(loss.detach())
+                loss.backward(_one_or_nan(losses) if last else None)
         lr = learning_rate(step)
         grad_norm = update(optimizer, parameters, lr, grad_clip)
         yield StepResult(step + 1, torch.stack(losses).sum(), lr, grad_norm, data_wait_s)
+
+
+def _one_or_nan(losses: list[Tensor]) -> Tensor:
+    """1, or NaN when a loss of the step is not finite.
+
+    As the factor of the gradients that are all-reduced, it makes all ranks skip the update of a step
+    in which one of them has a bad loss, without a collective of its own and without a wait.
+    """
+    total = torch.stack(losses).sum()
+    return torch.where(torch.isfinite(total), 1.0, torch.nan).to(total.dtype)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

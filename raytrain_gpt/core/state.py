@@ -12,24 +12,94 @@ from torch import Tensor, nn
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
-OPTIM_FILE = "optim-00000.safetensors"
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
     """Write the model's and the optimizer's tensors into a directory."""
-    _save(directory / MODEL_FILE, dict(model.state_dict()))
-    moments = {
-        f"{name}/{key}": tensor
-        for name, parameter in model.named_parameters()
-        for key, tensor in optimizer.state[parameter].items()
-    }
-    _save(directory / OPTIM_FILE, moments)
+    copy = HostCopy(model, optimizer)
+    copy.refresh()
+    for file in copy.files():
+        copy.write(file, directory / file)
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    # More metadata than this would make the bytes differ from process to process.
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"format": "pt"})
+class HostCopy:
+    """One of several parts of the training state, copied into memory that is kept from copy to copy.
+
+    Part 0 has the whole model file; the moments are dealt so that all parts are about equally large.
+    Taking a copy costs a pass through memory; writing it can happen while training goes on.
+
+    Args:
+        model: The model.
+        optimizer: Over its parameters.
+        part: Which part.
+        num_parts: Of how many.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.AdamW, part: int = 0, num_parts: int = 1
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if part == _parts(model, num_parts)[name]
+        }
+        self._weights = dict(model.state_dict()) if part == 0 else {}
+        self._files: dict[str, dict[str, Tensor]] = {}
+        if self._weights:
+            self._files[MODEL_FILE] = {k: _host_like(t) for k, t in self._weights.items()}
+        if self._parameters:
+            self._files[f"optim-{part:05d}.safetensors"] = {
+                f"{name}/{key}": torch.zeros(()) if key == "step" else _host_like(parameter)
+                for name, parameter in self._parameters.items()
+                for key in _MOMENTS
+            }
+
+    def refresh(self) -> None:
+        """Take the copy; waits for the device."""
+        devices = set()
+        for tensors in self._files.values():
+            for name, copy in tensors.items():
+                source = self._source(name)
+                copy.copy_(source, non_blocking=True)
+                devices.add(source.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def _source(self, name: str) -> Tensor:
+        if name in self._weights:
+            weight: Tensor = self._weights[name].detach()
+            return weight
+        parameter, _, key = name.rpartition("/")
+        moment: Tensor = self._optimizer.state[self._parameters[parameter]][key]
+        return moment
+
+    def files(self) -> list[str]:
+        """Names of this part's files."""
+        return list(self._files)
+
+    def write(self, file: str, path: Path) -> None:
+        """Write one file as it was when the copy was taken."""
+        # More metadata than this would make the bytes differ from process to process.
+        save_file(self._files[file], path, metadata={"format": "pt"})
+
+
+def _parts(model: nn.Module, num_parts: int) -> dict[str, int]:
+    """Parameter name -> the part that its moments belong to."""
+    loads = [0] * num_parts
+    loads[0] = sum(parameter.numel() for parameter in model.parameters())
+    parts = {}
+    for name, parameter in model.named_parameters():
+        parts[name] = loads.index(min(loads))
+        loads[parts[name]] += 2 * parameter.numel()
+    return parts
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    pinned = tensor.device.type == "cuda"
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 def load_model(directory: Path, model: nn.Module) -> None:
@@ -63,8 +133,7 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
     for name, parameter in model.named_parameters():
         try:
             optimizer.state[parameter] = {
-                key: tensors[f"{name}/{key}"].to(parameter.device)
-                for key in ("step", "exp_avg", "exp_avg_sq")
+                key: tensors[f"{name}/{key}"].to(parameter.device) for key in _MOMENTS
             }
         except KeyError as error:
             raise CheckpointError(f"{directory} has no optimizer state {error}") from None

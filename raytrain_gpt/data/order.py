@@ -153,6 +153,41 @@ class Order:
         return chunks
 
 
+Skipped = tuple[tuple[int, int], ...]
+"""Ranges [first, stop) of global batches that are left out after loss spikes."""
+
+
+def skip_past(batch: int, skipped: Skipped) -> int:
+    """The first global batch from `batch` on that is not skipped."""
+    for first, stop in sorted(skipped):
+        if first <= batch < stop:
+            batch = stop
+    return batch
+
+
+def batches_to_read(first: int, count: int, skipped: Skipped) -> list[tuple[int, int]]:
+    """`count` global batches from `first` on without the skipped ones, as ranges [first, stop)."""
+    ranges: list[tuple[int, int]] = []
+    while count > 0:
+        first = skip_past(first, skipped)
+        ahead = [start for start, _ in skipped if start > first]
+        stop = min([first + count, *ahead])
+        ranges.append((first, stop))
+        count -= stop - first
+        first = stop
+    return ranges
+
+
+def batch_before(batch: int, count: int, skipped: Skipped) -> int:
+    """The global batch that was read `count` steps before `batch`."""
+    for _ in range(count):
+        batch -= 1
+        for first, stop in sorted(skipped, reverse=True):
+            if first <= batch < stop:
+                batch = first - 1
+    return batch
+
+
 def sequence_hashes(ids: Ids) -> Ids:
     """A 48-bit hash of each sequence id (splitmix64); sums of them may wrap around in int64.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import Manifest, Split, read_row_group
+from raytrain_gpt.data.storage import Place
 from raytrain_gpt.data.tokenizer import Tokens
 
 
 def read_sequences(
-    directory: Path, manifest: Manifest, split: Split, seq_len: int, ids: Ids
+    directory: Place, manifest: Manifest, split: Split, seq_len: int, ids: Ids
 ) -> tuple[Tokens, Ids]:
     """Tokens of sequences, with the id of what was put into each place, kept where it is put there.
 

@@ -15,6 +15,8 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import Tokens, read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 
@@ -98,13 +101,21 @@ class Manifest(BaseModel):
 
 
 class ShardWriter:
-    """Writes one shard row group by row group, under another name until it is whole."""
+    """Writes one shard row group by row group, under another name until it is whole.
+
+    What goes to an object store is written to the local disk first.
+    """
 
     def __init__(
-        self, path: Path, dtype: type[np.unsignedinteger[Any]], row_group_tokens: int
+        self, path: Place, dtype: type[np.unsignedinteger[Any]], row_group_tokens: int
     ) -> None:
-        self._path = path
-        self._unfinished = path.with_name(f"{path.name}.unfinished")
+        self._path = Location.of(path)
+        if self._path.is_local:
+            self._unfinished = Path(f"{self._path}.unfinished")
+        else:
+            descriptor, name = tempfile.mkstemp(suffix=f"-{self._path.name}")
+            os.close(descriptor)
+            self._unfinished = Path(name)
         self._dtype = np.dtype(dtype)
         self._row_group_tokens = row_group_tokens
         schema = pa.schema([pa.field(COLUMN, pa.from_numpy_dtype(self._dtype), nullable=False)])
@@ -145,9 +156,13 @@ class ShardWriter:
             self._write(whole_only=False)
         self._writer.close()
         self._file.close()
-        sha256 = file_sha256(self._unfinished)
+        sha256 = Location.of(self._unfinished).sha256()
         file_bytes = self._unfinished.stat().st_size
-        self._unfinished.replace(self._path)
+        if self._path.is_local:
+            self._unfinished.replace(self._path.path)
+        else:
+            self._path.upload(self._unfinished)
+            self._unfinished.unlink()
         return Shard(
             path=self._path.name,
             split=split,
@@ -173,28 +188,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Put a whole text file in place at once, on disk before it is seen."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Place, manifest: Manifest) -> None:
     """Make the directory a dataset."""
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
-    write_atomically(directory / MANIFEST_FILE, json.dumps(content, indent=1) + "\n")
+    path = Location.of(directory) / MANIFEST_FILE
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Place) -> Manifest:
     """The manifest of a dataset.
 
     Raises:
         DataError: no dataset there, another format version, or the content does not fit its hash.
     """
+    directory = Location.of(directory)
     path = directory / MANIFEST_FILE
     prepare = f"make one with: raytrain-gpt prepare SOURCE --out {directory}"
     if not directory.exists():
@@ -204,7 +211,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has no {MANIFEST_FILE}, so it is no finished dataset; {prepare}"
         )
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text())
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
@@ -224,7 +231,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def read_row_group(directory: Path, manifest: Manifest, shard: Shard, index: int) -> Tokens:
+def read_row_group(directory: Place, manifest: Manifest, shard: Shard, index: int) -> Tokens:
     """Token ids of one row group, checked against the vocabulary.
 
     Returns:
@@ -233,9 +240,11 @@ def read_row_group(directory: Path, manifest: Manifest, shard: Shard, index: int
     Raises:
         DataError: it cannot be read, or holds an id outside the vocabulary.
     """
-    path = directory / shard.path
+    path = Location.of(directory) / shard.path
     try:
-        with pq.ParquetFile(path) as file:
+        # The footers of an object store's shards are kept: a request less for every row group.
+        metadata = None if path.is_local else _kept_metadata(path, shard.sha256)
+        with path.open() as source, pq.ParquetFile(source, metadata=metadata) as file:
             column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
         raise DataError(f"cannot read row group {index} of {path}: {_one_line(error)}") from None
@@ -250,7 +259,7 @@ def read_row_group(directory: Path, manifest: Manifest, shard: Shard, index: int
     return tokens
 
 
-def check_tokenizer(directory: Path, manifest: Manifest) -> None:
+def check_tokenizer(directory: Place, manifest: Manifest) -> None:
     """Compare the tokenizer that a dataset carries with the one its shards were made with.
 
     Raises:
@@ -263,7 +272,7 @@ def check_tokenizer(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def check_shard(directory: Path, manifest: Manifest, shard: Shard, content: bool) -> None:
+def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: bool) -> None:
     """Compare a shard with its manifest entry.
 
     Args:
@@ -276,14 +285,14 @@ def check_shard(directory: Path, manifest: Manifest, shard: Shard, content: bool
     Raises:
         DataError: names the file, what was expected and what was found.
     """
-    path = directory / shard.path
+    path = Location.of(directory) / shard.path
     again = "prepare the data again"
     if not path.exists():
         raise DataError(f"shard {path} is missing; {again}")
-    if (size := path.stat().st_size) != shard.file_bytes:
+    if (size := path.size_bytes()) != shard.file_bytes:
         raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {again}")
     try:
-        metadata = pq.read_metadata(path)
+        metadata = _metadata(path)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"shard {path} is no parquet file: {_one_line(error)}; {again}") from None
     field = metadata.schema.to_arrow_schema()
@@ -310,10 +319,20 @@ def check_shard(directory: Path, manifest: Manifest, shard: Shard, content: bool
                 f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {again}"
             )
     if content:
-        if file_sha256(path) != shard.sha256:
+        if path.sha256() != shard.sha256:
             raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {again}")
         for i in range(groups):
             read_row_group(directory, manifest, shard, i)
+
+
+def _metadata(path: Location) -> pq.FileMetaData:
+    with path.open() as file:
+        return pq.read_metadata(file)
+
+
+@lru_cache(maxsize=256)
+def _kept_metadata(path: Location, _sha256: str) -> pq.FileMetaData:
+    return _metadata(path)
 
 
 def _one_line(error: Exception) -> str:

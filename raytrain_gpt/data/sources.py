@@ -3,22 +3,25 @@
 A `.txt` file, a line of a `.jsonl` file and a row of a `.parquet` file is a document. `stdlib` is the
 text of the running Python's own standard library. Every document has a name (its file's) and a
 position inside the file (0, the line's byte offset, the row), so that what becomes of it never
-depends on who reads it.
+depends on who reads it, or on whether it came from a disk or an object store.
 """
 
 from __future__ import annotations
 
 import glob
+import io
 import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain_gpt.data.storage import RETRY_FOR_S, Location, is_url
 from raytrain_gpt.errors import DataError
 
 STDLIB = "stdlib"
@@ -42,10 +45,12 @@ class Piece:
 
     Attributes:
         name: The file's name below the source it was found in.
-        path: Absolute path; relative to the standard library for `stdlib`.
+        path: Absolute path or URL; relative to the standard library for `stdlib`.
         start: First byte (`.jsonl`) or row group (`.parquet`); 0 for a whole `.txt` file.
         stop: The end, exclusive, in the same unit.
         text_bytes: About how much text it holds.
+        endpoint: Of the object store it is in.
+        retry_for_s: While that is out of reach.
     """
 
     name: str
@@ -53,6 +58,13 @@ class Piece:
     start: int
     stop: int
     text_bytes: int
+    endpoint: str | None = None
+    retry_for_s: float = RETRY_FOR_S
+
+    @property
+    def location(self) -> Location:
+        """The file."""
+        return Location(self.path, self.retry_for_s, self.endpoint)
 
 
 def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
@@ -75,6 +87,9 @@ def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
             size = (_stdlib_root() / name).stat().st_size
             yield Piece(name, f"{STDLIB}:{name}", 0, size, size)
         return
+    if is_url(source):
+        yield from _stored_pieces(source, text_field)
+        return
     root = Path(source)
     if root.is_dir():
         files = sorted(p for p in root.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
@@ -84,10 +99,48 @@ def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
         files = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())
         root = _fixed_prefix(source)
     if not files:
-        raise DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
+        raise _nothing_in(source)
     for file in files:
         name = file.name if root not in file.parents else str(file.relative_to(root))
-        yield from _file_pieces(file.absolute(), name, text_field)
+        path = Location(str(file.absolute()))
+        yield from _file_pieces(path, file.stat().st_size, name, text_field)
+
+
+def _nothing_in(source: str) -> DataError:
+    return DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
+
+
+def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
+    """Pieces of an object store's file, directory or glob, named as on a disk."""
+    scheme, _, key = source.partition("://")
+    parts = [part for part in key.split("/") if part]
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Location.of(f"{scheme}://{'/'.join(parts[:num_fixed])}")
+    pattern = parts[num_fixed:]
+    if not pattern and root.is_file():
+        yield from _file_pieces(root, root.size_bytes(), root.name, text_field)
+        return
+    if pattern:
+        files = [f for f in root.files() if _matches(f[0].split("/"), pattern)]
+    else:
+        files = [f for f in root.files() if Path(f[0]).suffix in SUFFIXES]
+    if not files:
+        root.exists()  # says so if it is the bucket that is missing
+        raise _nothing_in(source)
+    for name, size in files:
+        yield from _file_pieces(root / name, size, name, text_field)
+
+
+def _matches(parts: list[str], pattern: list[str]) -> bool:
+    """As `glob` does it: a star stays in its directory, two do not, hidden names are left out."""
+    if not pattern or not parts:
+        return not pattern and not parts
+    first, *rest = pattern
+    hidden = parts[0].startswith(".") and not first.startswith(".")
+    if first == "**":
+        deeper = len(parts) > 1 and not hidden and _matches(parts[1:], pattern)
+        return deeper or _matches(parts, rest or ["*"])
+    return not hidden and fnmatchcase(parts[0], first) and _matches(parts[1:], rest)
 
 
 def _fixed_prefix(pattern: str) -> Path:
@@ -97,17 +150,21 @@ def _fixed_prefix(pattern: str) -> Path:
     return Path(*parts[:fixed])
 
 
-def _file_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
-    size = path.stat().st_size
-    if path.suffix == ".txt":
-        yield Piece(name, str(path), 0, size, size)
-    elif path.suffix == ".jsonl":
+def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[Piece]:
+    def piece(start: int, stop: int, text_bytes: int) -> Piece:
+        return Piece(name, path.url, start, stop, text_bytes, path.endpoint, path.retry_for_s)
+
+    suffix = Path(path.name).suffix
+    if suffix == ".txt":
+        yield piece(0, size, size)
+    elif suffix == ".jsonl":
         for start in range(0, size, _JSONL_PIECE_BYTES):
             stop = min(start + _JSONL_PIECE_BYTES, size)
-            yield Piece(name, str(path), start, stop, stop - start)
-    elif path.suffix == ".parquet":
+            yield piece(start, stop, stop - start)
+    elif suffix == ".parquet":
         try:
-            metadata = pq.read_metadata(path)
+            with path.open() as file:
+                metadata = pq.read_metadata(file)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"source {path} is no parquet file: {error}") from None
         names = metadata.schema.to_arrow_schema().names
@@ -118,7 +175,7 @@ def _file_pieces(path: Path, name: str, text_field: str) -> Iterator[Piece]:
         column = metadata.schema.to_arrow_schema().get_field_index(text_field)
         for i in range(metadata.num_row_groups):
             group = metadata.row_group(i)
-            yield Piece(name, str(path), i, i + 1, group.column(column).total_uncompressed_size)
+            yield piece(i, i + 1, group.column(column).total_uncompressed_size)
     else:
         raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
 
@@ -140,16 +197,17 @@ def read_documents(piece: Piece, text_field: str) -> Iterator[Document]:
         DataError: invalid UTF-8, a broken line or a missing field, with file and place.
     """
     if piece.path.startswith(f"{STDLIB}:"):
-        yield _text_document(_stdlib_root() / piece.path.removeprefix(f"{STDLIB}:"))
+        path = _stdlib_root() / piece.path.removeprefix(f"{STDLIB}:")
+        yield _text_document(Location.of(path))
     elif piece.path.endswith(".txt"):
-        yield _text_document(Path(piece.path))
+        yield _text_document(piece.location)
     elif piece.path.endswith(".jsonl"):
         yield from _jsonl_documents(piece, text_field)
     else:
         yield from _parquet_documents(piece, text_field)
 
 
-def _text_document(path: Path) -> Document:
+def _text_document(path: Location) -> Document:
     try:
         return Document(0, path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -158,15 +216,17 @@ def _text_document(path: Path) -> Document:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Location) -> BinaryIO | io.BufferedReader:
     try:
-        return path.open("rb")
+        if path.is_local:
+            return path.path.open("rb")
+        return io.BufferedReader(path.open(), _JSONL_PIECE_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    with _opened(Path(piece.path)) as file:
+    with _opened(piece.location) as file:
         if piece.start:
             # The line that began in the piece before belongs to that piece.
             file.seek(piece.start - 1)
@@ -189,7 +249,7 @@ def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
 def _parquet_documents(piece: Piece, text_field: str) -> Iterator[Document]:
     position = 0
     try:
-        with pq.ParquetFile(piece.path) as file:
+        with piece.location.open() as source, pq.ParquetFile(source) as file:
             position = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
             groups = list(range(piece.start, piece.stop))
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):

@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import tiktoken
@@ -29,10 +27,10 @@ from raytrain_gpt.data.shards import (
     ShardWriter,
     Split,
     read_manifest,
-    write_atomically,
     write_manifest,
 )
 from raytrain_gpt.data.sources import Document, Piece, find_pieces, read_documents
+from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     encode_document,
@@ -104,8 +102,11 @@ class Plan:
     @property
     def hash(self) -> str:
         """Changes when anything that decides the shards does."""
-        content = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        content = asdict(self)
+        for piece in content["pieces"]:  # how a file is reached does not change what it holds
+            del piece["endpoint"], piece["retry_for_s"]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def document_hash(name: str, position: int) -> int:
@@ -230,7 +231,7 @@ def _head_rule(
     )
 
 
-def run_task(directory: Path, plan: Plan, task: int) -> dict[str, Any]:
+def run_task(directory: Place, plan: Plan, task: int) -> dict[str, Any]:
     """Write the shards of one task, or find that they were written before.
 
     Returns:
@@ -239,6 +240,7 @@ def run_task(directory: Path, plan: Plan, task: int) -> dict[str, Any]:
     Raises:
         DataError: a document cannot be read.
     """
+    directory = Location.of(directory)
     done = directory / _DONE_DIR / f"{task:05d}.json"
     if done.exists():
         result: dict[str, Any] = json.loads(done.read_text())
@@ -265,11 +267,11 @@ def run_task(directory: Path, plan: Plan, task: int) -> dict[str, Any]:
         "tokens": sum(shard.tokens for shard in shards),
         "shards": [shard.model_dump() for shard in shards],
     }
-    write_atomically(done, json.dumps(result))
+    done.write_text(json.dumps(result))
     return result
 
 
-def start(directory: Path, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
+def start(directory: Place, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
     """Make the directory ready for the tasks.
 
     What an interrupted preparation of the same plan finished stays; what another one left goes.
@@ -280,6 +282,7 @@ def start(directory: Path, plan: Plan, encoding: tiktoken.Encoding) -> Manifest 
     Raises:
         DataError: another dataset, or something else, is in the directory.
     """
+    directory = Location.of(directory)
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") == plan.hash:
@@ -288,24 +291,25 @@ def start(directory: Path, plan: Plan, encoding: tiktoken.Encoding) -> Manifest 
             f"{directory} already holds another dataset; choose another --out or remove that one"
         )
     plan_file = directory / _DONE_DIR / "plan"
-    if directory.exists() and any(directory.iterdir()) and not plan_file.exists():
+    others = [name for name in directory.names() if not name.startswith(".")]
+    if others and not plan_file.exists():
         raise DataError(f"{directory} is not empty and no dataset; choose another --out")
     if plan_file.exists() and plan_file.read_text() != plan.hash:
-        shutil.rmtree(directory)
-    plan_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan_file, plan.hash)
-    write_atomically(directory / TOKENIZER_FILE, tokenizer_json(encoding))
+        directory.remove()
+    plan_file.write_text(plan.hash)
+    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     return None
 
 
 def finish(
-    directory: Path, plan: Plan, results: list[dict[str, Any]], source: dict[str, Any]
+    directory: Place, plan: Plan, results: list[dict[str, Any]], source: dict[str, Any]
 ) -> Manifest:
     """Write the manifest: from now on the directory is a dataset.
 
     Raises:
         DataError: a split is empty.
     """
+    directory = Location.of(directory)
     encoding = read_tokenizer(directory)
     vocab_size = encoding.max_token_value + 1
     shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
@@ -326,11 +330,11 @@ def finish(
         source={**source, "plan_hash": plan.hash},
     )
     write_manifest(directory, manifest)
-    shutil.rmtree(directory / _DONE_DIR)
+    (directory / _DONE_DIR).remove()
     return manifest
 
 
-def prepare_here(sources: list[str], directory: Path, tokenizer: str, **options: Any) -> Manifest:
+def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options: Any) -> Manifest:
     """Prepare a dataset in this process, without Ray: for small data and for tests."""
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, **options)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
+from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.errors import DataError
 
 EOT = "<|endoftext|>"
@@ -110,15 +110,15 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def read_tokenizer(directory: Path) -> tiktoken.Encoding:
+def read_tokenizer(directory: Place) -> tiktoken.Encoding:
     """The tokenizer that a dataset or checkpoint carries.
 
     Raises:
         DataError: `tokenizer.json` is missing or damaged.
     """
-    path = directory / TOKENIZER_FILE
+    path = Location.of(directory) / TOKENIZER_FILE
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text())
         return tiktoken.Encoding(
             name=content["name"],
             pat_str=content["pattern"],

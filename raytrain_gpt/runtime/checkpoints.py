@@ -3,34 +3,42 @@
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
                                        state.json, rows.jsonl and, last, hashes.json
     checkpoints/unfinished-…           being written or removed; never read
-    checkpoints/broken-step=00000250/  found damaged and set aside by the run that went on without it
+    checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
 
-A checkpoint is written under an unfinished name, every file is forced to disk, `hashes.json` with the
-size and SHA-256 of all of them follows, and one rename gives it its name. The newest is the one with
-the largest step: clocks play no part. Ray keeps an index of its own; it is told, and never asked.
+On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
+`hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
+object store cannot rename: there the files have their final names at once, and without the last one,
+`hashes.json`, they are no checkpoint. The newest is the one with the largest step: clocks play no
+part. Ray keeps an index of its own; it is told, and never asked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.data.shards import file_sha256
+from raytrain_gpt.data.order import Skipped
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import CheckpointError
 
 CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""2: batches may be skipped."""
 _NAME = re.compile(r"step=\d{8,}")
+_FILE = re.compile(r"\w[\w.-]*")
 
 
 class NewerVersion(CheckpointError):
@@ -53,6 +61,7 @@ class CheckpointState:
         vocab_size: Of the tokenizer.
         order_version: Of the order's algorithm.
         num_workers: World size that wrote it.
+        skipped_batches: Ranges of global batches left out after loss spikes.
     """
 
     step: int
@@ -66,6 +75,7 @@ class CheckpointState:
     vocab_size: int
     order_version: int
     num_workers: int
+    skipped_batches: Skipped = ()
     state_version: int = STATE_VERSION
 
 
@@ -73,7 +83,7 @@ class CheckpointState:
 class Checkpoint:
     """A complete checkpoint (its files' hashes are checked by `verify`)."""
 
-    path: Path
+    path: Location
     state: CheckpointState
     size_bytes: int
 
@@ -83,33 +93,61 @@ class Checkpoint:
         Raises:
             CheckpointError: names the first file that is missing or differs.
         """
-        for name, (expected_bytes, sha256) in _read_hashes(self.path).items():
+        for name, entry in _read_hashes(self.path).items():
             file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"checkpoint {self.path} lacks {name}")
-            if (size := file.stat().st_size) != expected_bytes:
+            if (size := file.size_bytes()) != entry.size_bytes:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: {name} has {size} bytes, expected {expected_bytes}"
+                    f"checkpoint {self.path}: {name} has {size} bytes, expected {entry.size_bytes}"
                 )
-            if file_sha256(file) != sha256:
+            if file.sha256() != entry.sha256:
                 raise CheckpointError(f"checkpoint {self.path}: the content of {name} was changed")
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[Path]:
+        """A local directory with the files; from an object store they are fetched and verified.
+
+        Raises:
+            CheckpointError: what was fetched is damaged.
+        """
+        if self.path.is_local:
+            yield self.path.path
+            return
+        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as parent:
+            directory = Path(parent, self.path.name)
+            # Only what belongs to it: a dead attempt may have left files of the same step, and of
+            # more ranks.
+            for name in (HASHES_FILE, *_read_hashes(self.path)):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).download(directory / name)
+            read_checkpoint(Location.of(directory)).verify()
+            yield directory
 
     def rows(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl since the checkpoint before; none where they are damaged."""
         try:
-            text = (self.path / ROWS_FILE).read_text("utf-8")
+            text = (self.path / ROWS_FILE).read_text()
             return [json.loads(line) for line in text.splitlines()]
         except (OSError, ValueError):
             return []
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and SHA-256 (hex) of a file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+def read_checkpoint(path: Location) -> Checkpoint:
     """A checkpoint directory's state; its files are not read yet.
 
     Raises:
         CheckpointError: it is no complete checkpoint, or of a newer version.
     """
-    if not (path / HASHES_FILE).exists():
+    if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
     hashes = _read_hashes(path)
     content = _read_json(path / STATE_FILE)
@@ -119,15 +157,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
-        size = sum(expected_bytes for expected_bytes, _ in hashes.values())
-        return Checkpoint(path, CheckpointState(**content), size)
-    except (TypeError, KeyError) as error:
+        skipped = tuple((int(a), int(b)) for a, b in content.pop("skipped_batches", ()))
+        state = CheckpointState(**content, skipped_batches=skipped)
+        return Checkpoint(path, state, sum(entry.size_bytes for entry in hashes.values()))
+    except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Location) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
@@ -135,20 +174,128 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_hashes(path: Path) -> dict[str, tuple[int, str]]:
-    """File name -> (bytes, SHA-256 in hex)."""
+def _read_hashes(path: Location) -> dict[str, FileEntry]:
     try:
         entries = _read_json(path / HASHES_FILE).items()
-        return {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries}
+        for name, _ in entries:
+            if not _FILE.fullmatch(name):  # they are written where they are fetched to
+                raise ValueError(f"{name!r} is no file's name")
+        return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
+
+
+class Draft:
+    """A checkpoint being written: any process adds files, one of them commits.
+
+    Args:
+        directory: Of all checkpoints.
+        step: Updates done.
+        mark: The same for all who write it, another one for every attempt, so that what a dying
+            attempt still writes never gets into the next one's.
+    """
+
+    def __init__(self, directory: Location, step: int, mark: str) -> None:
+        self._directory = directory
+        self._final = directory / f"step={step:08d}"
+        unfinished = directory / f"unfinished-{self._final.name}-{mark}"
+        self._place = unfinished if directory.is_local else self._final
+
+    def add(self, name: str, write: Callable[[Path], None]) -> FileEntry:
+        """Write one file and force it to disk, or into the object store.
+
+        Args:
+            name: Of the file.
+            write: Writes it to a path.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        try:
+            if self._place.is_local:
+                self._place.path.mkdir(parents=True, exist_ok=True)
+                return _written(self._place.path / name, write)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as local:
+                file = Path(local, name)
+                entry = _written(file, write)
+                (self._place / name).upload(file)
+                return entry
+        except Exception as error:
+            raise self._disk_full(error) or error from None
+
+    def commit(
+        self, state: CheckpointState, entries: Mapping[str, FileEntry], texts: Mapping[str, str]
+    ) -> Location:
+        """Make it a checkpoint.
+
+        Args:
+            state: Goes into `state.json`.
+            entries: Of all files that were added.
+            texts: More small files, name -> content.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        content = {**texts, STATE_FILE: json.dumps(dataclasses.asdict(state), indent=1) + "\n"}
+        own = {name: self.add(name, _text_writer(text)) for name, text in content.items()}
+        hashes = {
+            name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
+            for name, entry in sorted({**entries, **own}.items())
+        }
+        self.add(HASHES_FILE, _text_writer(json.dumps(hashes, indent=1) + "\n"))
+        if self._place != self._final:
+            self._place.path.rename(self._final.path)
+            _sync_directory(self._directory.path)
+        return self._final
+
+    def discard(self) -> None:
+        """Remove what was written of it."""
+        with contextlib.suppress(OSError):
+            self._place.remove()
+
+    def _disk_full(self, error: Exception) -> CheckpointError | None:
+        # safetensors puts the system's error into its own exception's text.
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+        if not full:
+            return None
+        place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
+        return CheckpointError(
+            f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
+            f"free on {place}; older checkpoints are intact: make room and run the same command again"
+        )
+
+
+def _written(file: Path, write: Callable[[Path], None]) -> FileEntry:
+    write(file)
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+    return FileEntry(file.stat().st_size, Location.of(file).sha256())
+
+
+def _text_writer(text: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(text, "utf-8")
+
+    return write
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Catalogue:
     """All checkpoints of one run."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Location) -> None:
         self._dir = run_dir / CHECKPOINTS_DIR
+
+    def draft(self, step: int, mark: str) -> Draft:
+        """A checkpoint to be written; see `Draft`."""
+        return Draft(self._dir, step, mark)
 
     def complete(self) -> list[Checkpoint]:
         """Checkpoints that look complete, oldest step first."""
@@ -160,19 +307,24 @@ class Catalogue:
                 continue
         return found
 
-    def _paths(self) -> list[Path]:
-        return sorted(p for p in self._dir.glob("step=*") if _NAME.fullmatch(p.name))
+    def _paths(self) -> list[Location]:
+        """Directories named like checkpoints; in an object store only those with the last file."""
+        paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
+        return [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
 
-    def newest_good(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
+    def newest_good(
+        self, on_skip: Callable[[str], None], before_step: int | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:
             on_skip: Gets one line for each newer one that does not.
+            before_step: Only checkpoints of earlier steps.
 
         Raises:
             CheckpointError: there are checkpoints, and none is good or one is of a later version.
         """
-        paths = self._paths()
+        paths = [p for p in self._paths() if before_step is None or _step(p) < before_step]
         for path in reversed(paths):
             try:
                 checkpoint = read_checkpoint(path)
@@ -196,84 +348,49 @@ class Catalogue:
 
     def clean(self, good_until: int) -> None:
         """Remove what an interrupted writer left, and set aside what lies above a good step."""
-        for path in self._dir.glob("unfinished-*"):
-            shutil.rmtree(path)
-        for path in self._paths():
-            if int(path.name.removeprefix("step=")) > good_until:
+        paths = self._paths()
+        for name in self._dir.names():
+            unfinished = name.startswith("unfinished-")
+            if not self._dir.is_local and _NAME.fullmatch(name):
+                unfinished = self._dir / name not in paths
+            if unfinished:
+                (self._dir / name).remove()
+        for path in paths:
+            if _step(path) <= good_until:
+                continue
+            if self._dir.is_local:
                 aside = self._dir / f"broken-{path.name}"
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-
-    def write(self, state: CheckpointState, fill: Callable[[Path], None]) -> Path:
-        """Write a checkpoint: complete, or nothing at all.
-
-        Args:
-            state: Goes into `state.json`.
-            fill: Writes the other files into a directory.
-
-        Raises:
-            CheckpointError: the disk is full; nothing of it stays.
-        """
-        path = self._dir / f"step={state.step:08d}"
-        unfinished = self._dir / f"unfinished-{path.name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            unfinished.mkdir(parents=True)
-            fill(unfinished)
-            (unfinished / STATE_FILE).write_text(json.dumps(vars(state), indent=1) + "\n", "utf-8")
-            hashes = {file.name: _synced_entry(file) for file in sorted(unfinished.iterdir())}
-            (unfinished / HASHES_FILE).write_text(json.dumps(hashes, indent=1) + "\n", "utf-8")
-            _synced_entry(unfinished / HASHES_FILE)
-            unfinished.rename(path)
-            _sync_directory(self._dir)
-        except Exception as error:
-            written = sum(f.stat().st_size for f in unfinished.glob("*"))
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if _is_disk_full(error):
-                raise CheckpointError(
-                    f"no space left for checkpoint {path}: {written} bytes of it fitted, "
-                    f"{shutil.disk_usage(self._dir).free} are free; older checkpoints are intact: "
-                    "make room and run the same command again"
-                ) from None
-            raise
-        return path
+                aside.remove()
+                path.path.rename(aside.path)
+            else:
+                (path / HASHES_FILE).remove()
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` and the best."""
         best = self.best()
         for checkpoint in self.complete()[:-keep]:
-            if best is None or checkpoint.path != best.path:
+            if best is not None and checkpoint.path == best.path:
+                continue
+            if self._dir.is_local:
                 removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
-                checkpoint.path.rename(removed)
-                shutil.rmtree(removed)
+                checkpoint.path.path.rename(removed.path)
+                removed.remove()
+            else:
+                (checkpoint.path / HASHES_FILE).remove()
+                checkpoint.path.remove()
 
 
-def _is_disk_full(error: Exception) -> bool:
-    # safetensors puts the system's error into its own exception's text.
-    return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+def _step(path: Location) -> int:
+    return int(path.name.removeprefix("step="))
 
 
-def _synced_entry(file: Path) -> Mapping[str, Any]:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-    return {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def resolve_checkpoint(path: Path) -> Checkpoint:
+def resolve_checkpoint(path: Location) -> Checkpoint:
     """The checkpoint that a path means: itself, or of a run's directory the best, else newest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    if (path / STATE_FILE).exists() or path.name.startswith("step="):
+    if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
     else:
         catalogue = Catalogue(path)

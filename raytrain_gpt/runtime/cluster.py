@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
@@ -91,27 +92,47 @@ def connect(num_cpus_needed: int) -> Resources:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     ours = False
     if not ray.is_initialized():
-        try:
-            with _sigterm_is_ours():
-                ray.init("auto", **quiet)
-        except ConnectionError:
-            if address := os.environ.get("RAY_ADDRESS"):
-                raise ClusterError(
-                    f"no Ray cluster answers at RAY_ADDRESS={address}; start one, check its token "
-                    "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
-                ) from None
-            _set_environment(_OWN_CLUSTER_ENVIRONMENT)
-            cpus = max(os.cpu_count() or 1, num_cpus_needed)
-            with _sigterm_is_ours():
-                ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
-            ours = True
+        ours = not _join_given_cluster(quiet)
+    if ours:
+        _set_environment(_OWN_CLUSTER_ENVIRONMENT)
+        cpus = max(os.cpu_count() or 1, num_cpus_needed)
+        with _sigterm_is_ours():
+            ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    return resources(ours)
+
+
+def _join_given_cluster(quiet: dict[str, Any]) -> bool:
+    """Connect to the cluster of RAY_ADDRESS, else to the one of `ray start`; False if there is none.
+
+    Not `auto`, which joins the private cluster of any other run on this machine, and dies with it.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    address = named or ray._private.services.find_bootstrap_address(None)
+    if not address or address == "local":
+        return False
+    try:
+        with _sigterm_is_ours():
+            ray.init(address, **quiet)
+    except ConnectionError:
+        if not named:
+            return False
+        raise ClusterError(
+            f"no Ray cluster answers at RAY_ADDRESS={named}; start one, check its token "
+            "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
+        ) from None
+    return True
+
+
+def resources(ours: bool = False) -> Resources:
+    """What the connected cluster has now, without nodes that are about to be taken away."""
+    draining = ray._private.state.state.get_draining_nodes()
     nodes = tuple(
         Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node["NodeID"] not in draining
     )
     return Resources(nodes, ours)
 
@@ -184,13 +205,30 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     if room >= num_workers:
         micro_batches_per_step(config, num_workers)
         return config, num_workers
-    for workers in range(room, least - 1, -1):
-        if config.batch_sequences % workers == 0:
-            return config, workers
+    workers = largest_world_size(config, resources)
+    if workers is not None:
+        return config, workers
     raise ConfigError(
         f"no number of workers from {least} to {room} divides the {config.batch_sequences} "
         f"sequences of a global batch; set min_workers or global_batch_tokens"
     )
+
+
+def largest_world_size(config: Config, resources: Resources) -> int | None:
+    """The most workers that fit and share the batch equally, None if `min_workers` do not.
+
+    Args:
+        config: With every `auto` of the cluster section decided.
+        resources: Of the cluster now.
+    """
+    c = config.cluster
+    assert isinstance(c.num_workers, int), "fit_to_cluster decides num_workers"
+    assert isinstance(c.cpus_per_worker, int), "fit_to_cluster decides cpus_per_worker"
+    most = min(c.num_workers, resources.room_for(c.cpus_per_worker, bool(c.use_gpu)))
+    for workers in range(most, (c.min_workers or c.num_workers) - 1, -1):
+        if config.batch_sequences % workers == 0:
+            return workers
+    return None
 
 
 def fit_micro_batch(config: Config, world_size: int) -> Config:

@@ -52,6 +52,20 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
     )
 
 
+def event_line(row: dict[str, Any], max_steps: int) -> str | None:
+    """The console line of an event; None for those that say what is seen anyway."""
+    start = f"step {row['step']}/{max_steps} | {row['event']}"
+    if row["event"] == "checkpoint":
+        blocked, write = row["perf/checkpoint_blocked_s"], row["perf/checkpoint_write_s"]
+        return f"{start} written in {write:.1f} s, training stood still {blocked * 1000:.0f} ms"
+    if row["event"] in ("spike", "nonfinite"):
+        loss, norm = number(row["loss"], ".4f"), number(row["grad_norm"], ".2f")
+        return f"{start} | loss {loss} | norm {norm} | batch {row['batch']}"
+    if row["event"] == "preemption_notice":
+        return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
+    return None
+
+
 def number(value: float | None, form: str) -> str:
     """A metric as text; null stands for a value that was not finite."""
     return "not finite" if value is None else format(value, form)

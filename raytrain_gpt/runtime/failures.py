@@ -1,4 +1,4 @@
-"""Find the user's error inside what Ray raises."""
+"""Find our own error inside what Ray raises."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import re
 from collections.abc import Iterator
 
 from raytrain_gpt import errors
-from raytrain_gpt.errors import UserError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError
 
+_DISK_FULL = re.compile(r"No space left on device|os error 28", re.IGNORECASE)
 _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
-def user_error_in(error: BaseException) -> UserError | None:
-    """The first of our user errors that an exception was raised from, or None."""
+def user_error_in(error: BaseException) -> RaytrainGptError | None:
+    """The first of our errors (the user's, or the storage's) that an exception was raised from, or None."""
     for cause in _causes(error):
-        if type(cause).__module__ == errors.__name__ and isinstance(cause, UserError):
+        if type(cause).__module__ == errors.__name__ and isinstance(cause, RaytrainGptError):
             return cause
         # Ray Data drops the cause when it sends an exception, but keeps its traceback's text.
         for name, message in _IN_TRACEBACK.findall(str(cause)):
             kind = getattr(errors, name, None)
-            if isinstance(kind, type) and issubclass(kind, UserError):
+            if isinstance(kind, type) and issubclass(kind, RaytrainGptError):
                 return kind(message)
+    if any(_DISK_FULL.search(str(cause)) for cause in _causes(error)):
+        return ClusterError(
+            f"no space left on a disk that the run writes to ({root_cause(error)}); older checkpoints "
+            "are intact: make room and run the same command again"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import IGNORED
-from raytrain_gpt.data.order import Ids, sequence_hashes
+from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.runtime.ingest import IngestSpec
 
@@ -34,9 +34,7 @@ class RankChunk:
     planned: Ids
 
 
-def rank_chunks(
-    tables: Iterable[pa.Table], spec: IngestSpec, rank: int, first_batch: int
-) -> Iterator[RankChunk]:
+def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
     """What a worker's dataset shard delivers: its validation share, then its chunks in order.
 
     Raises:
@@ -57,8 +55,8 @@ def rank_chunks(
             planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
         )
         yield chunk
-        after = first_batch if found[0] == "val" else chunk.first + num_batches
-        expected = ("train", rank, after)
+        after = spec.first_batch if found[0] == "val" else chunk.first + num_batches
+        expected = ("train", rank, skip_past(after, spec.skipped))
 
 
 class TrainFeed:

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import ray.data
 
-from raytrain_gpt.data.order import Ids, Order, sequence_hashes
+from raytrain_gpt.data.order import Ids, Order, Skipped, batches_to_read, sequence_hashes
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split
+from raytrain_gpt.data.storage import Location
 
 READ_CONCURRENCY = 2
 """Chunks read at a time; each holds a window in memory."""
@@ -32,15 +32,29 @@ READ_CONCURRENCY = 2
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """All that decides what a run reads."""
+    """All that decides what a run reads.
 
-    directory: Path
+    Attributes:
+        directory: The dataset.
+        manifest: Its manifest.
+        seq_len: Tokens of context.
+        batch_sequences: Sequences of a global batch.
+        seed: The run's.
+        world_size: Number of workers.
+        eval_tokens: Upper limit of validation tokens.
+        first_batch: The global batch to begin with, unless it is skipped.
+        skipped: Ranges of global batches that are left out.
+    """
+
+    directory: Location
     manifest: Manifest
     seq_len: int
     batch_sequences: int
     seed: int
     world_size: int
     eval_tokens: int
+    first_batch: int = 0
+    skipped: Skipped = ()
 
     def order(self) -> Order:
         """The training order."""
@@ -61,9 +75,11 @@ class IngestSpec:
         return ids
 
 
-def ingest_dataset(spec: IngestSpec, first_batch: int, stop_batch: int) -> ray.data.Dataset:
-    """Validation, then the global batches [first_batch, stop_batch): a row for each rank and chunk."""
-    chunks = spec.order().chunks(first_batch, stop_batch)
+def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
+    """Validation, then the next global batches: a row for each rank and chunk."""
+    order = spec.order()
+    ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
+    chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
     rows = [{"split": "val", "first": 0, "stop": 1}]
     rows += [{"split": "train", "first": first, "stop": stop} for first, stop in chunks]
     # Without the repartition the rows of a chunk are merged into one block and go to one rank.

@@ -14,18 +14,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.shards import Manifest, check_shard, check_tokenizer
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, check_tokenizer
+from raytrain_gpt.data.storage import Location, is_url
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
 from raytrain_gpt.runtime.console import amount
 from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.runtime.locations import location
 
 VERIFY_CONTENT_BYTES = 2**30
 """Datasets up to this size are hashed at every start; of larger ones only sizes and footers are read."""
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 weight and AdamW's two moments."""
 SQLITE = "sqlite:///"
+RAY_FILES_BYTES = 2**27
+"""Ray's logs and sockets."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
@@ -71,9 +75,10 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
     """
     if config.model.init_from is None:
         return config
-    checkpoint = resolve_checkpoint(Path(config.model.init_from))
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
-    load_model(checkpoint.path, GPT(GPTShape.of(config, manifest.vocab_size)))
+    with checkpoint.files() as directory:
+        load_model(directory, GPT(GPTShape.of(config, manifest.vocab_size)))
     return config.updated({"init_from": str(checkpoint.path)})
 
 
@@ -94,12 +99,12 @@ def check_compile(config: Config) -> None:
         )
 
 
-def check_disk(config: Config, run_dir: Path, vocab_size: int, existing: int) -> None:
+def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
     """See that the checkpoints to come have room.
 
     Args:
         config: The run.
-        run_dir: The run's directory, or where it will be.
+        run_dir: The run's directory.
         vocab_size: Of the data's tokenizer.
         existing: Checkpoints already there.
 
@@ -112,16 +117,16 @@ def check_disk(config: Config, run_dir: Path, vocab_size: int, existing: int) ->
     # The best one is kept besides the newest, and one more is there while it is being written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + RUN_FILES_BYTES
-    free = shutil.disk_usage(run_dir).free
-    if free < needed:
+    free = run_dir.free_bytes()
+    if free is not None and free < needed:
         raise ClusterError(
             f"{run_dir} has {amount(free)}B free, {num} checkpoints of {amount(each)}B need "
             f"{amount(needed)}B; make room, set storage_path, or lower keep_checkpoints"
         )
 
 
-def check_storage(run_dir: Path, data_dir: Path) -> None:
-    """Write, rename and read back a file from every node, and see the data from there.
+def check_storage(run_dir: Location, data: Location) -> None:
+    """Write a file, read it back from every node, and see the data from there.
 
     Raises:
         ClusterError: names the node that does not share the directory.
@@ -129,48 +134,60 @@ def check_storage(run_dir: Path, data_dir: Path) -> None:
     token = uuid.uuid4().hex
     probe = run_dir / f".probe-{token}"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        unfinished = probe.with_suffix(".unfinished")
-        unfinished.write_text(token)
-        unfinished.rename(probe)
+        probe.write_text(token)
     except OSError as error:
         raise ClusterError(
-            f"cannot write storage_path {run_dir.parent}: {error.strerror}; set storage_path to a "
-            "directory that every node can write"
+            f"cannot write storage_path {run_dir.parent}: {error.strerror or error}; set storage_path "
+            "to a directory that every node can write"
         ) from None
     try:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         asked = [
             _probe.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote(probe, token, data_dir)
+            ).remote(probe, token, data)
             for node in nodes
         ]
         ray.get(asked)
     except Exception as error:
         raise user_error_in(error) or error from None
     finally:
-        probe.unlink(missing_ok=True)
+        probe.remove()
+
+
+def check_ray_disk(directory: Path, node: str) -> None:
+    """See that Ray has room for its own files on a node: a full disk there hangs a run.
+
+    Raises:
+        ClusterError: says what is needed and what is free.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < RAY_FILES_BYTES:
+        raise ClusterError(
+            f"node {node} has {amount(free)}B free in {directory}, Ray needs {amount(RAY_FILES_BYTES)}B "
+            "for its own files; make room there, or start Ray with another --temp-dir"
+        )
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-def _probe(probe: Path, token: str, data_dir: Path) -> None:
+def _probe(probe: Location, token: str, data: Location) -> None:
     node = ray.util.get_node_ip_address()
+    check_ray_disk(Path(ray._private.worker.global_worker.node.get_session_dir_path()), node)
     try:
         seen = probe.read_text() == token
-        own = probe.with_name(f"{probe.name}-{os.getpid()}")
+        own = probe.parent / f"{probe.name}-{os.getpid()}"
         own.write_text(token)
-        own.unlink()
+        own.remove()
     except OSError:
         seen = False
     if not seen:
         raise ClusterError(
             f"node {node} does not share storage_path {probe.parent.parent} with the driver; "
-            "use a directory that all nodes mount"
+            "use a directory that all nodes mount, or s3://"
         )
-    if not data_dir.is_dir():
+    if not (data / MANIFEST_FILE).is_file():
         raise ClusterError(
-            f"node {node} does not see data_path {data_dir}; use a directory that all nodes mount"
+            f"node {node} does not see data_path {data}; use a directory that all nodes mount, or s3://"
         )
 
 
@@ -184,7 +201,7 @@ def absolute_paths(config: Config) -> Config:
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     for name in ("data_path", "storage_path", "init_from"):
         value = config.leaves()[name]
-        if value is None or Path(value).is_absolute():
+        if value is None or is_url(value) or Path(value).is_absolute():
             continue
         if in_job:
             raise ConfigError(_relative_in_job(name, value))

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray.data
 
 from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenize import Plan, finish, make_plan, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.failures import user_error_in
-from raytrain_gpt.runtime.run_lock import LOCK_FILE, held_lock
+from raytrain_gpt.runtime.lease import LEASE_FILE, held_lease
 
 PROGRESS_EVERY_S = 2.0
 
 
 def prepare(
     sources: list[str],
-    directory: Path,
+    directory: Place,
     tokenizer: str,
     *,
     log: Callable[[str], None],
@@ -37,8 +38,8 @@ def prepare(
     A preparation that was stopped goes on with what is not done yet.
 
     Args:
-        sources: Files, directories, globs or `stdlib`.
-        directory: Where the dataset goes.
+        sources: Files, directories or globs, local or in an object store, or `stdlib`.
+        directory: Where the dataset goes; tasks write there themselves.
         tokenizer: A name.
         log: Gets progress lines.
         num_cpus: Tasks at a time; None: all CPUs of the cluster.
@@ -46,12 +47,15 @@ def prepare(
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
+        ClusterError: another process prepares there, or the storage refuses access.
+        StorageError: the storage was out of reach for too long; what is done stays.
     """
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, **options)
-    lock = directory.with_name(f".{directory.name}{LOCK_FILE}")
+    directory = Location.of(directory)
+    lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     try:
-        with held_lock(lock, f"dataset {directory}"):
+        with held_lease(lease, f"dataset {directory}", log):
             manifest = start(directory, plan, encoding)
             if manifest is not None:
                 log(f"{directory} is already prepared")
@@ -63,7 +67,7 @@ def prepare(
 
 
 def _run_tasks(
-    directory: Path, plan: Plan, num_cpus: int | None, log: Callable[[str], None]
+    directory: Location, plan: Plan, num_cpus: int | None, log: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Results of all tasks, shown as they come."""
     rows = [{"task": task} for task in range(len(plan.tasks))]
@@ -92,18 +96,19 @@ def _run_tasks(
     return results
 
 
-def _task_row(row: dict[str, int], directory: Path, plan: Plan) -> dict[str, Any]:
+def _task_row(row: dict[str, int], directory: Location, plan: Plan) -> dict[str, Any]:
     try:
         return {"result": run_task(directory, plan, row["task"])}
     except OSError as error:
         raise _storage_error(error, directory) from None
 
 
-def _storage_error(error: OSError, directory: Path) -> DataError:
+def _storage_error(error: OSError, directory: Location) -> DataError:
     if error.errno == errno.ENOSPC:
-        free = shutil.disk_usage(directory).free
+        disk = str(directory) if directory.is_local else tempfile.gettempdir()
+        free = shutil.disk_usage(disk).free
         return DataError(
-            f"no space left for shards in {directory} ({free} bytes free); finished shards are kept: "
+            f"no space left for shards in {disk} ({free} bytes free); finished shards are kept: "
             "make room and run the same command again"
         )
-    return DataError(f"cannot write {directory}: {error.strerror}; choose another --out")
+    return DataError(f"cannot write {directory}: {error.strerror or error}; choose another --out")

@@ -2,7 +2,7 @@
 
 Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
 run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's wish to stop
-goes the other way: rank 0 waits for it in a thread, so that a step costs nothing to ask.
+goes the other way, as the answer to the beat of every rank, so that a step costs nothing to ask.
 """
 
 from __future__ import annotations
@@ -11,28 +11,72 @@ import asyncio
 import contextlib
 import queue
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.runtime.console import eval_line, step_line
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.runtime.console import eval_line, event_line, step_line
+from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.run_files import Row, RunFiles
+from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.trackers import MLflow, TensorBoard
+
+BEAT_S = 3.0
+"""How often a rank tells how far it has come."""
 
 
 @dataclass
 class RecorderSpec:
-    """What a recorder needs to begin: the run, and the step it goes on from."""
+    """What a recorder needs to begin.
 
-    run_dir: Path
+    Attributes:
+        run_dir: The run's directory.
+        mirror: Its local side, on this node.
+        config: The run's.
+        mlflow_uri: Resolved; None: no MLflow.
+        artifact_location: For a new MLflow experiment; None: the server decides.
+        step: Updates done.
+        attempt: Details of the attempt's row.
+        events: Rows of what happened between the attempts.
+        saved_rows: Rows that the checkpoints kept.
+    """
+
+    run_dir: Location
+    mirror: Mirror
     config: Config
     mlflow_uri: str | None
     artifact_location: str | None
     step: int
-    saved_rows: list[Row] = field(default_factory=list)
+    attempt: Row
+    events: list[Row]
+    saved_rows: list[Row]
+
+
+@dataclass
+class RankState:
+    """What is known of a rank: process, node, and when its progress was last seen to change."""
+
+    pid: int
+    node_id: str
+    progress: int
+    changed_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers left by themselves.
+
+    Attributes:
+        left_for: `stopped` or `preempted`; None: at the last step or for a bad stretch.
+        bad_stretch: Why the run is to go back, or None.
+    """
+
+    left_for: str | None
+    bad_stretch: BadStretch | None
 
 
 @ray.remote(num_cpus=0)
@@ -40,18 +84,25 @@ class Recorder:
     """See the module."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        self._config = spec.config
+        self._config, self._mirror = spec.config, spec.mirror
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._stop = asyncio.Event()
+        self._orders: list[str] = []
+        self._ordered = asyncio.Condition()
+        self._ranks: dict[int, RankState] = {}
+        self._stacks: dict[int, str] = {}
+        self._outcome: Outcome | None = None
         self._training = False
-        self._files = RunFiles(spec.run_dir, spec.step, spec.saved_rows)
+        self._unwritten: list[Row] = []
+        self._said: set[str] = set()
+        self._pushing: asyncio.Task[None] | None = None
+        self._files = RunFiles(spec.mirror.work_dir, spec.step, spec.saved_rows)
         self._trackers: list[TensorBoard | MLflow] = []
         if spec.config.tracking.tensorboard:
-            self._trackers.append(TensorBoard(spec.run_dir, spec.step))
+            self._trackers.append(TensorBoard(spec.mirror.work_dir, spec.step))
         self._mlflow: MLflow | None = None
         if spec.mlflow_uri:
             self._mlflow = MLflow(
-                spec.run_dir,
+                spec.mirror.work_dir,
                 spec.mlflow_uri,
                 spec.config.tracking.experiment,
                 spec.artifact_location,
@@ -62,30 +113,64 @@ class Recorder:
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(list(self._files.kept_rows))
             self._trackers.append(self._mlflow)
+        lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
+        began = {"step": spec.step, "event": "attempt", **spec.attempt, **lost}
+        self._write([*spec.events, began])
+
+    def _write(self, rows: list[Row]) -> None:
+        """Rows that the disk does not take wait for the next ones: no metric may end a run."""
+        self._unwritten += rows
+        try:
+            self._files.add_rows(self._unwritten)
+            for tracker in self._trackers:
+                tracker.add_rows(self._unwritten)
+        except OSError as error:
+            self._say_once(f"metrics wait: cannot write {self._mirror.work_dir}: {error.strerror}")
+            return
+        self._unwritten = []
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._lines.put(line)
 
     async def add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""
-        self._training = True
-        self._files.add_rows(rows)
-        for tracker in self._trackers:
-            tracker.add_rows(rows)
+        self._write(rows)
         train = self._config.train
         for row in rows:
             last = row["step"] == train.max_steps
-            if "val/loss" in row:
+            if "event" in row:
+                if line := event_line(row, train.max_steps):
+                    self._lines.put(line)
+                if row["event"] == "checkpoint":
+                    self._push()
+            elif "val/loss" in row:
                 self._lines.put(eval_line(row, train.max_steps))
             elif "train/loss" in row and (row["step"] % train.log_every_steps == 0 or last):
                 self._lines.put(step_line(row, train.max_steps))
 
     async def add_samples(self, step: int, text: str) -> None:
         """Write a set of samples everywhere."""
-        self._files.add_samples(step, text)
-        for tracker in self._trackers:
-            tracker.add_samples(step, text)
+        with contextlib.suppress(OSError):  # a full disk is told with the rows
+            self._files.add_samples(step, text)
+            for tracker in self._trackers:
+                tracker.add_samples(step, text)
+
+    def _push(self) -> None:
+        """Copy the files into the object store, in the background; next time what fails now."""
+        if self._pushing is None or self._pushing.done():
+            self._pushing = asyncio.create_task(asyncio.to_thread(self._push_now))
+
+    def _push_now(self) -> None:
+        try:
+            self._mirror.push()
+        except (RaytrainGptError, OSError) as error:
+            self._lines.put(f"metrics were not copied yet: {error}")
 
     async def add_event(self, step: int, event: str, **details: Any) -> None:
         """Write an event's row."""
-        self._files.add_rows([{"step": step, "event": event, "time": time.time(), **details}])
+        await self.add_rows([{"step": step, "event": event, "time": time.time(), **details}])
 
     async def log(self, rank: int, line: str) -> None:
         """Show a worker's line with its rank."""
@@ -100,13 +185,56 @@ class Recorder:
             lines.append(self._lines.get_nowait())
         return lines
 
-    async def request_stop(self) -> None:
-        """Ask the workers to save and leave after the step they are in."""
-        self._stop.set()
+    async def order(self, order: str) -> None:
+        """Tell all ranks: `stop` (save and leave) or `dump` (send your stacks)."""
+        async with self._ordered:
+            self._orders.append(order)
+            self._ordered.notify_all()
 
-    async def wait_for_stop(self) -> None:
-        """Returns when a stop is asked for."""
-        await self._stop.wait()
+    async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
+        """A rank tells how far it has come; returns orders it has not seen, or none after a while."""
+        known = self._ranks.get(rank)
+        if known is None or known.progress != progress:
+            self._ranks[rank] = RankState(pid, node_id, progress, time.monotonic())
+        async with self._ordered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._ordered.wait_for(lambda: len(self._orders) > seen), BEAT_S
+                )
+            return self._orders[seen:]
+
+    async def add_stacks(self, rank: int, text: str) -> None:
+        """Where the threads of a rank are, as was ordered."""
+        async with self._ordered:
+            self._stacks[rank] = text
+            self._ordered.notify_all()
+
+    async def take_stacks(self, timeout_s: float) -> dict[int, str]:
+        """Stacks by rank; without those that did not answer in time."""
+        async with self._ordered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._ordered.wait_for(lambda: self._stacks.keys() >= self._ranks.keys()),
+                    timeout_s,
+                )
+        return self._stacks
+
+    async def ranks(self) -> dict[int, RankState]:
+        """What is known of every rank that has called."""
+        return self._ranks
+
+    async def stalled_s(self) -> float:
+        """Seconds since the rank that has been still the longest made progress."""
+        now = time.monotonic()
+        return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
+
+    async def left(self, left_for: str | None, bad_stretch: BadStretch | None) -> None:
+        """The workers have left by themselves, all in the same step."""
+        self._outcome = Outcome(left_for, bad_stretch)
+
+    async def outcome(self) -> Outcome | None:
+        """How the workers left; None if they did not by themselves."""
+        return self._outcome
 
     async def training_started(self) -> None:
         """A worker is about to do its first step: from now on stopping means saving."""
@@ -116,10 +244,13 @@ class Recorder:
         """Whether the first step has begun."""
         return self._training
 
-    async def close(self, status: str) -> None:
+    async def close(self, status: str, newest_checkpoint: str | None) -> None:
         """Finish all files; MLflow's run ends as FINISHED, FAILED or KILLED."""
+        if self._pushing is not None:
+            await self._pushing
         if self._mlflow is not None:
-            await asyncio.to_thread(self._mlflow.close, status)
+            await asyncio.to_thread(self._mlflow.close, status, newest_checkpoint)
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoard):
-                tracker.close()
+                with contextlib.suppress(OSError):
+                    tracker.close()

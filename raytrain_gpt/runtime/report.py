@@ -20,11 +20,19 @@ import numpy as np
 import yaml
 
 from raytrain_gpt import __version__
-from raytrain_gpt.data.shards import write_atomically
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.console import amount, duration
-from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, read_rows, read_samples
+from raytrain_gpt.runtime.goodput import (
+    BAD_STEP_EVENTS,
+    LOST_TO,
+    goodput,
+    read_attempts,
+    short_duration,
+)
+from raytrain_gpt.runtime.mirror import Mirror
+from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
@@ -36,18 +44,19 @@ _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP"
 class RunStory:
     """What a run's files tell."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.dir = run_dir.resolve()
+    def __init__(self, mirror: Mirror) -> None:
+        self.dir, self._work_dir = mirror.run_dir, mirror.work_dir
         self.name = self.dir.name
-        rows, config_path = read_rows(run_dir), run_dir / CONFIG_FILE
+        rows, config_path = read_rows(mirror.work_dir), mirror.work_dir / CONFIG_FILE
         self.rows = [row for row in rows if "train/loss" in row]
         self.evals = [row for row in rows if "val/loss" in row]
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0))
+        self.goodput = goodput(rows)
         config = yaml.safe_load(config_path.read_text("utf-8")) if config_path.exists() else None
         self.config: dict[str, dict[str, Any]] = config or {}
         self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
-        self.checkpoints = Catalogue(run_dir).complete()
-        self.best_checkpoint = Catalogue(run_dir).best()
+        self.checkpoints = Catalogue(self.dir).complete()
+        self.best_checkpoint = Catalogue(self.dir).best()
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
         self.max_steps: int = self.leaves.get("max_steps", 0)
@@ -68,19 +77,46 @@ class RunStory:
         return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
     def attempts(self) -> list[Row]:
-        """Every start and resume, with `until`, the last step that no later one did again."""
-        starts = [i for i, e in enumerate(self.events) if e["event"] in ("start", "resume")]
-        attempts = []
-        for begin, end in zip(starts, [*starts[1:], len(self.events)], strict=False):
-            later = [self.events[i]["step"] for i in starts if i > begin]
-            saved = sum(e["event"] == "checkpoint" for e in self.events[begin:end])
-            until = min([*later, self.last["step"]])
-            attempts.append({**self.events[begin], "until": until, "saved": saved})
-        return attempts
+        """The rows that began each attempt, taken together, and what became of it.
+
+        `until` is the last step that no later attempt did again, `saved` counts checkpoints, `ended` is
+        the end event as text, `bad_steps` and `rollbacks` are what its events tell.
+        """
+        attempts = read_attempts(self.events)
+        until, told = self.last["step"], []
+        for attempt in reversed(attempts):
+            events = attempt.events
+            end = attempt.end or {"event": attempt.ended_by}
+            going_on = attempt is attempts[-1] and attempt.end is None
+            told.append(
+                {
+                    **events[0],
+                    **(attempt.first_step or {"event": "no step"}),
+                    "time": attempt.begin_s,
+                    "until": until if attempt.first_step else attempt.step,
+                    "startup_s": attempt.startup_s,
+                    "saved": sum(e["event"] == "checkpoint" for e in events),
+                    "ended": "" if going_on else event_text(end),
+                    "bad_steps": [e["step"] for e in events if e["event"] in BAD_STEP_EVENTS],
+                    "rollbacks": [event_text(e) for e in events if e["event"] == "rollback"],
+                }
+            )
+            if attempt.first_step:
+                until = min(until, attempt.step)
+        return told[::-1]
+
+    def time_parts(self) -> list[tuple[str, str, float, float, float]]:
+        """What took the run's time: name, text, seconds, and its place and width in percent of all."""
+        parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
+        percent, at, told = 100 / (sum(parts.values()) or 1.0), 0.0, []
+        for name, part_s in parts.items():
+            told.append((name, LOST_TO.get(name, "effective"), part_s, at, part_s * percent))
+            at += part_s * percent
+        return told
 
     def samples(self) -> list[tuple[int, list[str]]]:
         """(step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
-        sets = read_samples(self.dir)
+        sets = read_samples(self._work_dir)
         chosen = np.linspace(0, len(sets) - 1, min(len(sets), MAX_SAMPLE_SETS)).round().astype(int)
         return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
 
@@ -129,21 +165,21 @@ class RunStory:
         return 100 * shares.repeat(np.diff(first, append=len(times)))
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `<run_dir>/report.html` from the run's files and return its path."""
-    run = RunStory(run_dir)
+def write_report(mirror: Mirror) -> Path:
+    """Write a run's `report.html` beside its files and return its path."""
+    run = RunStory(mirror)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
-    return _write_page(run_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
+    return _write_page(mirror.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
 
 
-def write_comparison(run_dirs: list[Path], out: Path) -> Path:
+def write_comparison(mirrors: list[Mirror], out: Path) -> Path:
     """Write a page with the curves of several runs laid over each other and return its path.
 
     Args:
-        run_dirs: The runs; the data of all others is compared with the first one's.
+        mirrors: The runs; the data of all others is compared with the first one's.
         out: The HTML file.
     """
-    runs = [RunStory(run_dir) for run_dir in run_dirs]
+    runs = [RunStory(mirror) for mirror in mirrors]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.dir)
@@ -193,13 +229,14 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
+    environment.filters |= {"short_duration": short_duration}
     environment.filters |= {"amount": amount, "duration": duration, "thousands": "{:,}".format}
     now = _utc(datetime.now(UTC).timestamp())
     html = environment.get_template(TEMPLATE_FILE).render(
         runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, html)
+    Location.of(path).write_text(html)
     return path
 
 

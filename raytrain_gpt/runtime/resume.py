@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from raytrain_gpt.config import LEAVES, SAFE_ON_RESUME, Config, changed_leaves
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -12,16 +11,18 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 
 
-def find_resume(config: Config, run_dir: Path, log: Callable[[str], None]) -> Checkpoint | None:
+def find_resume(
+    config: Config, catalogue: Catalogue, name: str, log: Callable[[str], None]
+) -> Checkpoint | None:
     """The newest good checkpoint of the run, or None for a new run.
 
     Raises:
         CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
     """
-    newest = Catalogue(run_dir).newest_good(log)
+    newest = catalogue.newest_good(log)
     if newest is not None and config.run.resume == "never":
         raise CheckpointError(
-            f"run {run_dir.name} already has checkpoints up to step {newest.state.step} and "
+            f"run {name} already has checkpoints up to step {newest.state.step} and "
             "resume=never; use another run_name, or set resume to auto"
         )
     return newest

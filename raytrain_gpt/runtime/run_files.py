@@ -8,11 +8,14 @@ are taken from the checkpoint; events stay for ever. The other two files follow 
 from __future__ import annotations
 
 import json
+import os
 import re
+from math import fsum
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.data.shards import write_atomically
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.console import number
 
 Row = dict[str, Any]
 
@@ -20,6 +23,12 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
+_BAD_STEP_DETAILS = (
+    ("loss", "loss", ".4f"),
+    ("loss_zscore", "z", ".1f"),
+    ("grad_norm", "norm", ".2f"),
+    ("grad_norm_zscore", "z", ".1f"),
+)
 _SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
 
 
@@ -70,8 +79,23 @@ def log_lines(row: Row) -> list[str]:
     if row.get("val/loss") is not None:
         lines.append(f"{step} val {row['val/loss']:.4f}")
     if "event" in row:
-        lines.append(f"{step} {row['event']}")
+        lines.append(f"{step} {event_text(row)}")
     return lines
+
+
+def event_text(row: Row) -> str:
+    """An event and its details on one line: `spike loss 8.3000 z 9.1`."""
+    event, details = str(row["event"]), ""
+    if event in ("spike", "nonfinite"):
+        for key, label, form in _BAD_STEP_DETAILS:
+            if key in row and (row[key] is not None or label != "z"):
+                details += f" {label} {number(row[key], form)}"
+    elif event == "rollback":
+        to_step = f"to step {row['to_step']}, " if "to_step" in row else ""
+        details = f" {to_step}batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+    elif event == "failed":
+        details = f" {' '.join(str(row.get('error', '')).split())}".rstrip()
+    return event + details
 
 
 class RunFiles:
@@ -84,16 +108,22 @@ class RunFiles:
 
     Attributes:
         kept_rows: What metrics.jsonl holds at the start.
+        lost_steps: Steps that were done above the resumed one and are dropped.
+        lost_s: Seconds that they took.
     """
 
     def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
         self._dir = run_dir
-        rows = merge_rows(read_rows(run_dir), saved_rows, step)
+        found = read_rows(run_dir)
+        rows = merge_rows(found, saved_rows, step)
+        lost = [row for row in found if "train/loss" in row and row["step"] > step]
+        self.lost_steps = len(lost)
+        self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
         samples = [(at, text) for at, text in read_samples(run_dir) if at <= step]
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / METRICS_FILE, "".join(map(_json_line, rows)))
-        write_atomically(run_dir / LOG_FILE, "".join(map(_log_text, rows)))
-        write_atomically(run_dir / SAMPLES_FILE, "".join(_samples_text(*s) for s in samples))
+        Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
+        Location.of(run_dir / LOG_FILE).write_text("".join(map(_log_text, rows)))
+        Location.of(run_dir / SAMPLES_FILE).write_text("".join(_samples_text(*s) for s in samples))
         self.kept_rows = rows
 
     def add_rows(self, rows: list[Row]) -> None:
@@ -107,8 +137,14 @@ class RunFiles:
 
 
 def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    """Append all of a text or, on a full disk, nothing."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 def _json_line(row: Row) -> str:

@@ -12,21 +12,24 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount, duration
-from raytrain_gpt.runtime.launch import RunSummary
+from raytrain_gpt.runtime.goodput import goodput
+from raytrain_gpt.runtime.lease import LEASE_FILE, live_holder
+from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.report import REPORT_FILE, write_comparison, write_report
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, read_rows, read_samples
-from raytrain_gpt.runtime.run_lock import is_locked
+from raytrain_gpt.runtime.supervisor import RunSummary
 from raytrain_gpt.runtime.trackers import TRACKING_FILE
 
 Say = Callable[[str], None]
 SAMPLE_TOKENS = 60
 
 
-def dataset(directory: Path, manifest: Manifest, say: Say) -> dict[str, Any]:
+def dataset(directory: Location, manifest: Manifest, say: Say) -> dict[str, Any]:
     """Print what is in a dataset; returns the same as facts."""
     splits: dict[str, Any] = {}
     for split in SPLITS:
@@ -63,53 +66,54 @@ def dataset(directory: Path, manifest: Manifest, say: Say) -> dict[str, Any]:
 
 def run_end(summary: RunSummary, say: Say) -> None:
     """Print how a run ended, where everything is and what to do next."""
-    run_dir = summary.run_dir
+    run_dir, work_dir = summary.run_dir, summary.mirror.work_dir
     if summary.already_finished:
         say(
             f"run {run_dir.name} is already finished at step {summary.step}; "
             "a larger max_steps extends it, another run_name starts anew"
         )
-    rows = read_rows(run_dir)
-    samples = read_samples(run_dir)
+    rows = read_rows(work_dir)
+    samples = read_samples(work_dir)
     if samples:
         say(f"samples at step {samples[-1][0]}:")
         say(samples[-1][1])
-    facts = run_facts(run_dir)
+    facts = run_facts(summary.mirror)
     say(
         f"{facts['state']} at step {facts['step']} of {facts['max_steps']} | train loss "
         f"{_number(facts['first_loss'])} -> {_number(facts['train_loss'])} | "
         f"val loss {_number(facts['val_loss'])} | {amount(facts['tokens_seen'])} tokens | "
         f"{duration(_training_s(rows))} of training steps"
     )
+    say(goodput(rows).summary())
     say(f"run         {run_dir}")
     best = Catalogue(run_dir).best()
     if best is not None:
         say(f"best        {best.path} (val loss {best.state.val_loss:.4f})")
     say(f"report      {run_dir / REPORT_FILE}")
-    if (run_dir / "tensorboard").exists():
+    if run_dir.is_local and (run_dir / "tensorboard").exists():
         say(f"tensorboard --logdir {run_dir / 'tensorboard'}")
-    if (run_dir / TRACKING_FILE).exists():
-        uri = json.loads((run_dir / TRACKING_FILE).read_text())["uri"]
+    if (work_dir / TRACKING_FILE).exists():
+        uri = json.loads((work_dir / TRACKING_FILE).read_text())["uri"]
         say(f"mlflow ui --backend-store-uri {uri}")
     say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
 
 
-def run_facts(run_dir: Path) -> dict[str, Any]:
+def run_facts(mirror: Mirror) -> dict[str, Any]:
     """State and last numbers of a run."""
-    rows = read_rows(run_dir)
+    run_dir, rows = mirror.run_dir, read_rows(mirror.work_dir)
     steps = [row for row in rows if row.get("train/loss") is not None]
     evaluations = [row for row in rows if row.get("val/loss") is not None]
     checkpoints = Catalogue(run_dir).complete()
     newest: Checkpoint | None = checkpoints[-1] if checkpoints else None
     max_steps = newest.state.config["train"]["max_steps"] if newest else None
     step = newest.state.step if newest else 0
-    if is_locked(run_dir):
+    if live_holder(run_dir / LEASE_FILE):
         state = "running"
     else:
         state = "finished" if max_steps is not None and step >= max_steps else "stopped"
     return {
         "run": run_dir.name,
-        "path": str(run_dir.absolute()),
+        "path": str(run_dir),
         "state": state,
         "step": step,
         "max_steps": max_steps,
@@ -130,65 +134,66 @@ def _training_s(rows: list[Row]) -> float:
     return float(sum(row["perf/step_time_s"] for row in rows if "train/loss" in row))
 
 
-def find_run(name: str, storage_path: Path) -> Path:
-    """Directory of a run given by name or path.
+def find_run(name: str, storage: Location) -> Mirror:
+    """A run given by name or path.
 
     Raises:
         CheckpointError: there is none.
     """
-    for path in (storage_path / name, Path(name)):
-        if (path / CONFIG_FILE).exists():
-            return path
-    known = [p.name for p in _run_dirs(storage_path)]
+    for path in (storage / name, Location.of(name)):
+        if (path / CONFIG_FILE).is_file():
+            return Mirror(path).pull()
+    known = [p.name for p in _run_dirs(storage)]
     raise CheckpointError(
-        f"no run {name} in {storage_path}; there are: {', '.join(known) or 'none'} (set --storage_path)"
+        f"no run {name} in {storage}; there are: {', '.join(known) or 'none'} (set --storage_path)"
     )
 
 
-def _run_dirs(storage_path: Path) -> list[Path]:
-    return sorted(path.parent for path in storage_path.glob(f"*/{CONFIG_FILE}"))
+def _run_dirs(storage: Location) -> list[Location]:
+    runs = [storage / name for name in storage.names()]
+    return [run for run in runs if (run / CONFIG_FILE).is_file()]
 
 
-def runs_command(
-    action: str, names: list[str], storage_path: Path, as_json: bool, say: Say
-) -> None:
+def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Say) -> None:
     """The `runs` command.
 
     Raises:
         CheckpointError: a run is missing, or none or too many are named.
     """
     if action == "list":
-        content: Any = {"runs": [run_facts(path) for path in _run_dirs(storage_path)]}
+        content: Any = {"runs": [run_facts(Mirror(path).pull()) for path in _run_dirs(storage)]}
         _table(
             content["runs"],
             ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints"),
         )
-        say(f"next: raytrain-gpt runs show RUN --storage_path {storage_path}")
+        say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")
     else:
         if not names or (len(names) > 1 and action != "report"):
             raise CheckpointError(
                 f"runs {action} takes {'at least ' * (action == 'report')}one RUN; "
                 "see: raytrain-gpt runs list"
             )
-        run_dirs = [find_run(name, storage_path) for name in names]
-        content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](
-            run_dirs, say
-        )
+        runs = [find_run(name, storage) for name in names]
+        content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)
     if as_json:
         say(json.dumps(content))
 
 
-def _show(run_dirs: list[Path], say: Say) -> dict[str, Any]:
-    facts = run_facts(run_dirs[0])
+def _show(runs: list[Mirror], say: Say) -> dict[str, Any]:
+    run = runs[0]
+    facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {_number(value) if isinstance(value, float) else value}")
-    say((run_dirs[0] / CONFIG_FILE).read_text("utf-8").rstrip())
-    say(f"next: raytrain-gpt runs checkpoints {run_dirs[0]}")
-    return facts
+    run_goodput = goodput(read_rows(run.work_dir))
+    say(run_goodput.summary())
+    say((run.work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
+    say(f"next: raytrain-gpt runs checkpoints {run.run_dir}")
+    return {**facts, "goodput": run_goodput.facts()}
 
 
-def _checkpoints(run_dirs: list[Path], say: Say) -> dict[str, Any]:
-    catalogue = Catalogue(run_dirs[0])
+def _checkpoints(runs: list[Mirror], say: Say) -> dict[str, Any]:
+    run_dir = runs[0].run_dir
+    catalogue = Catalogue(run_dir)
     best = catalogue.best()
     rows = [
         {
@@ -196,28 +201,36 @@ def _checkpoints(run_dirs: list[Path], say: Say) -> dict[str, Any]:
             "tokens_seen": c.state.tokens_seen,
             "val_loss": c.state.val_loss,
             "size_bytes": c.size_bytes,
-            "age_s": round(time.time() - c.path.stat().st_mtime),
+            "age_s": _age_s(c.path),
             "best": best is not None and c.path == best.path,
             "path": str(c.path),
         }
         for c in catalogue.complete()
     ]
     _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
-    say(f'next: raytrain-gpt sample {run_dirs[0]} --prompt "Hello"')
-    return {"run": run_dirs[0].name, "checkpoints": rows}
+    say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
+    return {"run": run_dir.name, "checkpoints": rows}
 
 
-def _report(run_dirs: list[Path], say: Say) -> dict[str, Any]:
-    if len(run_dirs) == 1:
-        path = write_report(run_dirs[0])
+def _age_s(path: Location) -> int | None:
+    """Seconds since a checkpoint was written; object stores are not asked."""
+    return round(time.time() - path.path.stat().st_mtime) if path.is_local else None
+
+
+def _report(runs: list[Mirror], say: Say) -> dict[str, Any]:
+    if len(runs) == 1:
+        path = str(runs[0].run_dir / write_report(runs[0]).name)
+        runs[0].push()
     else:
-        path = write_comparison(run_dirs, run_dirs[0].parent / "comparison.html")
+        first = runs[0].run_dir
+        out = first.path.parent if first.is_local else Path.cwd()
+        path = str(write_comparison(runs, out / "comparison.html"))
     say(f"report {path}")
     say("next: open it in a browser")
-    return {"report": str(path)}
+    return {"report": path}
 
 
-def evaluation(path: Path, metrics: dict[str, Any], say: Say) -> None:
+def evaluation(path: Location, metrics: dict[str, Any], say: Say) -> None:
     """Print the result of `eval`."""
     say(
         f"{path} | step {metrics['step']} | val loss {metrics['val/loss']:.4f} nats/token | "

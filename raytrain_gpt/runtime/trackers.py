@@ -23,11 +23,12 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from raytrain_gpt.data.shards import write_atomically
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.run_files import Row
 
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
+EVENTS_TAG = "raytrain_gpt_events_until"
 _PARAMETER_LENGTH = 6000
 _BATCH_POINTS = 1000
 _RETRY_S = 10.0
@@ -35,12 +36,13 @@ _FINISH_S = 60.0
 
 
 def points(row: Row) -> list[tuple[str, float]]:
-    """The numbers of a row that a tracker can draw: `a/b` keys with finite values."""
-    return [
+    """The numbers of a row that a tracker can draw: `a/b` keys with finite values; events are 1."""
+    numbers = [
         (key, float(value))
         for key, value in row.items()
         if "/" in key and isinstance(value, int | float) and math.isfinite(value)
     ]
+    return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
 
 
 class TensorBoard:
@@ -105,6 +107,7 @@ class MLflow:
         self._rows: list[Row] = []
         self._samples: list[tuple[int, str]] = []
         self._status: str | None = None
+        self._newest_checkpoint: str | None = None
         self._changed = threading.Condition()
         self._warned = False
         self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True)
@@ -122,10 +125,10 @@ class MLflow:
             self._samples.append((step, text))
             self._changed.notify()
 
-    def close(self, status: str) -> None:
+    def close(self, status: str, newest_checkpoint: str | None) -> None:
         """End the MLflow run as FINISHED, FAILED or KILLED; waits a minute at most."""
         with self._changed:
-            self._status = status
+            self._status, self._newest_checkpoint = status, newest_checkpoint
             self._changed.notify()
         self._thread.join(_FINISH_S)
 
@@ -158,7 +161,7 @@ class MLflow:
             del self._rows[: len(rows)], self._samples[: len(samples)]
             if status is None or self._rows or self._samples:
                 return False
-        session.close(status)
+        session.close(status, self._newest_checkpoint)
         return True
 
 
@@ -168,7 +171,7 @@ def _identity(run_dir: Path, uri: str) -> str:
     known = json.loads(path.read_text()) if path.exists() else {}
     if known.get("uri") != uri:
         known = {"uri": uri, "identity": uuid.uuid4().hex}
-        write_atomically(path, json.dumps(known) + "\n")
+        Location.of(path).write_text(json.dumps(known) + "\n")
     return str(known["identity"])
 
 
@@ -208,6 +211,8 @@ class _Session:
         new = [Param(name, value) for name, value in parameters.items() if name not in logged]
         self._client.log_batch(self._run_id, params=new)
         self._last = {key: self._last_step(key) for key in ("train/loss", "val/loss")}
+        # Events repeat no step, so what is known of them is the time of the last one.
+        self._last_event_s = float(found.data.tags.get(EVENTS_TAG, 0.0))
 
     def _find(self, experiment_id: str, identity: str) -> Any:
         mine = f"tags.{IDENTITY_TAG} = '{identity}'"
@@ -223,23 +228,28 @@ class _Session:
 
         now = int(time.time() * 1000)
         metrics = []
+        events = [row for row in rows if row.get("time", 0.0) > self._last_event_s]
+        for row in events:
+            metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
         for row in rows:
             kind = "train/loss" if "train/loss" in row else "val/loss"
             if kind in row and row["step"] > self._last[kind]:
                 metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH_POINTS])
+        if events:
+            self._last_event_s = max(row["time"] for row in events)
+            self._client.set_tag(self._run_id, EVENTS_TAG, repr(self._last_event_s))
         for kind in self._last:
             steps = [row["step"] for row in rows if kind in row]
             self._last[kind] = max([self._last[kind], *steps])
         for step, text in samples:
             self._client.log_text(self._run_id, text, f"samples/step={step:08d}.txt")
 
-    def close(self, status: str) -> None:
+    def close(self, status: str, newest_checkpoint: str | None) -> None:
         for name in ("config.yaml", "report.html", "samples.txt"):
             if (self._dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._dir / name))
-        checkpoints = sorted((self._dir / "checkpoints").glob("step=*"))
-        if checkpoints:
-            self._client.set_tag(self._run_id, "newest_checkpoint", str(checkpoints[-1]))
+        if newest_checkpoint is not None:
+            self._client.set_tag(self._run_id, "newest_checkpoint", newest_checkpoint)
         self._client.set_terminated(self._run_id, status)

@@ -17,32 +17,37 @@ from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer, token_bytes
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
 from raytrain_gpt.runtime.feed import EvalFeed
 from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.runtime.locations import data_location
 from raytrain_gpt.runtime.preflight import check_vocabulary
 
 
-def open_checkpoint(path: Path) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+def open_checkpoint(
+    path: str | Path,
+) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    checkpoint = resolve_checkpoint(path)
+    checkpoint = resolve_checkpoint(Location.of(path))
     config = parse_config(checkpoint.state.config, str(checkpoint.path))
     tokenizer = read_tokenizer(checkpoint.path)
     device = best_device()
     model = GPT(GPTShape.of(config, checkpoint.state.vocab_size))
-    load_model(checkpoint.path, model)
+    with checkpoint.files() as directory:
+        load_model(directory, model)
     return checkpoint, config, model.to(device), tokenizer, device
 
 
 def evaluate_checkpoint(
-    path: Path, data: Path | None, eval_tokens: int | None
-) -> tuple[Path, dict[str, Any]]:
+    path: str | Path, data: str | Path | None, eval_tokens: int | None
+) -> tuple[Location, dict[str, Any]]:
     """Validation metrics of a checkpoint.
 
     Args:
@@ -61,7 +66,7 @@ def evaluate_checkpoint(
     if eval_tokens is not None and eval_tokens < 1:
         raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
-    directory = data or Path(config.data.data_path)
+    directory = data_location(config) if data is None else Location.of(data)
     manifest = read_manifest(directory)
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
     spec = IngestSpec(
@@ -85,7 +90,7 @@ def evaluate_checkpoint(
 
 
 def sample_checkpoint(
-    path: Path,
+    path: str | Path,
     prompt: str,
     log: Callable[[str], None],
     *,

@@ -19,7 +19,7 @@ from raytrain_gpt.core.loop import (
     train_steps,
 )
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.optim import build_optimizer, update
 from raytrain_gpt.core.schedule import learning_rate
 
 OPTIM = OptimSection(peak_lr=1e-2, min_lr=1e-3, warmup_steps=4)
@@ -34,7 +34,10 @@ MicroBatches = Callable[..., Iterator[MicroBatch]]
 
 
 def steps(
-    model: GPT, optimizer: torch.optim.AdamW, micro_batches: Iterator[MicroBatch], **changes: Any
+    model: torch.nn.Module,
+    optimizer: torch.optim.AdamW,
+    micro_batches: Iterator[MicroBatch],
+    **changes: Any,
 ) -> Iterator[StepResult]:
     """`train_steps` with usual settings, some of them changed."""
     settings: dict[str, Any] = {
@@ -139,6 +142,74 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_are(
     assert all(value != value for value in losses + norms)
     for parameter, kept in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter.nan_to_num(), kept.nan_to_num())
+
+
+class Spoilt(torch.nn.Module):
+    """A model whose loss is not finite in one of its calls, though its gradients would be."""
+
+    def __init__(self, model: GPT, call: int, added: float) -> None:
+        super().__init__()
+        self.model, self._calls_left, self._added = model, call, added
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(inputs, targets)
+        self._calls_left -= 1
+        return loss + self._added if self._calls_left == -1 else loss
+
+
+@pytest.mark.parametrize("added", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("micro_batch", [0, 1, 3], ids=["first", "second", "last"])
+def test_one_bad_micro_batch_skips_the_update_of_its_step(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches, micro_batch: int, added: float
+) -> None:
+    plain, spoilt = new_model(), new_model()
+    settings: dict[str, Any] = {"micro_batches_per_step": 4}
+    expected, optimizer = [], build_optimizer(plain, OPTIM)
+    for first, stop in ((0, 2), (3, 5)):
+        batches = micro_batches(stop, 2, first_step=first)
+        changes = {**settings, "first_step": first, "max_steps": stop}
+        expected += steps(plain, optimizer, batches, **changes)
+
+    model = Spoilt(spoilt, call=2 * 4 + micro_batch, added=added)
+    found = list(
+        steps(model, build_optimizer(model, OPTIM), micro_batches(5, 2), max_steps=5, **settings)
+    )
+    bad = found.pop(2)
+    assert not torch.isfinite(bad.loss)
+    assert torch.isnan(bad.grad_norm)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.step, a.loss.item(), a.grad_norm.item()) == (
+            b.step,
+            b.loss.item(),
+            b.grad_norm.item(),
+        )
+    for a, b in zip(spoilt.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sequences", [8, 2])
+def test_the_factor_of_good_steps_is_exactly_one(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches, sequences: int
+) -> None:
+    """Gradients of a step are bitwise those of plain backward passes."""
+    trained_, plain = new_model(), new_model()
+    count = 8 // sequences
+    optimizer = build_optimizer(trained_, OPTIM)
+    (result,) = steps(
+        trained_,
+        optimizer,
+        micro_batches(1, sequences),
+        max_steps=1,
+        micro_batches_per_step=count,
+    )
+    reference = build_optimizer(plain, OPTIM)
+    plain.train()
+    for inputs, targets in micro_batches(1, sequences):
+        (plain(inputs, targets) / count).backward()
+    norm = update(reference, list(plain.parameters()), learning_rate(0, OPTIM, 20), 1.0)
+    assert result.grad_norm.item() == norm.item()
+    for a, b in zip(trained_.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_settling_the_buckets_changes_no_weight(model: GPT, micro_batches: MicroBatches) -> None:

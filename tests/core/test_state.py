@@ -17,12 +17,14 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import (
     MODEL_FILE,
-    OPTIM_FILE,
+    HostCopy,
     load_model,
     load_optimizer,
     save_state,
 )
 from raytrain_gpt.errors import CheckpointError
+
+OPTIM_FILE = "optim-00000.safetensors"
 
 MicroBatches = Callable[..., Iterator[MicroBatch]]
 
@@ -68,6 +70,45 @@ def test_weights_and_moments_come_back_bitwise(
         for key, tensor in optimizer.state[b].items():
             assert torch.equal(loaded_optimizer.state[a][key], tensor), key
             assert loaded_optimizer.state[a][key].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+def test_parts_written_apart_are_one_state(
+    tmp_path: Path,
+    trained: tuple[GPT, torch.optim.AdamW],
+    new_model: Callable[..., GPT],
+    num_parts: int,
+) -> None:
+    model, optimizer = trained
+    sizes = []
+    for part in range(num_parts):
+        copy = HostCopy(model, optimizer, part, num_parts)
+        copy.refresh()
+        for file in copy.files():
+            copy.write(file, tmp_path / file)
+        sizes.append(sum((tmp_path / file).stat().st_size for file in copy.files()))
+    loaded = new_model(seed=9)
+    loaded_optimizer = build_optimizer(loaded, OptimSection())
+    load_model(tmp_path, loaded)
+    load_optimizer(tmp_path, loaded, loaded_optimizer)
+    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, tensor in optimizer.state[b].items():
+            assert torch.equal(loaded_optimizer.state[a][key], tensor), key
+    if num_parts == 2:
+        assert max(sizes) < 0.7 * sum(sizes)
+
+
+def test_a_copy_is_not_touched_by_training_that_goes_on(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], micro_batches: MicroBatches
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    copy = HostCopy(model, optimizer)
+    copy.refresh()
+    train(model, optimizer, micro_batches(6, first_step=3), 3, 6)
+    copy.write(MODEL_FILE, tmp_path / "later")
+    assert (tmp_path / "later").read_bytes() == (tmp_path / MODEL_FILE).read_bytes()
 
 
 def test_training_goes_on_bitwise_from_a_checkpoint(

@@ -15,9 +15,13 @@ from raytrain_gpt.data.order import (
     WINDOW_TOKENS,
     Ids,
     Order,
+    Skipped,
+    batch_before,
+    batches_to_read,
     extend_order_hash,
     permutation,
     sequence_hashes,
+    skip_past,
 )
 from raytrain_gpt.errors import DataError
 
@@ -294,3 +298,56 @@ def test_padding_does_not_change_a_sum_of_hashes() -> None:
     padded = np.append(ids, [-1, -1])
     assert sequence_hashes(padded).sum() == sequence_hashes(ids).sum()
     assert sequence_hashes(padded)[-1] == 0
+
+
+MANY = 400
+"""More global batches than ranges of skipped ones reach."""
+
+
+@st.composite
+def skipped_ranges(draw: st.DrawFn) -> Skipped:
+    """In any order; apart, touching, overlapping, one inside another, equal."""
+    firsts = draw(st.lists(st.integers(0, 60), max_size=6))
+    return tuple((first, first + draw(st.integers(1, 25))) for first in firsts)
+
+
+def kept(skipped: Skipped) -> list[int]:
+    """All global batches that are not skipped, in order."""
+    return [i for i in range(MANY) if not any(first <= i < stop for first, stop in skipped)]
+
+
+@given(skipped_ranges(), st.integers(0, 100))
+def test_skip_past_is_the_next_kept_batch(skipped: Skipped, batch: int) -> None:
+    assert skip_past(batch, skipped) == next(i for i in kept(skipped) if i >= batch)
+
+
+@given(skipped_ranges(), st.integers(0, 100), st.integers(0, 100))
+def test_what_is_read_are_the_next_kept_batches(skipped: Skipped, first: int, count: int) -> None:
+    ranges = batches_to_read(first, count, skipped)
+    read = [batch for begin, stop in ranges for batch in range(begin, stop)]
+    assert read == [i for i in kept(skipped) if i >= first][:count]
+    assert all(begin < stop for begin, stop in ranges)
+
+
+@given(skipped_ranges(), st.integers(0, 100), st.integers(0, 40))
+def test_the_batch_before_is_counted_in_kept_batches(
+    skipped: Skipped, index: int, count: int
+) -> None:
+    batches = kept(skipped)
+    count = min(count, index)
+    assert batch_before(batches[index], count, skipped) == batches[index - count]
+
+
+@given(skipped_ranges(), st.integers(0, 60), st.integers(1, 60))
+def test_steps_and_the_feed_go_through_the_same_batches(
+    skipped: Skipped, first: int, count: int
+) -> None:
+    """Rows carry the first batch of a chunk; the step log counts on from a position."""
+    expected, position, seen = first, first, []
+    for begin, stop in batches_to_read(first, count, skipped):
+        assert begin == skip_past(expected, skipped)
+        expected = stop
+        seen += range(begin, stop)
+    for batch in seen:
+        assert batch == skip_past(position, skipped)
+        position = batch + 1

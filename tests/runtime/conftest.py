@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ import ray
 
 from raytrain_gpt import cli
 from raytrain_gpt.config import Config, load_preset
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.runtime.launch import RunSummary, train
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.s3 import S3Server
 
 CLUSTER_CPUS = 6
 
@@ -42,8 +46,11 @@ SMALL = {
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[str]:
-    """Address of a cluster that the tests' own process and commands started by them use."""
+def cluster(s3: S3Server) -> Iterator[str]:
+    """Address of a cluster that the tests' own process and commands started by them use.
+
+    Its processes have the variables for the object store, which must be set before it starts.
+    """
     context = ray.init("local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()
@@ -62,6 +69,29 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, test_data: Path | None) ->
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the session's runs."""
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def bucket(s3: S3Server) -> Location:
+    """A bucket for the runs of the session."""
+    s3.make_bucket("runs")
+    return Location.of("s3://runs", retry_for_s=30)
+
+
+@pytest.fixture
+def remote_dir(bucket: Location, request: pytest.FixtureRequest) -> Location:
+    """A run's directory of the test's own in an object store, empty."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
+    return bucket / name
+
+
+@pytest.fixture(params=["local", "s3"])
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    """A run's directory that is not there yet, on a disk and in an object store."""
+    if request.param == "local":
+        return Location.of(tmp_path / "run")
+    found: Location = request.getfixturevalue("remote_dir")
+    return found
 
 
 MakeConfig = Callable[..., Config]

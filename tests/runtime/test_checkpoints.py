@@ -1,15 +1,29 @@
-"""The catalogue: complete or absent, verified by hash, ordered by step."""
+"""The catalogue, on a disk and in an object store: complete or absent, verified, ordered by step."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState, resolve_checkpoint
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import CheckpointError, StorageError
+from raytrain_gpt.runtime.checkpoints import (
+    Catalogue,
+    Checkpoint,
+    CheckpointState,
+    FileEntry,
+    read_checkpoint,
+    resolve_checkpoint,
+)
+from tests.s3 import S3Server
 
 STATE = CheckpointState(
     step=0,
@@ -24,55 +38,95 @@ STATE = CheckpointState(
     order_version=1,
     num_workers=1,
 )
+MODEL = bytes(range(256)) * 8
 
 
-def write(catalogue: Catalogue, step: int, val_loss: float | None = None) -> Path:
-    def fill(directory: Path) -> None:
-        (directory / "model.safetensors").write_bytes(bytes(range(256)) * 8)
-        (directory / "rows.jsonl").write_text(json.dumps({"step": step}) + "\n")
+def state(step: int, val_loss: float | None = None) -> CheckpointState:
+    return dataclasses.replace(STATE, step=step, val_loss=val_loss)
 
-    return catalogue.write(dataclasses.replace(STATE, step=step, val_loss=val_loss), fill)
+
+def rows(step: int) -> dict[str, str]:
+    """The small file with the rows of metrics.jsonl."""
+    return {"rows.jsonl": json.dumps({"step": step}) + "\n"}
+
+
+def content(value: bytes) -> Callable[[Path], None]:
+    """Writes it."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(value)
+
+    return write
+
+
+def write(
+    catalogue: Catalogue, step: int, val_loss: float | None = None, mark: str = "001"
+) -> Location:
+    draft = catalogue.draft(step, mark)
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    return draft.commit(state(step, val_loss), entries, rows(step))
 
 
 def steps(catalogue: Catalogue) -> list[int]:
     return [checkpoint.state.step for checkpoint in catalogue.complete()]
 
 
-def test_the_newest_is_the_largest_step_whatever_the_clock_says(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
+def names(run_dir: Location) -> list[str]:
+    """What lies in the directory of all checkpoints."""
+    return (run_dir / "checkpoints").names()
+
+
+def files(path: Location) -> list[str]:
+    return [name for name, _ in path.files()]
+
+
+def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
     for step in (30, 10, 20):
         write(catalogue, step)
     newest = catalogue.newest_good(pytest.fail)
     assert newest is not None
-    assert newest.state.step == 30
+    assert newest.state == state(30)
     assert newest.rows() == [{"step": 30}]
 
 
-def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert Catalogue(tmp_path).newest_good(pytest.fail) is None
+def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
+    for step in (10, 20, 30):
+        write(catalogue, step)
+    for before_step, found in ((31, 30), (30, 20), (11, 10)):
+        newest = catalogue.newest_good(pytest.fail, before_step)
+        assert newest is not None
+        assert newest.state.step == found
+    assert catalogue.newest_good(pytest.fail, before_step=10) is None
+
+
+def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
+    assert Catalogue(run_dir).newest_good(pytest.fail) is None
+    assert Catalogue(run_dir).best() is None
 
 
 @pytest.mark.parametrize(
     "damage", ["flip", "truncate", "remove", "remove hashes", "remove state", "flip hashes"]
 )
-def test_a_damaged_checkpoint_is_skipped_with_one_line(tmp_path: Path, damage: str) -> None:
-    catalogue = Catalogue(tmp_path)
+def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage: str) -> None:
+    catalogue = Catalogue(run_dir)
     write(catalogue, 10)
     path = write(catalogue, 20)
     model = path / "model.safetensors"
     match damage:
         case "flip":
-            content = bytearray(model.read_bytes())
-            content[99] ^= 4
-            model.write_bytes(content)
+            flipped = bytearray(MODEL)
+            flipped[99] ^= 4
+            model.write_bytes(flipped)
         case "truncate":
-            model.write_bytes(model.read_bytes()[:-1])
+            model.write_bytes(MODEL[:-1])
         case "remove":
-            model.unlink()
+            model.remove()
         case "remove hashes":
-            (path / "hashes.json").unlink()
+            (path / "hashes.json").remove()
         case "remove state":
-            (path / "state.json").unlink()
+            (path / "state.json").remove()
         case "flip hashes":
             hashes = (path / "hashes.json").read_text()
             (path / "hashes.json").write_text(hashes.replace("sha256", "sha257", 1))
@@ -80,76 +134,363 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(tmp_path: Path, damage: s
     newest = catalogue.newest_good(lines.append)
     assert newest is not None
     assert newest.state.step == 10
+    if damage == "remove hashes" and not run_dir.is_local:
+        assert lines == []  # there it is what every checkpoint being written looks like
+        return
     assert len(lines) == 1
     assert "\n" not in lines[0]
     assert "step=00000020" in lines[0]
 
 
-def test_all_damaged_is_an_error_and_no_start_from_nothing(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
+def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
     (write(catalogue, 10) / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
         catalogue.newest_good(lambda line: None)
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
+def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> None:
+    """Each rank has a draft of its own; sizes and hashes travel to the one that commits."""
+    first, second = (Catalogue(run_dir).draft(20, "001") for _ in range(2))
+    entries = {name: first.add(name, content(MODEL)) for name in ("model.safetensors", "optim-0")}
+    assert entries["optim-0"] == FileEntry(len(MODEL), hashlib.sha256(MODEL).hexdigest())
+    entries |= {"optim-1": second.add("optim-1", content(b"moments"))}
+    assert steps(Catalogue(run_dir)) == []
+    assert Catalogue(run_dir).newest_good(pytest.fail) is None
+
+    path = first.commit(state(20), entries, rows(20))
+    assert path == run_dir / "checkpoints" / "step=00000020"
+    assert names(run_dir) == ["step=00000020"]
+    everything = [*entries, "rows.jsonl", "state.json", "hashes.json"]
+    assert files(path) == sorted(everything)
+    checkpoint = read_checkpoint(path)
+    checkpoint.verify()
+    sizes = dict(path.files())
+    assert checkpoint.size_bytes == sum(sizes.values()) - sizes["hashes.json"]
+    assert (path / "optim-1").read_bytes() == b"moments"
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "optim-1"])
+def test_a_file_of_another_writer_that_never_came_is_noticed(
+    run_dir: Location, missing: str
+) -> None:
+    draft = Catalogue(run_dir).draft(20, "001")
+    entries = {name: draft.add(name, content(MODEL)) for name in ("model.safetensors", "optim-1")}
+    path = draft.commit(state(20), entries, {})
+    (path / missing).remove()
+    with pytest.raises(CheckpointError, match=f"lacks {missing}"):
+        read_checkpoint(path).verify()
+
+
+def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
     write(catalogue, 10)
+    draft, other = catalogue.draft(20, "001"), catalogue.draft(20, "001")
+    draft.add("model.safetensors", content(MODEL))
+    other.add("optim-1", content(MODEL))
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+    catalogue.draft(30, "001").discard()
+    assert steps(catalogue) == [10]
 
-    def fail(directory: Path) -> None:
-        (directory / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="no space left") as error:
-        catalogue.write(dataclasses.replace(STATE, step=20), fail)
-    assert "older checkpoints are intact" in str(error.value)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=00000010"]
+def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
+    run_dir: Location,
+) -> None:
+    catalogue = Catalogue(run_dir)
+    write(catalogue, 10)
+    dying = catalogue.draft(20, "001")
+    dying.add("model.safetensors", content(b"of the dying attempt"))
+    dying.add("optim-1", content(b"and of its other rank"))
+    assert steps(catalogue) == [10]
+    newest = catalogue.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == 10
+
+    path = write(catalogue, 20, mark="002")
+    checkpoint = read_checkpoint(path)
+    checkpoint.verify()
+    with checkpoint.files() as directory:
+        # Another attempt may have had more ranks: a file of theirs would be loaded with ours.
+        own = ["hashes.json", "model.safetensors", "rows.jsonl", "state.json"]
+        assert sorted(file.name for file in directory.iterdir()) == own
+        assert (directory / "model.safetensors").read_bytes() == MODEL
+    if run_dir.is_local:
+        assert files(path) == own
+        assert names(run_dir)[-1] == "unfinished-step=00000020-001"
+    catalogue.draft(30, "001").add("model.safetensors", content(MODEL))
+    catalogue.clean(good_until=20)
+    assert names(run_dir) == ["step=00000010", "step=00000020"]
+    assert steps(catalogue) == [10, 20]
 
 
 def test_unfinished_directories_are_never_read_and_are_cleaned(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
-    whole = write(catalogue, 10)
+    run_dir = Location.of(tmp_path)
+    catalogue = Catalogue(run_dir)
+    whole = write(catalogue, 10).path
     whole.rename(whole.with_name("unfinished-step=00000010"))
     assert steps(catalogue) == []
     assert catalogue.newest_good(pytest.fail) is None
     catalogue.clean(good_until=0)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert names(run_dir) == []
 
 
-def test_what_lies_above_the_resumed_step_is_set_aside(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
+def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
     write(catalogue, 10)
-    (write(catalogue, 20) / "hashes.json").unlink()
+    damaged = write(catalogue, 20)
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    write(catalogue, 30)
+    catalogue.clean(good_until=10)
+    assert steps(catalogue) == [10]
+    write(catalogue, 20)
+    newest = catalogue.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == 20
+    if run_dir.is_local:
+        aside = ["broken-step=00000020", "broken-step=00000030"]
+        assert names(run_dir) == [*aside, "step=00000010", "step=00000020"]
+
+
+def test_setting_aside_twice_keeps_the_later_one(tmp_path: Path) -> None:
+    catalogue = Catalogue(Location.of(tmp_path))
+    for text in (b"first", b"second"):
+        (write(catalogue, 20) / "model.safetensors").write_bytes(text)
+        catalogue.clean(good_until=10)
+    aside = tmp_path / "checkpoints" / "broken-step=00000020"
+    assert (aside / "model.safetensors").read_bytes() == b"second"
+
+
+def test_a_local_checkpoint_without_hashes_is_set_aside_too(tmp_path: Path) -> None:
+    catalogue = Catalogue(Location.of(tmp_path))
+    write(catalogue, 10)
+    (write(catalogue, 20) / "hashes.json").remove()
     catalogue.clean(good_until=10)
     write(catalogue, 20)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["broken-step=00000020", "step=00000010", "step=00000020"]
+    assert names(Location.of(tmp_path)) == [
+        "broken-step=00000020",
+        "step=00000010",
+        "step=00000020",
+    ]
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
+def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.5)):
         write(catalogue, step, loss)
     catalogue.prune(keep=2)
     assert steps(catalogue) == [20, 40, 50]
+    assert names(run_dir) == ["step=00000020", "step=00000040", "step=00000050"]
     best = catalogue.best()
     assert best is not None
     assert best.state.step == 20
-    assert resolve_checkpoint(tmp_path).state.step == 20
-    assert resolve_checkpoint(tmp_path / "checkpoints" / "step=00000050").state.step == 50
+    assert resolve_checkpoint(run_dir).state.step == 20
+    assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
 
 
-def test_a_newer_state_version_asks_for_an_upgrade(tmp_path: Path) -> None:
-    path = write(Catalogue(tmp_path), 10)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | {"state_version": 99}))
+def test_pruning_keeps_the_newest_alone_where_it_is_the_best(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
+    for step in (10, 20, 30):
+        write(catalogue, step, val_loss=1.0 / step)
+    catalogue.prune(keep=1)
+    assert steps(catalogue) == [30]
+
+
+def test_a_newer_state_version_asks_for_an_upgrade(run_dir: Location) -> None:
+    path = write(Catalogue(run_dir), 10)
+    newer = json.loads((path / "state.json").read_text()) | {"state_version": 99}
+    (path / "state.json").write_text(json.dumps(newer))
     with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
         resolve_checkpoint(path)
-    write(Catalogue(tmp_path), 5)
+    write(Catalogue(run_dir), 5)
     with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
-        Catalogue(tmp_path).newest_good(pytest.fail)
+        Catalogue(run_dir).newest_good(pytest.fail)
 
 
-def test_no_checkpoint_names_the_way_out(tmp_path: Path) -> None:
+def test_state_comes_back_as_it_was_and_of_the_version_before(run_dir: Location) -> None:
+    whole = dataclasses.replace(state(10, 2.5), skipped_batches=((3, 7), (20, 31)))
+    draft = Catalogue(run_dir).draft(10, "001")
+    path = draft.commit(whole, {}, {})
+    assert read_checkpoint(path).state == whole
+    before = json.loads((path / "state.json").read_text())
+    del before["skipped_batches"]
+    (path / "state.json").write_text(json.dumps(before | {"state_version": 1}))
+    assert read_checkpoint(path).state == dataclasses.replace(state(10, 2.5), state_version=1)
+
+
+def test_no_checkpoint_names_the_way_out(run_dir: Location) -> None:
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
-        resolve_checkpoint(tmp_path)
+        resolve_checkpoint(run_dir)
+
+
+# In an object store
+
+
+def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> None:
+    catalogue = Catalogue(remote_dir)
+    path = write(catalogue, 20)
+    (path / "hashes.json").remove()
+    assert (path / "state.json").is_file()
+    assert steps(catalogue) == []
+    assert catalogue.newest_good(pytest.fail) is None
+    with pytest.raises(CheckpointError, match=r"incomplete: it has no hashes\.json"):
+        resolve_checkpoint(path)
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
+        resolve_checkpoint(remote_dir)
+
+
+def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
+    checkpoint = read_checkpoint(write(Catalogue(remote_dir), 20))
+    with checkpoint.files() as directory:
+        assert (directory / "model.safetensors").read_bytes() == MODEL
+    (checkpoint.path / "model.safetensors").write_bytes(MODEL[::-1])
+    with (
+        pytest.raises(CheckpointError, match=r"content of model\.safetensors was changed"),
+        checkpoint.files(),
+    ):
+        pass
+
+
+def test_a_missing_file_is_named_when_they_are_fetched(remote_dir: Location) -> None:
+    checkpoint = read_checkpoint(write(Catalogue(remote_dir), 20))
+    (checkpoint.path / "model.safetensors").remove()
+    with (
+        pytest.raises(CheckpointError, match=r"lacks model\.safetensors"),
+        checkpoint.files(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])
+def test_names_that_lead_out_of_a_checkpoint_are_damage(run_dir: Location, name: str) -> None:
+    path = write(Catalogue(run_dir), 20)
+    hashes = json.loads((path / "hashes.json").read_text())
+    hashes[name] = hashes["state.json"]
+    (path / "hashes.json").write_text(json.dumps(hashes))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        resolve_checkpoint(path)
+
+
+def test_a_local_checkpoint_is_used_where_it_is(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write(Catalogue(Location.of(tmp_path)), 20))
+    with checkpoint.files() as directory:
+        assert directory == checkpoint.path.path
+
+
+def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
+    bucket: Location, s3: S3Server
+) -> None:
+    run_dir = dataclasses.replace(bucket, retry_for_s=0.0) / "out-of-reach"
+    catalogue = Catalogue(run_dir)
+    write(catalogue, 10)
+    draft = catalogue.draft(20, "001")
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    s3.stop()
+    try:
+        with pytest.raises(StorageError, match="out of reach"):
+            draft.add("optim-1", content(MODEL))
+        with pytest.raises(StorageError, match="out of reach"):
+            draft.commit(state(20), entries, rows(20))
+    finally:
+        s3.start()
+    assert steps(catalogue) == [10]
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def filled(path: Path) -> Path:
+    """A file that takes all the space that is left."""
+    filler = path / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for _ in range(shutil.disk_usage(path).free // 4096):
+            file.write(bytes(4096))
+    assert shutil.disk_usage(path).free == 0
+    return filler
+
+
+def check_only(run_dir: Path, step: int) -> None:
+    """That checkpoint is whole and the only thing there."""
+    catalogue = Catalogue(Location.of(run_dir))
+    newest = catalogue.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == step
+    assert names(Location.of(run_dir)) == [f"step={step:08d}"]
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(small_disk: Path) -> None:
+    catalogue = Catalogue(Location.of(small_disk))
+    write(catalogue, 10)
+    filler = filled(small_disk)
+    draft = catalogue.draft(20, "001")
+    with pytest.raises(CheckpointError, match="no space left") as error:
+        draft.add("model.safetensors", content(bytes(2**17)))
+    assert "older checkpoints are intact" in str(error.value)
+    assert "bytes are free" in str(error.value)
+    draft.discard()
+    check_only(small_disk, 10)
+    filler.unlink()
+    write(catalogue, 20)
+    assert steps(catalogue) == [10, 20]
+
+
+def test_a_disk_that_is_full_when_it_is_committed(small_disk: Path) -> None:
+    catalogue = Catalogue(Location.of(small_disk))
+    write(catalogue, 10)
+    draft = catalogue.draft(20, "001")
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    filled(small_disk)
+    with pytest.raises(CheckpointError, match="no space left"):
+        draft.commit(state(20), entries, {"rows.jsonl": "x" * 2**17})
+    assert steps(catalogue) == [10]
+    draft.discard()
+    check_only(small_disk, 10)
+
+
+def test_a_full_disk_that_safetensors_tells_in_its_own_words(small_disk: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    draft = Catalogue(Location.of(small_disk)).draft(20, "001")
+    large = {"weight": torch.zeros(2**16)}
+    with pytest.raises(CheckpointError, match="no space left"):
+        draft.add("model.safetensors", lambda path: safetensors.save_file(large, path))
+
+
+def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> None:
+    catalogue = Catalogue(run_dir)
+    write(catalogue, 10)
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("the device is gone")
+
+    draft = catalogue.draft(20, "001")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        draft.add("model.safetensors", fail)
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+
+
+def test_a_copy_of_a_run_has_its_checkpoints(tmp_path: Path) -> None:
+    write(Catalogue(Location.of(tmp_path / "run")), 10)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copied: Checkpoint = resolve_checkpoint(Location.of(tmp_path / "copy"))
+    assert copied.path.path == tmp_path / "copy" / "checkpoints" / "step=00000010"

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import ray
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.runtime.cluster import Node, Resources, fit_micro_batch, fit_to_cluster
+from raytrain_gpt.runtime import cluster
+from raytrain_gpt.runtime.cluster import (
+    DATA_CPUS,
+    Node,
+    Resources,
+    fit_micro_batch,
+    fit_to_cluster,
+    largest_world_size,
+)
 
 
 def config(**values: object) -> Config:
@@ -55,3 +66,88 @@ def test_gpus_that_are_not_there() -> None:
         fit_to_cluster(config(use_gpu=True), given(Node(4, 0)))
     with pytest.raises(ClusterError, match="and 2 GPUs on 1 nodes"):
         fit_to_cluster(config(use_gpu=True, num_workers=4), given(Node(64, 2)))
+
+
+CLUSTERS = [
+    given(*nodes)
+    for count in (1, 2, 3)
+    for nodes in itertools.product([Node(1, 0), Node(3, 1), Node(4, 2), Node(9, 0)], repeat=count)
+]
+
+
+def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
+    """Whether so many workers can be placed one by one, and a CPU is left for data."""
+    left = [[int(node.cpus), int(node.gpus)] for node in resources.nodes]
+    for _ in range(workers):
+        room = [n for n in left if n[0] >= cpus and n[1] >= use_gpu]
+        if not room:
+            return False
+        room[0][0] -= cpus
+        room[0][1] -= use_gpu
+    return not workers or sum(n[0] for n in left) >= DATA_CPUS
+
+
+@pytest.mark.parametrize("use_gpu", [False, True])
+@pytest.mark.parametrize("cpus", [1, 2, 3])
+def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batch(
+    cpus: int, use_gpu: bool
+) -> None:
+    found = set()
+    for resources, (num, least) in itertools.product(
+        CLUSTERS, [(1, None), (2, 1), (4, None), (5, 2), (6, 3), (8, 1), (12, 5), (12, 12)]
+    ):
+        wanted = config(num_workers=num, min_workers=least, cpus_per_worker=cpus, use_gpu=use_gpu)
+        possible = [
+            workers
+            for workers in range(least or num, num + 1)
+            if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
+        ]
+        expected = max(possible, default=None)
+        assert largest_world_size(wanted, resources) == expected, (resources, num, least)
+        found.add(expected)
+    assert {None, 1, 2} < found
+
+
+def test_what_starts_a_run_is_what_restarts_it() -> None:
+    """`fit_to_cluster` refuses where a running one would wait, and else gives the same size."""
+    for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
+        wanted = config(
+            num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
+            micro_batch_sequences=1,
+        )  # fmt: skip
+        world_size = largest_world_size(wanted, resources)
+        if world_size is None:
+            with pytest.raises((ClusterError, ConfigError)):
+                fit_to_cluster(wanted, resources)
+        else:
+            assert fit_to_cluster(wanted, resources) == (wanted, world_size)
+
+
+def test_no_size_while_the_cluster_is_empty() -> None:
+    wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
+    assert largest_world_size(wanted, given()) is None
+    assert largest_world_size(wanted, given(Node(1, 0))) is None  # the CPU for data
+    assert largest_world_size(wanted, given(Node(1, 0), Node(1, 0))) == 1
+
+
+def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    nodes = [
+        node("a", CPU=4.0),
+        node("b", CPU=8.0, GPU=2.0),
+        node("c", CPU=16.0, GPU=4.0),
+        node("d", alive=False, CPU=32.0),
+        node("e", memory=1.0),
+    ]
+    draining: dict[str, int] = {}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
+    assert cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0))
+    draining["c"] = 0  # a deadline is not always given
+    assert cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0))
+    wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
+    assert largest_world_size(wanted, cluster.resources()) == 2
+    draining.clear()
+    assert largest_world_size(wanted, cluster.resources()) == 6

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import StorageError
+from raytrain_gpt.runtime import prepare as prepare_module
 from raytrain_gpt.runtime.prepare import prepare
+from tests.conftest import RaisesLine
+from tests.s3 import S3Server
 
 pytestmark = pytest.mark.ray
 
@@ -38,3 +45,59 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert "next: raytrain-gpt train" in shown
     assert "already prepared" in run_cli("prepare", source, "--out", out, "--val_fraction=0.1")[1]
     assert run_cli("data", "verify", out)[0] == 0
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Iterator[Location]:
+    s3.make_bucket("prepared")
+    yield Location.of("s3://prepared")
+    s3.start()
+
+
+def test_tasks_read_from_and_write_to_an_object_store(
+    cluster: str, bucket: Location, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for i in range(3):
+        text = "".join(f'{{"text": "document {i} {j}"}}\n' for j in range(100))
+        (tmp_path / "sources").mkdir(exist_ok=True)
+        (tmp_path / "sources" / f"{i}.jsonl").write_text(text)
+        (bucket / f"sources/{i}.jsonl").write_text(text)
+    local = prepare([str(tmp_path / "sources")], tmp_path / "out", "bytes", log=print)
+    stored = prepare(["s3://prepared/sources/*.jsonl"], bucket / "out", "bytes", log=print)
+    assert stored.hash == local.hash
+    assert (bucket / "out").names() == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for shard in local.shards:
+        content = (bucket / "out" / shard.path).read_bytes()
+        assert content == (tmp_path / "out" / shard.path).read_bytes()
+    out = bucket / "by-command"
+    code, shown, _ = run_cli("prepare", "s3://prepared/sources", "--out", out)
+    assert code == 0
+    assert f"--data_path {out}" in shown
+    assert run_cli("data", "verify", out)[0] == 0
+    assert "already prepared" in run_cli("prepare", "s3://prepared/sources", "--out", out)[1]
+
+
+def test_a_store_out_of_reach_ends_tasks_in_one_line(
+    cluster: str,
+    s3: S3Server,
+    bucket: Location,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    raises_line: RaisesLine,
+) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("a line\n" * 1000)
+    out = replace(bucket, retry_for_s=0.5) / "lost"
+    run_tasks = prepare_module._run_tasks
+
+    def stop_then_run(*args: Any) -> Any:
+        s3.stop()
+        return run_tasks(*args)
+
+    monkeypatch.setattr(prepare_module, "_run_tasks", stop_then_run)
+    with raises_line(StorageError, str(out), "retry_for_s=0.5", "same command goes on"):
+        prepare([str(source)], out, "bytes", log=print)
+    s3.start()
+    monkeypatch.undo()
+    (bucket / ".lost.lease").remove()  # this process holds it until it ends
+    assert prepare([str(source)], out, "bytes", log=print).shards

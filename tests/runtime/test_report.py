@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.charts import MAX_POINTS, running_mean, thinned
 from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
+from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.report import (
     MAX_SAMPLE_SETS,
     RunStory,
@@ -61,7 +63,7 @@ def make_run(
     checkpoint: int | None = None,
     manifest_hash: str = "aaaa",
     **leaves: Any,
-) -> Path:
+) -> Mirror:
     path.mkdir(parents=True)
     config = Config().updated({"max_steps": 60, "sample_prompt": PROMPT, **leaves})
     (path / CONFIG_FILE).write_text(config.to_yaml(), "utf-8")
@@ -78,8 +80,8 @@ def make_run(
             tokens_seen=0, config={}, manifest_hash=manifest_hash, vocab_hash="v", vocab_size=257,
             order_version=1, num_workers=2,
         )  # fmt: skip
-        Catalogue(path).write(state, lambda directory: None)
-    return path
+        Catalogue(Location.of(path)).draft(checkpoint, "001").commit(state, {}, {})
+    return Mirror(Location.of(path))
 
 
 def steps(last: int) -> list[Row]:
@@ -87,7 +89,7 @@ def steps(last: int) -> list[Row]:
 
 
 @pytest.fixture
-def full_run(tmp_path: Path) -> Path:
+def full_run(tmp_path: Path) -> Mirror:
     rows = [
         start("start", 0, 1.0),
         *steps(30),
@@ -142,9 +144,9 @@ def checked(path: Path) -> Checker:
     return checker
 
 
-def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: Path) -> None:
+def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: Mirror) -> None:
     path = write_report(full_run)
-    assert path == full_run / "report.html"
+    assert path == full_run.work_dir / "report.html"
     checker = checked(path)
     assert not {"script", "link", "img", "iframe", "base", "object"} & checker.tags
     assert "http://" not in page(path)
@@ -155,7 +157,7 @@ def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: Path) -> No
     assert page(path).count("<figure>") == 6
 
 
-def test_numbers_of_a_finished_run(full_run: Path) -> None:
+def test_numbers_of_a_finished_run(full_run: Mirror) -> None:
     html = page(write_report(full_run))
     for text in (
         "<h1>full</h1>", "at step 60 of 60", "2, then 4 workers", "4.4000", "2.5000", "4.2500",
@@ -167,7 +169,7 @@ def test_numbers_of_a_finished_run(full_run: Path) -> None:
     assert "metrics.jsonl" not in html  # the checkpoint's hash agrees with the row's
 
 
-def test_text_from_the_run_is_escaped(full_run: Path) -> None:
+def test_text_from_the_run_is_escaped(full_run: Mirror) -> None:
     html = page(write_report(full_run))
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\n    return" in html
     assert "<mark>&lt;b&gt;def&lt;/b&gt; </mark>" in html
@@ -185,7 +187,7 @@ def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
     assert "_b&amp;" in page(path)
 
 
-def test_a_resume_is_marked_in_every_chart(full_run: Path) -> None:
+def test_a_resume_is_marked_in_every_chart(full_run: Mirror) -> None:
     html = page(write_report(full_run))
     assert "resumed after step 30" in html
     assert html.count('class="resume"') == 5  # all but the second half, which begins at step 31
@@ -193,10 +195,74 @@ def test_a_resume_is_marked_in_every_chart(full_run: Path) -> None:
 
 def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
     events = [start("start", 0, 1.0), start("resume", 40, 2.0), start("resume", 20, 3.0)]
-    story = RunStory(make_run(tmp_path / "run", [*events, *steps(60)]))
+    run = make_run(tmp_path / "run", [*events, *steps(60)])
+    story = RunStory(run)
     assert [(a["step"], a["until"]) for a in story.attempts()] == [(0, 20), (40, 20), (20, 60)]
     assert story.charts()[0].marks == [20]
-    assert "<td>none</td>" in page(write_report(story.dir))
+    assert "<td>none</td>" in page(write_report(run))
+
+
+def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
+    def attempt(step: int, time: float, lost_steps: int = 0) -> Row:
+        lost = {"lost_steps": lost_steps, "lost_s": lost_steps * 0.25}
+        return start("attempt", step, time, session="a", **lost)
+
+    rows = [
+        attempt(0, 100.0),
+        start("start", 0, 105.0),
+        start("checkpoint", 20, 110.0, **{"perf/checkpoint_blocked_s": 0.5}),
+        start("failed", 25, 115.0, error="<OSError>: gone"),
+        attempt(20, 120.0, lost_steps=5),
+        start("preempted", 20, 122.0),
+        attempt(20, 125.0),
+        start("resume", 20, 130.0, num_workers=4),
+        start("spike", 41, 136.0),
+        start("nonfinite", 42, 136.5),
+        start("rollback", 40, 137.0, to_step=40, first_batch=40, stop_batch=42),
+        start("rolled_back", 42, 137.0),
+        attempt(40, 140.0, lost_steps=2),
+        start("resume", 40, 145.0),
+        start("hung", 50, 150.0),
+        attempt(50, 151.0),
+        start("resume", 50, 155.0),
+        start("checkpoint", 60, 159.0, **{"perf/checkpoint_write_s": 1.5}),
+        start("finished", 60, 160.0),
+        *steps(60),
+        eval_row(60, 2.5),
+    ]
+    run = make_run(tmp_path / "run", rows, checkpoint=60)
+    story = RunStory(run)
+    html = page(write_report(run))
+    checker = checked(run.work_dir / "report.html")
+    assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
+    assert [(a["event"], a["step"], a["until"], a["ended"]) for a in story.attempts()] == [
+        ("start", 0, 20, "failed <OSError>: gone"),
+        ("no step", 20, 20, "preempted"),
+        ("resume", 20, 40, "rolled_back"),
+        ("resume", 40, 50, "hung"),
+        ("resume", 50, 60, "finished"),
+    ]
+    for text in (
+        "<b>22.5%</b> of 1m 0s", "4 restarts (1 failed, 1 preempted, 1 rolled back, 1 hung)",
+        "7 steps repeated (2 of them rolled back)", "failed &lt;OSError&gt;: gone",
+        "2, first 41; rollback to step 40, batches 40 to 41 skipped", "rolled back</td>", "1.50 s",
+    ):  # fmt: skip
+        assert text in html, text
+    widths = [width for *_, width in story.time_parts()]
+    assert sum(widths) == pytest.approx(100)
+    assert html.count("</title></rect>") == sum(width > 0 for width in widths)
+    assert story.charts()[0].marks == [20, 40, 50]
+
+
+def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
+    rows = [start("attempt", 0, 1.0, session="a"), start("start", 0, 2.0), *steps(7)]
+    story = RunStory(make_run(tmp_path / "run", rows))
+    assert story.attempts()[0]["ended"] == ""
+    rows = [*rows, start("attempt", 0, 9.0, session="b")]
+    run = make_run(tmp_path / "killed", rows)
+    story = RunStory(run)
+    assert [a["ended"] for a in story.attempts()] == ["killed", ""]
+    checked(write_report(run))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +289,7 @@ def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> N
 def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
     run = make_run(tmp_path / "run", rows)
     checked(write_report(run))
-    html = page(run / "report.html")
+    html = page(run.work_dir / "report.html")
     assert "not finished" in html
     assert ">nan" not in html
     assert ("not evaluated yet" in html) == (not any("val/loss" in row for row in rows))
@@ -231,7 +297,7 @@ def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
 
 
 def test_an_empty_directory_has_a_report(tmp_path: Path) -> None:
-    checked(write_report(tmp_path))
+    checked(write_report(Mirror(Location.of(tmp_path))))
     assert "There is no config.yaml" in page(tmp_path / "report.html")
 
 
@@ -289,7 +355,7 @@ def test_running_mean_leaves_out_what_is_not_finite() -> None:
     np.testing.assert_allclose(running_mean(values, 3), expected)
 
 
-def test_comparison(full_run: Path, tmp_path: Path) -> None:
+def test_comparison(full_run: Mirror, tmp_path: Path) -> None:
     same = make_run(tmp_path / "same", [*steps(50), eval_row(50, 3.0)], checkpoint=50, peak_lr=2e-3)
     other_order = [step_row(s, data__order_hash=f"{s + (s > 9):016x}") for s in range(1, 51)]
     other = make_run(tmp_path / "other", other_order, checkpoint=50)
@@ -320,13 +386,13 @@ def test_comparison(full_run: Path, tmp_path: Path) -> None:
     )
     assert len(set(keys)) == len(runs)
     for run in runs:
-        assert f"</svg>{run.name}</span>" in figure
+        assert f"</svg>{run.run_dir.name}</span>" in figure
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / place / "run", steps(5)) for place in ("a", "b")]
     html = page(write_comparison(runs, tmp_path / "both.html"))
-    assert all(f"<th>{run}</th>" in html for run in runs)
+    assert all(f"<th>{run.run_dir}</th>" in html for run in runs)
 
 
 def test_importing_it_is_cheap() -> None:

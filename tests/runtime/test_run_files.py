@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import StorageError
 from raytrain_gpt.runtime.console import amount, duration, eval_line, step_line
+from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.run_files import RunFiles, merge_rows, read_rows, read_samples
-from raytrain_gpt.runtime.run_lock import held_lock, is_locked
+from tests.s3 import S3Server
 
 
 def train_row(step: int, **more: Any) -> dict[str, Any]:
@@ -100,29 +101,105 @@ def test_durations_and_amounts_read_well() -> None:
     ]
 
 
-def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
-    lock = tmp_path / ".lock"
-    holder = subprocess.Popen(
+def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, 0, [])
+    assert (files.lost_steps, files.lost_s) == (0, 0)
+    timed = [train_row(step, **{"perf/step_time_s": 0.25}) for step in range(1, 9)]
+    event = {"step": 7, "event": "checkpoint", "time": 1.0, "perf/checkpoint_write_s": 3.0}
+    evaluation = {"step": 8, "val/loss": 2.0, "perf/eval_s": 9.0}
+    files.add_rows([*timed[:7], event, timed[7], evaluation])
+    saved = [train_row(5), train_row(9, **{"perf/step_time_s": 100.0})]
+
+    files = RunFiles(tmp_path, 5, saved)
+    assert (files.lost_steps, files.lost_s) == (3, 0.75)
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5, 7]
+    again = RunFiles(tmp_path, 5, saved)
+    assert (again.lost_steps, again.lost_s) == (0, 0)
+
+
+def test_a_lost_step_without_a_time_is_a_step_all_the_same(tmp_path: Path) -> None:
+    RunFiles(tmp_path, 0, []).add_rows(
         [
-            *(sys.executable, "-c"),
-            "import sys, pathlib; from raytrain_gpt.runtime.run_lock import held_lock\n"
-            f"with held_lock(pathlib.Path({str(lock)!r}), 'it'): print('held', flush=True); sys.stdin.read()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+            train_row(1),
+            train_row(2),
+            train_row(3, **{"perf/step_time_s": None}),
+            train_row(4, **{"perf/step_time_s": 0.5}),
+        ]
     )
-    assert holder.stdout is not None
-    assert holder.stdin is not None
-    with holder.stdin, holder.stdout:
-        assert holder.stdout.readline() == b"held\n"
-        assert is_locked(tmp_path)
-        with (
-            pytest.raises(ClusterError, match=f"process {holder.pid} on"),
-            held_lock(lock, "run x"),
-        ):
-            pass
-        holder.kill()
-        holder.wait()
-    assert not is_locked(tmp_path)
-    with held_lock(lock, "run x"):
-        assert is_locked(tmp_path)
+    files = RunFiles(tmp_path, 1, [])
+    assert (files.lost_steps, files.lost_s) == (3, 0.5)
+
+
+def run_with_files(run_dir: Location) -> Mirror:
+    """The local side of a run with one row, a configuration and events of TensorBoard; pushed."""
+    mirror = Mirror(run_dir).pull()
+    RunFiles(mirror.work_dir, 0, []).add_rows([train_row(1)])
+    (mirror.work_dir / "config.yaml").write_text("train: {}\n")
+    (mirror.work_dir / "tensorboard").mkdir()
+    (mirror.work_dir / "tensorboard" / "events.1").write_bytes(b"\0\1")
+    mirror.push()
+    return mirror
+
+
+def test_a_run_on_a_disk_is_worked_on_where_it_is(tmp_path: Path) -> None:
+    mirror = run_with_files(Location.of(tmp_path / "run"))
+    assert mirror.work_dir == tmp_path / "run"
+    before = {path: path.stat().st_mtime_ns for path in mirror.work_dir.rglob("*")}
+    mirror.pull().push()
+    assert {path: path.stat().st_mtime_ns for path in mirror.work_dir.rglob("*")} == before
+
+
+def test_files_of_a_run_in_an_object_store_come_and_go(remote_dir: Location) -> None:
+    mirror = run_with_files(remote_dir)
+    assert (remote_dir / "config.yaml").read_text() == "train: {}\n"
+    assert (remote_dir / "tensorboard" / "events.1").read_bytes() == b"\0\1"
+    elsewhere = Mirror(remote_dir).pull()
+    assert elsewhere.work_dir != mirror.work_dir
+    assert elsewhere.work_dir.name == remote_dir.name
+    assert read_rows(elsewhere.work_dir) == [train_row(1)]
+    assert (elsewhere.work_dir / "config.yaml").read_text() == "train: {}\n"
+    assert not (elsewhere.work_dir / "tensorboard").exists()  # only added to, never read
+
+    RunFiles(elsewhere.work_dir, 1, []).add_rows([train_row(2)])
+    elsewhere.push()
+    assert read_rows(Mirror(remote_dir).pull().work_dir) == [train_row(1), train_row(2)]
+    assert (remote_dir / "tensorboard" / "events.1").read_bytes() == b"\0\1"
+
+
+def test_a_run_that_is_not_there_yet_is_pulled_as_nothing(run_dir: Location) -> None:
+    mirror = Mirror(run_dir).pull()
+    assert list(mirror.work_dir.iterdir()) == []
+
+
+def test_only_changed_files_are_pushed_again(
+    remote_dir: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = run_with_files(remote_dir)
+    uploaded: list[str] = []
+    upload = Location.upload
+
+    def counted(location: Location, source: Path) -> None:
+        uploaded.append(source.name)
+        upload(location, source)
+
+    monkeypatch.setattr(Location, "upload", counted)
+    mirror.push()
+    assert uploaded == []
+    RunFiles(mirror.work_dir, 1, []).add_rows([train_row(2)])
+    (mirror.work_dir / "samples.txt").unlink()
+    mirror.push()
+    assert uploaded == ["log.txt", "metrics.jsonl"]
+
+
+def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> None:
+    run_dir = replace(bucket, retry_for_s=0.0) / "made-up-for"
+    mirror = run_with_files(run_dir)
+    RunFiles(mirror.work_dir, 1, []).add_rows([train_row(2)])
+    s3.stop()
+    try:
+        with pytest.raises(StorageError, match="out of reach"):
+            mirror.push()
+    finally:
+        s3.start()
+    mirror.push()
+    assert read_rows(Mirror(run_dir).pull().work_dir) == [train_row(1), train_row(2)]

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from raytrain_gpt.config import load_preset
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.launch import RunSummary, train
+from raytrain_gpt.runtime.launch import train
 from raytrain_gpt.runtime.run_files import Row, read_rows, read_samples
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.faults.gates import Faults, Gate, gated, wait_until
 
 pytestmark = pytest.mark.ray
 
 Straight = Callable[[int], RunSummary]
 
 
-def steps(run_dir: Path) -> list[Row]:
-    return [row for row in read_rows(run_dir) if "train/loss" in row]
+def steps(run_dir: Location) -> list[Row]:
+    return [row for row in read_rows(run_dir.path) if "train/loss" in row]
 
 
-def weights(run_dir: Path) -> bytes:
+def evaluations(run_dir: Location) -> list[Row]:
+    return [row for row in read_rows(run_dir.path) if "val/loss" in row]
+
+
+def weights(run_dir: Location) -> bytes:
     newest = Catalogue(run_dir).complete()[-1]
     return (newest.path / "model.safetensors").read_bytes()
 
 
-def restarted_from(straight: RunSummary, step: int, storage: Path, name: str) -> Path:
+def restarted_from(straight: RunSummary, step: int, storage: Path, name: str) -> Location:
     """A copy of a run as a crash after `step` steps leaves it: later checkpoints never came to be."""
-    copy = storage / name
-    shutil.copytree(straight.run_dir, copy)
+    copy = Location.of(storage / name)
+    shutil.copytree(straight.run_dir.path, copy.path)
     for checkpoint in Catalogue(copy).complete():
         if checkpoint.state.step > step:
-            shutil.rmtree(checkpoint.path)
+            checkpoint.path.remove()
     return copy
 
 
@@ -63,10 +70,7 @@ def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> No
 
 
 def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
-    per_world_size = [
-        [row for row in read_rows(straight(workers).run_dir) if "val/loss" in row]
-        for workers in (1, 2, 3)
-    ]
+    per_world_size = [evaluations(straight(workers).run_dir) for workers in (1, 2, 3)]
     for rows in zip(*per_world_size, strict=True):
         assert len({row["val/tokens"] for row in rows}) == 1
         assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
@@ -114,7 +118,7 @@ def test_damaged_checkpoints_are_skipped_with_a_line_each(
     content = bytearray((newest[-1].path / "model.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
     (newest[-1].path / "model.safetensors").write_bytes(content)
-    (newest[-2].path / "optim-00000.safetensors").unlink()
+    (newest[-2].path / "optim-00000.safetensors").remove()
     lines: list[str] = []
     train(make_config(run_name="damaged"), lines.append)
     skipped = [line for line in lines if line.startswith("skipped:")]
@@ -134,13 +138,13 @@ def test_trackers_show_one_curve_after_a_resume(
 
     changes = {"run_name": "tracked", "mlflow_uri": "auto", "max_steps": 40}
     train(make_config(**changes), print)
-    run_dir = storage / "tracked"
+    run_dir = Location.of(storage / "tracked")
     for checkpoint in Catalogue(run_dir).complete()[-2:]:
-        shutil.rmtree(checkpoint.path)
+        checkpoint.path.remove()
     train(make_config(**changes), print)
 
     assert [row["step"] for row in steps(run_dir)] == list(range(1, 41))
-    assert [step for step, _ in read_samples(run_dir)] == [25, 40]
+    assert [step for step, _ in read_samples(run_dir.path)] == [25, 40]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 41))
 
@@ -170,8 +174,8 @@ def test_a_compiled_run_evaluates_and_samples(
 ) -> None:
     config = make_config(run_name="compiled", compile=True, max_steps=10, eval_every_steps=5)
     summary = train(config, print)
-    assert [row["step"] for row in read_rows(summary.run_dir) if "val/loss" in row] == [5, 10]
-    assert [step for step, _ in read_samples(summary.run_dir)] == [5, 10]
+    assert [row["step"] for row in evaluations(summary.run_dir)] == [5, 10]
+    assert [step for step, _ in read_samples(summary.run_dir.path)] == [5, 10]
 
 
 def test_weights_of_a_checkpoint_start_a_new_run(
@@ -189,7 +193,7 @@ def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
 ) -> None:
     run_dir = straight(2).run_dir
     code, out, _ = run_cli("eval", run_dir / "checkpoints" / "step=00000050", "--json")
-    in_training = [row for row in read_rows(run_dir) if "val/loss" in row][-1]
+    in_training = evaluations(run_dir)[-1]
     assert code == 0
     measured = json.loads(out.splitlines()[-1])
     assert measured["val/tokens"] == in_training["val/tokens"]
@@ -231,45 +235,30 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
         }
     )
     summary = train(config, print)
-    evaluation = [row for row in read_rows(summary.run_dir) if "val/loss" in row][-1]
-    assert evaluation["val/loss"] <= 1.79
-
-
-def workers_of_this_process() -> list[int]:
-    """Process ids of Ray Train workers that descend from this process."""
-    parents, names = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                pid = int(entry.name)
-                parents[pid] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                names[pid] = (entry / "cmdline").read_bytes()
-
-    def ancestors(pid: int) -> Iterator[int]:
-        while pid := parents.get(pid, 0):
-            yield pid
-
-    return [
-        pid
-        for pid, name in names.items()
-        if name.startswith(b"ray::RayTrainWorker") and os.getpid() in ancestors(pid)
-    ]
+    assert evaluations(summary.run_dir)[-1]["val/loss"] <= 1.79
 
 
 def test_a_killed_worker_costs_time_but_no_step(
-    straight: Straight, make_config: Callable[..., object]
+    straight: Straight, make_config: Callable[..., object], storage: Path, tmp_path: Path
 ) -> None:
-    killed: list[int] = []
+    gate = Gate(str(tmp_path), rank=1, step=35)
+    config = make_config(num_workers=2, run_name="killed")
+    catalogue = Catalogue(Location.of(storage / "killed"))
 
-    def kill_once(line: str) -> None:
-        if line.startswith("step 35/50") and not killed:
-            killed.extend(workers_of_this_process())
-            os.kill(killed[0], signal.SIGKILL)
+    def kill() -> int:
+        pid = gate.reached()
+        # Checkpoints are written while training goes on, here while it waits.
+        wait_until(lambda: catalogue.complete()[-1].state.step == 30, "the checkpoint of step 30")
+        gate.open()
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     lines: list[str] = []
-    config = make_config(num_workers=2, run_name="killed", log_every_steps=1)
-    summary = train(config, lambda line: lines.append(line) or kill_once(line))
-    assert len(killed) == 2
-    assert any(line.startswith("run failed (") for line in lines)
+    with ThreadPoolExecutor(1) as hand:
+        killed = hand.submit(kill)
+        summary = train(config, lines.append, gated(Faults((gate,))))
+    assert killed.result() != os.getpid()
+    assert sum(line.startswith("run failed (") for line in lines) == 1
+    assert any(line.startswith("failed; going on from step 30") for line in lines)
     assert weights(summary.run_dir) == weights(straight(2).run_dir)
     assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 51))

@@ -11,20 +11,27 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.launch import RunSummary, train
+from raytrain_gpt.runtime.launch import train
 from raytrain_gpt.runtime.run_files import read_rows
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.faults import gates
+from tests.faults.gates import Faults, Gate
 
 from .conftest import command, environment, flags
 
 pytestmark = pytest.mark.ray
 
+ROOT = Path(__file__).parents[2]
+
 Straight = Callable[[int], RunSummary]
 
 
-def start(config: Any, cluster: str) -> subprocess.Popen[str]:
+def start(argv: list[str], cluster: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command("train", *flags(config)),
+        argv,
+        cwd=ROOT,
         env=environment(cluster),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,24 +56,31 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     straight: Straight,
     make_config: Callable[..., Any],
     storage: Path,
+    tmp_path: Path,
     number: signal.Signals,
     to_group: bool,
 ) -> None:
     """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM one process."""
     changes = {"num_workers": 2, "run_name": f"signal-{number.name}"}
-    # Ray takes a report each half second, so a checkpoint every few steps makes the run last.
-    process = start(make_config(**changes, checkpoint_every_steps=3), cluster)
-    read_until(process, "step 5/50")
+    # The checkpoint of step 6 may still be in flight when that of step 7 is asked for.
+    config = make_config(**changes, checkpoint_every_steps=3)
+    gate = Gate(str(tmp_path), rank=0, step=7)
+    faults = Faults(gates=(gate,), stop_step=7)
+    process = start(gates.command(config, faults, tmp_path / "command.json"), cluster)
+    gate.reached()
     if to_group:
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
+    gate.open()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    saved = Catalogue(storage / changes["run_name"]).newest_good(pytest.fail)
+    assert "interrupted at step 7, saved" in errors
+    catalogue = Catalogue(Location.of(storage / changes["run_name"]))
+    assert [checkpoint.state.step for checkpoint in catalogue.complete()] == [3, 6, 7]
+    saved = catalogue.newest_good(pytest.fail)
     assert saved is not None
-    assert 5 <= saved.state.step < 50
-    assert f"interrupted at step {saved.state.step}, saved" in errors
+    assert saved.state.step == 7
 
     summary = train(make_config(**changes), print)
     assert summary.step == 50
@@ -81,7 +95,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
     cluster: str, make_config: Callable[..., Any], storage: Path
 ) -> None:
     config = make_config(run_name="early")
-    process = start(config, cluster)
+    process = start(command("train", *flags(config)), cluster)
     read_until(process, "model ")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -97,7 +111,7 @@ def test_a_second_run_of_the_same_name_is_refused(
     run_cli: Callable[..., tuple[int, str, str]],
 ) -> None:
     config = make_config(run_name="twice", max_steps=100_000)
-    process = start(config, cluster)
+    process = start(command("train", *flags(config)), cluster)
     read_until(process, "step 5/100000")
     code, _, errors = run_cli("train", *flags(config))
     process.send_signal(signal.SIGTERM)

@@ -1,0 +1,246 @@
+"""One attempt of a run: one `fit()` of Ray with its recorder, watched until it ends.
+
+`fit()` runs in a thread. The main thread shows console lines, passes a stop on, and watches: for ranks
+that make no progress, for more workers that have become possible, and for the lease.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+import ray.train
+import ray.train.torch
+from ray.data import ExecutionOptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.runtime import cluster
+from raytrain_gpt.runtime.checkpoints import Checkpoint
+from raytrain_gpt.runtime.failures import root_cause
+from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
+from raytrain_gpt.runtime.lease import Lease
+from raytrain_gpt.runtime.recorder import RankState, Recorder, RecorderSpec
+from raytrain_gpt.runtime.step_log import BadStretch
+from raytrain_gpt.runtime.worker import WorkerSpec
+
+POLL_S = 0.5
+WATCH_EVERY_S = 2.0
+STACKS_WITHIN_S = 5.0
+STACKS_FILE = "stacks.txt"
+TORCH_TIMEOUT_S = 600
+
+Log = Callable[[str], None]
+Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hung", "failed"]
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended.
+
+    Attributes:
+        kind: What it was.
+        error: What `fit()` raised, or what is missing.
+        bad_stretch: Of `rolled_back`.
+    """
+
+    kind: Kind
+    error: Exception | None = None
+    bad_stretch: BadStretch | None = None
+
+
+@dataclass
+class Attempt:
+    """All that one `fit()` needs.
+
+    Attributes:
+        config: The run's; `micro_batch_sequences` fits the world size.
+        ingest: What is read.
+        num_batches: Global batches to read.
+        recorder: What the recorder begins with.
+        worker: What the workers begin with, without the recorder.
+        resumed: Checkpoint to go on from, or None.
+        number: Of this attempt; Ray knows it by this name.
+        train_loop: What every worker runs.
+        stop: Set by a signal.
+        lease: On the run's name.
+        log: Gets console lines.
+    """
+
+    config: Config
+    ingest: IngestSpec
+    num_batches: int
+    recorder: RecorderSpec
+    rows_before: list[dict[str, Any]]
+    resumed: Checkpoint | None
+    number: int
+    train_loop: Callable[[WorkerSpec], None]
+    stop: threading.Event
+    lease: Lease
+    log: Log
+    _resizing: bool = field(default=False, init=False)
+    _hung: bool = field(default=False, init=False)
+    _more_since: float | None = field(default=None, init=False)
+
+    def run(self) -> tuple[End, Any]:
+        """How it ended, and the recorder, which is still open.
+
+        Raises:
+            ClusterError: another run took the name over.
+        """
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        recorder: Any = Recorder.options(scheduling_strategy=here).remote(self.recorder)  # type: ignore[attr-defined]
+        spec = WorkerSpec(
+            config=self.config,
+            run_dir=self.recorder.run_dir,
+            ingest=self.ingest,
+            resumed=self.resumed,
+            rows_before=self.rows_before,
+            attempt=self.number,
+            recorder=recorder,
+        )
+        error = self._fit_and_watch(self._trainer(spec), recorder)
+        return self._end(error, recorder), recorder
+
+    def _trainer(self, spec: WorkerSpec) -> ray.train.torch.TorchTrainer:
+        c = self.config.cluster
+        resources = {"CPU": c.cpus_per_worker, **({"GPU": 1} if c.use_gpu else {})}
+        filesystem, path = (self.recorder.run_dir / "ray").ray_filesystem()
+        return ray.train.torch.TorchTrainer(
+            self.train_loop,
+            train_loop_config=spec,
+            torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=self.ingest.world_size,
+                use_gpu=bool(c.use_gpu),
+                resources_per_worker=resources,
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"{self.number:03d}",
+                storage_filesystem=filesystem,
+                storage_path=path,
+                failure_config=ray.train.FailureConfig(
+                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                ),
+            ),
+            datasets={"train": ingest_dataset(self.ingest, self.num_batches)},
+            dataset_config=ray.train.DataConfig(
+                execution_options=ExecutionOptions(preserve_order=True)
+            ),
+        )
+
+    def _fit_and_watch(self, trainer: Any, recorder: Any) -> Exception | None:
+        raised: list[Exception] = []
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=fit, name="fit", daemon=True)
+        thread.start()
+        asked, watched_at = False, time.monotonic()
+        while thread.is_alive():
+            for line in ray.get(recorder.take_lines.remote(POLL_S)):
+                self.log(line)
+            if self.stop.is_set() and not asked:
+                asked = True
+                if not ray.get(recorder.is_training.remote()):
+                    self._kill_ranks(recorder)
+                    return None
+                self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+                recorder.order.remote("stop")
+            if time.monotonic() - watched_at >= WATCH_EVERY_S:
+                self._watch(recorder)
+                watched_at = time.monotonic()
+        return raised[0] if raised else None
+
+    def _watch(self, recorder: Any) -> None:
+        if self.lease.lost.is_set():
+            self._kill_ranks(recorder)
+            self.lease.check()
+        timeout_s = self.config.cluster.hang_timeout_s
+        if timeout_s and not self._hung and ray.get(recorder.stalled_s.remote()) > timeout_s:
+            self._hung = True
+            self._dump_stacks(recorder, timeout_s)
+            self._kill_ranks(recorder)
+        if not self._resizing and self._more_workers_for_long():
+            self._resizing = True
+            self.log("more workers are possible: saving a checkpoint and starting again with them")
+            recorder.order.remote("stop")
+
+    def _more_workers_for_long(self) -> bool:
+        world_size = self.ingest.world_size
+        if world_size == self.config.cluster.num_workers:
+            return False
+        possible = cluster.largest_world_size(self.config, cluster.resources())
+        if possible is None or possible <= world_size:
+            self._more_since = None
+            return False
+        now = time.monotonic()
+        self._more_since = self._more_since or now
+        return now - self._more_since >= self.config.cluster.resize_after_s
+
+    def _dump_stacks(self, recorder: Any, timeout_s: float) -> None:
+        """Say which rank hangs, and where all of them are."""
+        recorder.order.remote("dump")
+        stacks: dict[int, str] = ray.get(recorder.take_stacks.remote(STACKS_WITHIN_S))
+        ranks: dict[int, RankState] = ray.get(recorder.ranks.remote())
+        self.log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
+        texts = []
+        for rank, state in sorted(ranks.items()):
+            missing = f"does not answer (process {state.pid})"
+            texts.append(f"[rank {rank}] {stacks.get(rank, missing).rstrip()}")
+            self.log(texts[-1])
+        path = self.recorder.mirror.work_dir / STACKS_FILE
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"=== attempt {self.number} ===\n" + "\n".join(texts) + "\n")
+
+    def _kill_ranks(self, recorder: Any) -> None:
+        """End all workers at once, frozen ones too: by their nodes, not by their own doing."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        ranks: dict[int, RankState] = ray.get(recorder.ranks.remote())
+        for state in ranks.values():
+            if state.node_id in alive:
+                node = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
+                _kill.options(scheduling_strategy=node).remote(state.pid)
+
+    def _end(self, error: Exception | None, recorder: Any) -> End:
+        outcome = ray.get(recorder.outcome.remote())
+        if error is None and outcome is not None:
+            if outcome.bad_stretch is not None:
+                return End("rolled_back", bad_stretch=outcome.bad_stretch)
+            if outcome.left_for == "preempted":
+                return End("preempted")
+            if outcome.left_for == "stopped":
+                return End("stopped" if self.stop.is_set() else "resized")
+            return End("finished")
+        if error is None and self.stop.is_set():
+            return End("stopped")
+        error = error or RuntimeError("the workers left before the last step")
+        return End("hung" if self._hung else "failed", error)
+
+    def close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
+        """Write the attempt's last event and finish all files."""
+        step = newest.state.step if newest else 0
+        details = {} if end.error is None else {"error": root_cause(end.error)}
+        ray.get(recorder.add_event.remote(step, end.kind, **details))
+        status = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}.get(
+            end.kind, "KILLED"
+        )
+        ray.get(recorder.close.remote(status, str(newest.path) if newest else None))
+        for line in ray.get(recorder.take_lines.remote(0.01)):
+            self.log(line)
+        ray.kill(recorder)
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

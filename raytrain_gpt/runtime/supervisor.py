@@ -1,0 +1,358 @@
+"""A run from its checks to its end, over as many attempts as it takes.
+
+Ray's own retries are off, so that there is one place that decides. After every attempt:
+
+- finished, or stopped by a signal: the end.
+- failed or hung: again from the newest good checkpoint, `max_failures` times in a row without progress.
+- preempted: again with the nodes that are left, `max_preemptions` times in all.
+- resized: again with more workers.
+- rolled back: again from the last checkpoint before the bad steps, without their global batches.
+
+Before each one the largest number of workers that fits is chosen; while not even `min_workers` fit,
+it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.data.order import Skipped
+from raytrain_gpt.data.shards import Manifest, read_manifest
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
+from raytrain_gpt.runtime import cluster, preflight
+from raytrain_gpt.runtime.attempt import Attempt, End
+from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
+from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.runtime.failures import root_cause, user_error_in
+from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.runtime.lease import LEASE_FILE, Lease, held_lease
+from raytrain_gpt.runtime.locations import data_location, location, run_location
+from raytrain_gpt.runtime.mirror import Mirror
+from raytrain_gpt.runtime.recorder import RecorderSpec
+from raytrain_gpt.runtime.report import write_report
+from raytrain_gpt.runtime.resume import check_changes, find_resume
+from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.runtime.signals import StopSignals
+from raytrain_gpt.runtime.worker import WorkerSpec
+
+SKIPPED_FILE = "skipped.json"
+MAX_ROLLBACKS = 3
+"""Rollbacks in a row without progress; then the data is not what is wrong."""
+BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
+WAIT_LINE_EVERY_S = 60.0
+BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
+
+Log = Callable[[str], None]
+TrainLoop = Callable[[WorkerSpec], None]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Its directory.
+        mirror: Its small files.
+        step: Updates done.
+        checkpoint: The newest checkpoint, or None.
+        already_finished: The run had done all its steps before.
+    """
+
+    run_dir: Location
+    mirror: Mirror
+    step: int
+    checkpoint: Checkpoint | None
+    already_finished: bool = False
+
+
+class Run:
+    """One `train` command on a connected cluster."""
+
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        signals: StopSignals,
+        log: Log,
+        train_loop: TrainLoop,
+    ) -> None:
+        self.config = config
+        self.world_size = world_size
+        self.signals = signals
+        self.log = log
+        self.train_loop = train_loop
+        self.run_dir = run_location(config)
+        self.mirror = Mirror(self.run_dir)
+        self.catalogue = Catalogue(self.run_dir)
+        self.manifest: Manifest = read_manifest(data_location(config))
+        self.skipped: Skipped = ()
+        self._session = uuid.uuid4().hex[:8]
+        self._attempts = 0
+        self._events: list[Row] = []
+
+    def go(self) -> RunSummary:
+        """Check, resume, train, and end well."""
+        ingest = self._ingest(None)
+        preflight.check_data(ingest)
+        preflight.check_compile(self.config)
+        preflight.check_storage(self.run_dir, ingest.directory)
+        with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
+            existing = self.catalogue.complete()
+            preflight.check_disk(self.config, self.run_dir, self.manifest.vocab_size, len(existing))
+            resumed = find_resume(self.config, self.catalogue, self.run_dir.name, self.log)
+            self.mirror.pull()
+            if resumed is not None:
+                check_changes(self.config, self.manifest, resumed, self.log)
+                if resumed.state.step >= self.config.train.max_steps:
+                    return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed, True)
+            else:
+                self.config = preflight.check_init_from(self.config, self.manifest)
+            self._announce(ingest)
+            self._write_config()
+            self.skipped = self._read_skipped(resumed)
+            return self._supervise(resumed, lease)
+
+    def _write_config(self) -> None:
+        Location.of(self.mirror.work_dir / CONFIG_FILE).write_text(self.config.to_yaml())
+        self.mirror.push()
+
+    def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
+        return IngestSpec(
+            directory=data_location(self.config),
+            manifest=self.manifest,
+            seq_len=self.config.data.seq_len,
+            batch_sequences=self.config.batch_sequences,
+            seed=self.config.train.seed,
+            world_size=self.world_size,
+            eval_tokens=self.config.eval.eval_tokens,
+            first_batch=resumed.state.next_batch if resumed else 0,
+            skipped=self.skipped,
+        )
+
+    def _announce(self, ingest: IngestSpec) -> None:
+        self.log(self.config.to_yaml(compact=True).rstrip())
+        order, train = ingest.order(), self.config.train
+        shape = GPTShape.of(self.config, self.manifest.vocab_size)
+        self.log(
+            f"model {amount(shape.num_parameters)} parameters | data "
+            f"{amount(self.manifest.split_tokens('train'))} train tokens ({self.manifest.tokenizer}) | "
+            f"{order.batches_per_epoch} steps an epoch, {order.remainder_sequences} of "
+            f"{order.num_sequences} sequences left out | {train.max_steps} steps of "
+            f"{train.global_batch_tokens} tokens"
+        )
+
+    def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
+        """Attempts until the run is finished, stopped, or fails too often without progress."""
+        failures = preemptions = rollbacks = 0
+        while True:
+            self._choose_workers()
+            started_at = _step_of(resumed)
+            end = self._attempt(resumed, lease)
+            if end.kind == "finished":
+                newest = self.catalogue.complete()[-1]
+                return RunSummary(self.run_dir, self.mirror, newest.state.step, newest)
+            if end.kind == "stopped":
+                raise Interrupted(self._interrupted_message(started_at))
+            if end.bad_stretch is not None:
+                resumed = self._roll_back(end)
+                rollbacks = rollbacks + 1 if _step_of(resumed) <= started_at else 1
+                self._check_rollbacks(rollbacks, _step_of(resumed))
+                continue
+            resumed = self.catalogue.newest_good(self.log)
+            if resumed is not None and resumed.state.step >= self.config.train.max_steps:
+                return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed)
+            if end.kind == "preempted":
+                preemptions += 1
+                self._check_preemptions(preemptions)
+            elif end.error is not None:
+                progress = _step_of(resumed) > started_at
+                failures = 1 if progress else failures + 1
+                self._check_failures(failures, _step_of(resumed), end.error)
+                self._pause(BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1])
+            self.log(f"{end.kind}; going on from step {_step_of(resumed)}")
+
+    def _choose_workers(self) -> None:
+        """Decide the world size; wait while the cluster has too few workers."""
+        waiting_since = said_at = 0.0
+        while True:
+            resources = cluster.resources()
+            world_size = cluster.largest_world_size(self.config, resources)
+            if world_size is not None:
+                if waiting_since or world_size != self.world_size:
+                    self.log(f"{world_size} of {self.config.cluster.num_workers} workers")
+                self.world_size = world_size
+                return
+            now = time.monotonic()
+            waiting_since = waiting_since or now
+            if now - said_at >= WAIT_LINE_EVERY_S:
+                said_at = now
+                c = self.config.cluster
+                self.log(
+                    f"waiting for nodes: {c.min_workers or c.num_workers} workers are needed, the "
+                    f"cluster has {resources.cpus:g} CPUs and {resources.gpus} GPUs"
+                )
+            self._pause(1.0)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; a signal ends the run."""
+        if self.signals.stop.wait(seconds):
+            raise Interrupted(self._interrupted_message(started_at=0))
+
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> End:
+        step = _step_of(resumed)
+        self._attempts = self._next_attempt()
+        self.signals.defer()
+        self.catalogue.clean(good_until=step)
+        ingest = self._ingest(resumed)
+        saved_rows = [row for c in self.catalogue.complete() for row in c.rows()]
+        attempt = Attempt(
+            config=cluster.fit_micro_batch(self.config, self.world_size),
+            ingest=ingest,
+            num_batches=self.config.train.max_steps - step,
+            recorder=self._recorder_spec(step, saved_rows),
+            rows_before=self._rows_before(step, saved_rows),
+            resumed=resumed,
+            number=self._attempts,
+            train_loop=self.train_loop,
+            stop=self.signals.stop,
+            lease=lease,
+            log=self.log,
+        )
+        end, recorder = attempt.run()
+        known = user_error_in(end.error) if end.error is not None else None
+        if isinstance(known, StorageError):
+            attempt.close(end, recorder, resumed)
+            raise known from None
+        complete = self.catalogue.complete()
+        attempt.close(end, recorder, complete[-1] if complete else None)
+        self._write_report()
+        if known is not None:
+            raise known from None
+        return end
+
+    def _recorder_spec(self, step: int, saved_rows: list[Row]) -> RecorderSpec:
+        storage = location(self.config, self.config.run.storage_path)
+        uri, artifacts = self.config.tracking.mlflow_uri, None
+        if uri == "auto" and storage.is_local:
+            uri, artifacts = f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
+        elif uri == "auto":
+            uri = None
+            self.log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+        events, self._events = self._events, []
+        attempt = {
+            "time": time.time(),
+            "attempt": self._attempts,
+            "num_workers": self.world_size,
+            "session": self._session,
+        }
+        return RecorderSpec(
+            run_dir=self.run_dir,
+            mirror=self.mirror,
+            config=self.config,
+            mlflow_uri=uri,
+            artifact_location=artifacts,
+            step=step,
+            attempt=attempt,
+            events=events,
+            saved_rows=saved_rows,
+        )
+
+    def _rows_before(self, step: int, saved_rows: list[Row]) -> list[Row]:
+        rows = merge_rows(read_rows(self.mirror.work_dir), saved_rows, step)
+        steps = [row for row in rows if "train/loss" in row]
+        # Two windows: a spike in the last one is seen as such only with good steps before it.
+        return steps[-2 * self.config.spikes.spike_window_steps :]
+
+    def _roll_back(self, end: End) -> Checkpoint | None:
+        """Back to the last checkpoint before the bad steps; their batches are skipped from now on."""
+        bad = end.bad_stretch
+        assert bad is not None
+        resumed = self.catalogue.newest_good(self.log, before_step=bad.first_step)
+        position = resumed.state.next_batch if resumed else 0
+        first = max(position, bad.first_batch - self.config.spikes.skip_before)
+        skipped = (first, bad.last_batch + 1)
+        self.skipped = (*self.skipped, skipped)
+        (self.run_dir / SKIPPED_FILE).write_text(json.dumps(self.skipped) + "\n")
+        self._events.append(
+            {
+                "step": bad.last_step,
+                "event": "rollback",
+                "time": time.time(),
+                "to_step": _step_of(resumed),
+                "first_bad_step": bad.first_step,
+                "first_batch": skipped[0],
+                "stop_batch": skipped[1],
+            }
+        )
+        self.log(
+            f"steps {bad.first_step} to {bad.last_step} were bad: back to step {_step_of(resumed)}, "
+            f"global batches {skipped[0]} to {skipped[1] - 1} are skipped"
+        )
+        return resumed
+
+    def _read_skipped(self, resumed: Checkpoint | None) -> Skipped:
+        """Of this run's file and of the checkpoint, which may be another run's copy."""
+        path = self.run_dir / SKIPPED_FILE
+        ranges = json.loads(path.read_text()) if resumed and path.is_file() else []
+        found = {(int(first), int(stop)) for first, stop in ranges}
+        return tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
+
+    def _check_rollbacks(self, rollbacks: int, step: int) -> None:
+        if rollbacks > MAX_ROLLBACKS:
+            raise TrainingFailed(
+                f"run {self.run_dir.name} went back to step {step} {rollbacks} times in a row because of "
+                "bad losses; start again with a lower peak_lr, or go on with spike_detection=false"
+            )
+
+    def _check_preemptions(self, preemptions: int) -> None:
+        limit = self.config.cluster.max_preemptions
+        if limit is not None and preemptions > limit:
+            raise TrainingFailed(
+                f"run {self.run_dir.name} was preempted {preemptions} times (max_preemptions={limit}); "
+                "everything is saved, the same command goes on"
+            )
+
+    def _check_failures(self, failures: int, step: int, error: Exception) -> None:
+        if self.signals.stop.is_set():
+            raise TrainingFailed(
+                f"run {self.run_dir.name} failed while it was being stopped: {root_cause(error)}"
+            ) from error
+        if failures > self.config.cluster.max_failures:
+            raise TrainingFailed(
+                f"run {self.run_dir.name} failed {failures} times without progress at step {step}: "
+                f"{root_cause(error)}"
+            ) from error
+        self.log(f"run failed ({root_cause(error)})")
+
+    def _next_attempt(self) -> int:
+        """The first number that Ray has no directory for: each fit() has its own name."""
+        names = (self.run_dir / "ray").names()
+        return max([self._attempts, *(int(name) for name in names if name.isdigit())]) + 1
+
+    def _interrupted_message(self, started_at: int) -> str:
+        checkpoints = self.catalogue.complete()
+        if not checkpoints:
+            return BEFORE_FIRST_STEP
+        at = checkpoints[-1].state.step
+        saved = "saved" if at > started_at else "no step since the checkpoint"
+        return (
+            f"interrupted at step {at}, {saved}: {checkpoints[-1].path}; the same command goes on"
+        )
+
+    def _write_report(self) -> None:
+        try:
+            write_report(self.mirror)
+        except Exception as error:  # a picture that fails must not cost a trained model
+            self.log(f"no report: {error!r}")
+        self.mirror.push()
+
+
+def _step_of(checkpoint: Checkpoint | None) -> int:
+    return checkpoint.state.step if checkpoint else 0

@@ -1,0 +1,264 @@
+"""Spikes are found, and nothing else: smooth and noisy curves, streaks, resumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_gpt.config import SpikesSection
+from raytrain_gpt.core.spikes import BadStep, SpikeDetector
+
+WINDOW = SpikesSection().spike_window_steps
+PATIENCE = SpikesSection().spike_patience
+
+Steps = list[tuple[int, float, float]]
+"""(step, loss, gradient norm)."""
+
+
+def numbered(losses: Iterable[float], norms: Iterable[float] | None = None) -> Steps:
+    losses = list(losses)
+    norms = [1.0] * len(losses) if norms is None else list(norms)
+    return [(i + 1, *values) for i, values in enumerate(zip(losses, norms, strict=True))]
+
+
+def judged(steps: Steps, detector: SpikeDetector | None = None, **changes: object) -> list[BadStep]:
+    """The bad ones of some steps."""
+    detector = detector or SpikeDetector(SpikesSection(**changes))
+    return [bad for step in steps if (bad := detector.judge(*step)) is not None]
+
+
+def noisy(
+    curve: Callable[[np.ndarray], np.ndarray], count: int, noise: float, seed: int
+) -> np.ndarray:
+    """A curve over steps 1 … count, with normal noise relative to its values."""
+    deviations = np.random.default_rng(seed).normal(0, noise, count)
+    return np.asarray(curve(np.arange(1.0, count + 1))) * (1 + deviations)
+
+
+def falling(step: np.ndarray) -> np.ndarray:
+    """As a language model's loss falls: from 10.8, steeply at first."""
+    return 2.5 + 8.3 * step**-0.4
+
+
+def rising_and_falling(step: np.ndarray) -> np.ndarray:
+    """As gradient norms go: up while the learning rate warms up, then slowly down."""
+    return 0.4 + 4 * np.minimum(step / 200, 1) * np.exp(-step / 1500)
+
+
+@settings(max_examples=60)
+@given(
+    start=st.floats(0.1, 50),
+    floor=st.floats(0, 20),
+    half_life=st.floats(0.5, 5000),
+    power=st.floats(0.05, 3),
+    window=st.integers(8, 256),
+)
+def test_nothing_is_bad_on_smooth_falling_curves(
+    start: float, floor: float, half_life: float, power: float, window: int
+) -> None:
+    at = np.arange(1.0, 401)
+    for curve in (floor + start * 0.5 ** (at / half_life), floor + start * at**-power):
+        assert judged(numbered(curve, curve), spike_window_steps=window) == []
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.01, 0.05])
+def test_nothing_is_bad_on_noisy_falling_curves(noise: float) -> None:
+    for seed in range(25):
+        losses = noisy(falling, 800, noise, seed)
+        norms = noisy(rising_and_falling, 800, 5 * noise, 1000 + seed)
+        assert judged(numbered(losses, np.abs(norms))) == [], seed
+
+
+@pytest.mark.parametrize(("first", "factor"), [(WINDOW // 4, 10.0), (WINDOW, 4.0), (700, 1.5)])
+def test_single_spikes_are_marked_with_their_scores(first: int, factor: float) -> None:
+    """Where the curve is still steep, the deviation is large, and so must be a spike."""
+    losses = noisy(falling, 1100, 0.01, seed=3)
+    norms = noisy(rising_and_falling, 1100, 0.05, seed=4)
+    spiked = [first, first + 20, first + 300]
+    for i in spiked:
+        losses[i] *= factor
+    norms[first + 100] *= 10
+    bad = judged(numbered(losses, norms))
+    assert [b.step for b in bad] == sorted([i + 1 for i in spiked] + [first + 101])
+    assert all(b.finite for b in bad)
+    for b in bad:
+        by_loss = b.step - 1 in spiked
+        assert b.loss_zscore is not None
+        assert b.grad_norm_zscore is not None
+        assert (b.loss_zscore > 6) == by_loss
+        assert (b.grad_norm_zscore > 6) == (not by_loss)
+
+
+def test_scores_are_deviations_above_the_mean_of_the_good_steps_before() -> None:
+    losses = noisy(falling, WINDOW + 50, 0.02, seed=5)
+    norms = noisy(rising_and_falling, WINDOW + 50, 0.1, seed=6)
+    detector = SpikeDetector(SpikesSection())
+    assert judged(numbered(losses, norms), detector) == []
+    bad = detector.judge(999, 8.0, 9.0)
+    assert bad is not None
+    expected = [
+        (value - window.mean()) / window.std()
+        for value, window in ((8.0, losses[-WINDOW:]), (9.0, norms[-WINDOW:]))
+    ]
+    assert [bad.loss_zscore, bad.grad_norm_zscore] == pytest.approx(expected, rel=1e-9)
+
+
+def test_values_below_the_mean_and_before_a_quarter_window_are_never_spikes() -> None:
+    early = [5.0] * (WINDOW // 4 - 1) + [500.0]
+    assert judged(numbered(early, early)) == []
+    sudden = [5.0] * 200 + [0.01] + [5.0] * 20
+    assert judged(numbered(sudden, sudden)) == []
+
+
+def test_where_values_hardly_vary_a_small_step_up_is_no_spike() -> None:
+    constant = [2.0] * 300
+    assert judged(numbered([*constant, 2.05, 2.1])) == []
+    assert [b.step for b in judged(numbered([*constant, 2.2]))] == [301]
+
+
+@settings(max_examples=20)
+@given(length=st.integers(1, 3 * WINDOW), height=st.floats(1.3, 1e6))
+def test_a_long_spike_does_not_make_itself_normal(length: int, height: float) -> None:
+    losses = noisy(falling, 400, 0.01, seed=7)
+    whole = [*losses[:200], *(losses[199] * height,) * length, *losses[200:]]
+    bad = judged(numbered(whole))
+    assert [b.step for b in bad] == list(range(201, 201 + length))
+    kept = judged(numbered(losses))
+    assert kept == []
+    assert {b.loss_zscore for b in bad} == {bad[0].loss_zscore}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "norm", "both"])
+def test_what_is_not_finite_is_bad_and_stays_out_of_the_window(broken: float, where: str) -> None:
+    losses, norms = noisy(falling, 300, 0.01, 8), noisy(rising_and_falling, 300, 0.05, 9)
+    spiked = [*losses, 2 * losses[-1]]
+    alone = judged(numbered(spiked, [*norms, norms[-1]]))
+    steps = numbered(spiked, [*norms, norms[-1]])
+    for at in (0, 5, 250, 300):
+        loss = broken if where != "norm" else 3.0
+        norm = broken if where != "loss" else 1.0
+        steps.insert(at, (1000 + at, loss, norm))
+    bad = judged(steps)
+    assert bad[:-1] == [BadStep(step, finite=False) for step in (1000, 1005, 1250, 1300)]
+    assert bad[-1:] == alone
+    assert bad[-1].step == 301
+
+
+@pytest.mark.parametrize("kind", ["spike", "not finite", "both in turn"])
+def test_a_streak_of_bad_losses_gives_up(kind: str) -> None:
+    detector = SpikeDetector(SpikesSection())
+    assert judged(numbered(noisy(falling, 300, 0.01, 10)), detector) == []
+    for i in range(PATIENCE):
+        assert not detector.gives_up
+        broken = kind == "not finite" or (kind == "both in turn" and i % 2)
+        assert detector.judge(301 + i, math.nan if broken else 50.0, 1.0) is not None
+        assert detector.streak == list(range(301, 302 + i))
+    assert detector.gives_up
+
+
+@given(st.lists(st.integers(1, 2 * PATIENCE), min_size=1, max_size=6))
+def test_one_good_step_ends_a_streak(lengths: list[int]) -> None:
+    detector = SpikeDetector(SpikesSection())
+    judged(numbered([3.0] * 200), detector)
+    for length in lengths:
+        for step in range(length):
+            detector.judge(step, 30.0, 1.0)
+            assert detector.gives_up == (step + 1 >= PATIENCE)
+        assert detector.judge(99, 3.0, 1.0) is None
+        assert detector.streak == []
+        assert not detector.gives_up
+
+
+def test_large_gradient_norms_alone_never_give_up_and_become_normal() -> None:
+    detector = SpikeDetector(SpikesSection())
+    judged(numbered([3.0] * 200), detector)
+    bad = judged([(i, 3.0, 80.0) for i in range(5 * PATIENCE)], detector)
+    assert 1 <= len(bad) < PATIENCE
+    assert detector.streak == []
+    assert not detector.gives_up
+    bad = judged([(i, 30.0, 80.0) for i in range(PATIENCE)], detector)
+    assert detector.gives_up
+
+
+def test_a_large_norm_with_a_good_loss_ends_a_streak() -> None:
+    detector = SpikeDetector(SpikesSection())
+    judged(numbered([3.0] * 200), detector)
+    judged([(i, 30.0, 80.0) for i in range(PATIENCE - 1)], detector)
+    assert detector.judge(99, 3.0, 80.0) is not None
+    assert detector.streak == []
+
+
+def test_switched_off_only_what_is_not_finite_is_bad() -> None:
+    losses = [3.0] * 200 + [1e9, math.nan, math.inf] + [1e9] * (2 * PATIENCE)
+    detector = SpikeDetector(SpikesSection(spike_detection=False))
+    assert [b.step for b in judged(numbered(losses, [1e9, *losses[1:]]), detector)] == [202, 203]
+    judged([(i, math.nan, 1.0) for i in range(2 * PATIENCE)], detector)
+    assert not detector.gives_up
+
+
+@pytest.mark.parametrize(("zscore", "found"), [(3.0, 2), (6.0, 1), (1000.0, 0)])
+def test_the_threshold_decides(zscore: float, found: int) -> None:
+    losses = np.tile([2.0, 3.0], 100)  # mean 2.5, deviation 0.5
+    assert len(judged(numbered([*losses, 4.5, 6.0]), spike_zscore=zscore)) == found
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Steps:
+    """Some hundred steps with noise, spikes, long and short, and steps that are not finite."""
+    seed, count = draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, 500))
+    losses, norms = (
+        noisy(falling, count, 0.01, seed),
+        noisy(rising_and_falling, count, 0.05, seed + 1),
+    )
+    for values in (losses, norms):
+        for at, length, factor in draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, count),
+                    st.integers(1, 2 * PATIENCE),
+                    st.sampled_from([1.5, 3.0, 100.0, math.nan, math.inf]),
+                ),
+                max_size=4,
+            )
+        ):
+            values[at : at + length] *= factor
+    return numbered(losses, norms)
+
+
+def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None]]:
+    """What metrics.jsonl has of them: null for what is not finite."""
+    return [
+        (step, *(value if math.isfinite(value) else None for value in values))
+        for step, *values in steps
+    ]
+
+
+@settings(max_examples=50)
+@given(runs(), st.data())
+def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.DataObject) -> None:
+    unbroken = SpikeDetector(SpikesSection())
+    expected = [(unbroken.judge(*step), list(unbroken.streak), unbroken.gives_up) for step in run]
+    at = data.draw(st.integers(0, len(run)))
+    resumed = SpikeDetector(SpikesSection(), as_rows(run[:at]))
+    found = [(resumed.judge(*step), list(resumed.streak), resumed.gives_up) for step in run[at:]]
+    assert found == expected[at:]
+
+
+@pytest.mark.parametrize("length", [1, PATIENCE - 1])
+def test_two_windows_of_steps_before_are_as_good_as_all(length: int) -> None:
+    """So many a run that goes on gives: what is bad among them has good ones before it, or is past."""
+    count = 3 * WINDOW
+    good = noisy(lambda step: 3 + 0 * step, count, 0.01, seed=11)
+    for at in range(0, count - length, 5):
+        losses = good.copy()
+        losses[at : at + length] = 30.0
+        before = as_rows(numbered(losses))
+        unbroken = SpikeDetector(SpikesSection(), before)
+        resumed = SpikeDetector(SpikesSection(), before[-2 * WINDOW :])
+        assert resumed.judge(count + 1, 3.5, 1.0) == unbroken.judge(count + 1, 3.5, 1.0), at

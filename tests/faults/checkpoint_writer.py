@@ -1,0 +1,149 @@
+"""A process that trains a small GPT and writes checkpoints, for tests that kill it. No Ray.
+
+    echo go | python -m tests.faults.checkpoint_writer RUN_DIR --max_steps 40 [--wait]
+
+It goes on from the newest good checkpoint, after the same cleaning as before an attempt of a run. All
+ranks train the same replica on the same made batches, so the weights depend on the step alone, and
+each writes its part. With everything imported it waits for a line on stdin before it looks at RUN_DIR.
+One line on stdout for each thing as it happens:
+
+    from step=8 · step=9 · begin step=12 · committed step=12 write_s=0.0312 · skipped: …
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.loop import MicroBatch, train_steps
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.state import load_model, load_optimizer
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
+from raytrain_gpt.runtime.ranks import Ranks
+from raytrain_gpt.runtime.saver import Saver
+
+EVERY_STEPS = 4
+KEEP = 2
+SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=256, seq_len=16, vocab_size=257)
+"""3.3M parameters, 39 MB a checkpoint: long enough to write that a kill finds it half done."""
+
+
+def main() -> None:
+    """Train from the newest good checkpoint to the last step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir")
+    parser.add_argument("--max_steps", type=int, required=True)
+    parser.add_argument("--mark", default="001", help="of this attempt")
+    parser.add_argument("--wait", action="store_true", help="write while training stands still")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world_size", type=int, default=1)
+    parser.add_argument("--rendezvous", help="a file that is not there yet; two ranks need it")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = GPT(SHAPE)
+    model.init_weights(0)
+    optimizer = build_optimizer(model, OptimSection())
+    input()
+    if args.world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{args.rendezvous}",
+            rank=args.rank,
+            world_size=args.world_size,
+        )
+    ranks = Ranks(args.rank, args.world_size)
+    catalogue = Catalogue(Location.of(args.run_dir))
+    first_step = go_on(catalogue, ranks, model, optimizer)
+    say(f"from step={first_step}")
+    saver = Saver(catalogue, args.mark, ranks, model, optimizer, KEEP)
+    for result in train_steps(
+        model,
+        optimizer,
+        made_batches(first_step),
+        first_step=first_step,
+        max_steps=args.max_steps,
+        micro_batches_per_step=1,
+        learning_rate=lambda step: 1e-3,
+        grad_clip=1.0,
+        autocast=contextlib.nullcontext,
+        seed=1337,
+        rank=0,
+    ):
+        say(f"step={result.step}")
+        (writing,) = ranks.any(saver.writing)
+        if saver.in_flight and not writing:
+            collect(saver)
+        if result.step % EVERY_STEPS == 0:
+            if saver.in_flight:
+                collect(saver)
+            say(f"begin step={result.step}")
+            saver.begin(state(result.step, ranks), {"rows.jsonl": f'{{"step": {result.step}}}\n'})
+            if args.wait:
+                collect(saver)
+    if saver.in_flight:
+        collect(saver)
+    if args.world_size > 1:
+        dist.destroy_process_group()
+
+
+def go_on(catalogue: Catalogue, ranks: Ranks, model: GPT, optimizer: torch.optim.AdamW) -> int:
+    """Load the newest good checkpoint, the same on all ranks: its step, 0 without one."""
+    newest = None
+    if ranks.rank == 0:
+        newest = catalogue.newest_good(lambda line: say(line))
+        catalogue.clean(good_until=newest.state.step if newest else 0)
+    newest = ranks.gathered(newest)[0]
+    if newest is None:
+        return 0
+    load_model(newest.path.path, model)
+    load_optimizer(newest.path.path, model, optimizer)
+    return int(newest.state.step)
+
+
+def made_batches(first_step: int) -> Iterator[MicroBatch]:
+    """A batch a step, which depends on the step only."""
+    step = first_step
+    while True:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, SHAPE.vocab_size, (2, SHAPE.seq_len + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+        step += 1
+
+
+def state(step: int, ranks: Ranks) -> CheckpointState:
+    """What `state.json` has."""
+    return CheckpointState(
+        step=step,
+        next_batch=step,
+        order_hash="00",
+        val_loss=None,
+        tokens_seen=2 * SHAPE.seq_len * step,
+        config={},
+        manifest_hash="made",
+        vocab_hash="made",
+        vocab_size=SHAPE.vocab_size,
+        order_version=1,
+        num_workers=ranks.world_size,
+    )
+
+
+def collect(saver: Saver) -> None:
+    """Wait for the checkpoint in flight and say that it is there."""
+    saved = saver.collect()
+    say(f"committed step={saved.state.step} write_s={saved.write_s:.4f}")
+
+
+def say(line: str) -> None:
+    """One line, at once: the one who reads it may kill at it."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

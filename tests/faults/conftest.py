@@ -1,0 +1,99 @@
+"""The cluster, data and runs of the other tests, and processes to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.config import Config
+from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
+    cluster,
+    dataset,
+    make_config,
+    run_cli,
+    storage,
+    straight,
+)
+
+from .gates import Faults, Gate, command
+from .processes import descendants
+
+ROOT = Path(__file__).parents[2]
+NO_FAULTS = Faults()
+
+
+class Command:
+    """A gated `train` command as a process group of its own."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def ends(self, within_s: float = 120) -> int:
+        """Its exit code, once it ends."""
+        return self.process.wait(within_s)
+
+    def reaches(self, gate: Gate) -> int:
+        """Wait until one of its ranks is at a gate; that rank's process id."""
+        try:
+            return gate.reached(unless=lambda: self.process.poll() is not None)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it printed:\n{self.output}") from None
+
+    def kill(self) -> None:
+        """End it and all its processes."""
+        for pid in [*descendants(self.process.pid, ""), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Callable[..., Gate]:
+    """Makes gates in this test's directory."""
+
+    def make(rank: int, step: int, *, in_checkpoint: bool = False) -> Gate:
+        return Gate(str(tmp_path), rank, step, in_checkpoint)
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts gated `train` commands; what still runs at the end dies."""
+    commands: list[Command] = []
+
+    def run(
+        config: Config, faults: Faults = NO_FAULTS, env: dict[str, str] | None = None
+    ) -> Command:
+        name = f"command-{len(commands)}"
+        argv = command(config, faults, tmp_path / f"{name}.json")
+        commands.append(Command(argv, env or {}, tmp_path / f"{name}.log"))
+        return commands[-1]
+
+    yield run
+    for one in commands:
+        if one.process.poll() is None:
+            one.kill()

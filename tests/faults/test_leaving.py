@@ -1,0 +1,194 @@
+"""Asked to leave by `ray job stop`, or because a node is taken away: saved first, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.runtime.conftest import command
+
+from . import gates
+from .conftest import ROOT, Command, Start
+from .gates import WITHIN_S, Faults, Gate, wait_until
+from .processes import descendants, events
+from .test_nodes import assert_same_order
+from .test_processes import assert_same
+
+pytestmark = pytest.mark.faults
+
+Straight = Callable[[int], RunSummary]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Head:
+    """`ray start --head` of a test's own, with a token and a dashboard."""
+
+    def __init__(self, num_cpus: int, log: Path) -> None:
+        self.directory = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a socket's path is short
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        port, dashboard, agent, client = free_ports(4)
+        flags = {
+            "port": port,
+            "dashboard-host": "127.0.0.1",
+            "dashboard-port": dashboard,
+            "dashboard-agent-listen-port": agent,
+            "ray-client-server-port": client,
+            "temp-dir": self.directory,
+            "num-cpus": num_cpus,
+        }
+        argv = [*RAY, "start", "--head", "--block", "--disable-usage-stats"]
+        argv += [f"--{name}={value}" for name, value in flags.items()]
+        self.command = Command(argv, self.token, log)
+        started = wait_until(
+            lambda: re.search(r"ray start --address='(\S+)'", self.command.output), "the head"
+        )
+        self.address = started[1]
+        self.env = {**self.token, "RAY_ADDRESS": self.address}
+        wait_until(lambda: answers(dashboard), "the dashboard")
+        self._jobs = f"http://127.0.0.1:{dashboard}"
+
+    def job(self, action: str, *flags: str) -> str:
+        """What `ray job ACTION` prints."""
+        done = subprocess.run(
+            [*RAY, "job", action, f"--address={self._jobs}", *flags],
+            env={**os.environ, **self.token},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=WITHIN_S,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def close(self) -> None:
+        """End all its processes."""
+        self.command.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@pytest.fixture
+def head(cluster: str, tmp_path: Path) -> Iterator[Head]:
+    """Room for a worker of two CPUs, or two of one, and the data."""
+    made = Head(3, tmp_path / "head.log")
+    yield made
+    made.close()
+
+
+def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
+    head: Head,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    tmp_path: Path,
+) -> None:
+    place = gate(0, 23)
+    config = make_config(num_workers=2, run_name="job")
+    working_dir = tmp_path / "working"
+    working_dir.mkdir()
+    submitted = head.job(
+        "submit",
+        "--no-wait",
+        "--submission-id=stopped",
+        f"--working-dir={working_dir}",
+        "--runtime-env-json",
+        json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "PYTHONPATH": str(ROOT)}}),
+        "--",
+        *gates.command(config, Faults((place,), stop_step=23), tmp_path / "job.json"),
+    )
+    assert "submitted successfully" in submitted
+    place.reached()
+    place.open()
+    assert "'stopped' was stopped" in head.job("stop", "stopped")
+    printed = head.job("logs", "stopped")
+    assert "interrupted at step 23, saved" in printed, printed
+    saved = Catalogue(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
+    assert saved is not None
+    assert saved.state.step == 23
+
+    summary = train(config, print)
+    run_dir = summary.run_dir.path
+    assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 23]
+    assert [row["lost_steps"] for row in events(run_dir, "attempt")] == [0, 0]
+    assert_same(run_dir, straight(2))
+
+
+def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
+    head: Head,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    start: Start,
+    tmp_path: Path,
+) -> None:
+    """SIGTERM to every process of the node at once, as systemd sends it."""
+    flags = ("--num-cpus=2", "--labels=zone=a", "--dashboard-agent-listen-port=0")
+    argv = command("node", "--address", head.address, "--grace-s", "90", "--", *flags)
+    node = Command(argv, head.token, tmp_path / "node.log")
+    try:
+        wait_until(lambda: "Ray runtime started" in node.output, "the node")
+        place = gate(0, 23)
+        config = make_config(run_name="node", num_workers=2, min_workers=1, cpus_per_worker=2)
+        env = {**head.env, "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
+        run = start(config, Faults((place,), notice_step=23), env)
+        run.reaches(place)
+        for pid in [*descendants(node.process.pid, ""), node.process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        place.open()
+        assert node.ends() == 0, node.output
+        left_at = time.time()
+        assert run.ends() == 0, run.output
+    finally:
+        if node.process.poll() is None:
+            node.kill()
+
+    assert "nothing runs on this node any more" in node.output
+    run_dir = Path(config.run.storage_path, "node")
+    assert [row["step"] for row in events(run_dir, "preemption_notice", "preempted")] == [23, 23]
+    saved_at = {row["step"]: row["time"] for row in events(run_dir, "checkpoint")}
+    assert saved_at[23] < left_at
+    attempts = events(run_dir, "attempt")
+    assert [row["num_workers"] for row in attempts] == [2, 1]
+    assert [row["step"] for row in attempts] == [0, 23]
+    assert [row["lost_steps"] for row in attempts] == [0, 0]
+    assert_same_order(run_dir, straight(2))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "6379"])
+def test_a_node_says_in_one_line_that_there_is_no_cluster(
+    run_cli: Callable[..., tuple[int, str, str]], address: str
+) -> None:
+    code, _, errors = run_cli("node", "--address", address, "--", "--num-cpus=1")
+    assert code == 2
+    assert f"no cluster answers at --address {address}" in errors
+    assert errors.count("\n") == 1

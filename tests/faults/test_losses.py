@@ -1,0 +1,140 @@
+"""Steps that go wrong: skipped when not finite, gone back on when they do not end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.goodput import goodput
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.run_files import read_rows
+
+from .gates import Faults, gated
+from .processes import events, steps, weights
+
+pytestmark = pytest.mark.faults
+
+NAN_STEP = 8
+SPIKED = tuple(range(24, 34))
+"""Ten global batches, read by the steps 25 to 34."""
+SKIPPED = (22, 34)
+"""From two before the first spiked one to the last one."""
+
+
+@pytest.fixture(scope="module")
+def spiked(
+    cluster: str, make_config: Callable[..., Any]
+) -> tuple[Path, list[str], Any]:
+    """A run of 2 workers with one NaN on rank 1 and ten spikes: directory, lines, configuration."""
+    config = make_config(
+        num_workers=2,
+        run_name="spiked",
+        spike_window_steps=16,
+        spike_patience=len(SPIKED),
+        skip_before=2,
+        mlflow_uri="auto",
+        experiment="spiked",
+    )
+    faults = Faults(nan_rank=1, nan_steps=(NAN_STEP,), spiked_batches=SPIKED)
+    lines: list[str] = []
+    summary = train(config, lines.append, gated(faults))
+    assert summary.step == 50
+    return summary.run_dir.path, lines, config
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    spiked: tuple[Path, list[str], Any],
+) -> None:
+    run_dir, lines, _ = spiked
+    (event,) = events(run_dir, "nonfinite")
+    assert (event["step"], event["skipped_on_ranks"]) == (NAN_STEP, 2)
+    for rank in range(2):
+        skipped = f"[rank {rank}] step {NAN_STEP}: not finite, the update was skipped"
+        assert skipped in lines
+    row = steps(run_dir)[NAN_STEP - 1]
+    assert row["optim/grad_norm"] is None
+    before, after = (
+        [r["train/loss"] for r in steps(run_dir)[part]]
+        for part in (slice(NAN_STEP - 3, NAN_STEP - 1), slice(NAN_STEP, NAN_STEP + 2))
+    )
+    assert max(after) < min(before) + 0.2
+    for checkpoint in Catalogue(Location.of(run_dir)).complete():
+        for file in checkpoint.path.path.glob("*.safetensors"):
+            assert all(bool(torch.isfinite(t).all()) for t in load_file(file).values())
+
+
+def test_ten_spikes_lead_back_and_their_batches_are_skipped(
+    spiked: tuple[Path, list[str], Any],
+) -> None:
+    run_dir, lines, config = spiked
+    # The two attempts: until patience ended, and from the last checkpoint before the spikes.
+    assert [row["step"] for row in events(run_dir, "spike")] == [batch + 1 for batch in SPIKED]
+    (event,) = events(run_dir, "rollback")
+    assert (event["to_step"], event["first_bad_step"]) == (20, 25)
+    assert (event["first_batch"], event["stop_batch"]) == SKIPPED
+    assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 20]
+    assert any("global batches 22 to 33 are skipped" in line for line in lines)
+    assert "34 rollback to step 20, batches 22 to 33 skipped\n" in (run_dir / "log.txt").read_text()
+    assert (run_dir / "checkpoints" / "broken-step=00000030").is_dir()
+
+    rows = steps(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert max(row["train/loss"] for row in rows) < 10
+    manifest = read_manifest(Location.of(config.data.data_path))
+    counts = manifest.row_group_sequences("train", config.data.seq_len)
+    order = Order(counts, config.batch_sequences, config.data.seq_len, config.train.seed)
+    order_hash = manifest.hash
+    read = [*range(SKIPPED[0]), *range(SKIPPED[1], 50 + SKIPPED[1] - SKIPPED[0])]
+    for row, batch in zip(rows, read, strict=True):
+        order_hash = extend_order_hash(
+            order_hash, int(sequence_hashes(order.batch_ids(batch)).sum())
+        )
+        assert row["data/order_hash"] == order_hash, row["step"]
+
+    told = goodput(read_rows(run_dir))
+    assert (told.bad_steps, told.skipped_batches) == (11, 12)
+    assert told.rolled_back_steps == 14
+
+
+def test_events_stand_in_mlflow(spiked: tuple[Path, list[str], Any], storage: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("spiked").experiment_id])
+    at = {
+        name: sorted(m.step for m in client.get_metric_history(run.info.run_id, f"events/{name}"))
+        for name in ("nonfinite", "spike", "rollback")
+    }
+    assert at == {
+        "nonfinite": [NAN_STEP],
+        "spike": [batch + 1 for batch in SPIKED],
+        "rollback": [34],
+    }
+
+
+def test_a_run_that_goes_on_from_before_the_spikes_skips_them_again(
+    spiked: tuple[Path, list[str], Any], storage: Path
+) -> None:
+    run_dir, _, config = spiked
+    copy = storage / "spiked-again"
+    shutil.copytree(run_dir, copy)
+    for checkpoint in Catalogue(Location.of(copy)).complete():
+        if checkpoint.state.step > 20:
+            shutil.rmtree(checkpoint.path.path)
+    train(config.updated({"run_name": copy.name, "mlflow_uri": None}), print)
+    assert weights(copy) == weights(run_dir)
+    newest = Catalogue(Location.of(copy)).complete()[-1]
+    state = json.loads((newest.path / "state.json").read_text())
+    assert state["skipped_batches"] == [list(SKIPPED)]
+    assert (state["step"], state["next_batch"]) == (50, 62)

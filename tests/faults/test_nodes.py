@@ -1,0 +1,135 @@
+"""Nodes that die, come back and are taken away: the order stays, whoever is there to read it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from raytrain_gpt.runtime.supervisor import RunSummary
+
+from .conftest import Start
+from .gates import Faults, Gate, wait_until
+from .processes import events, steps
+
+pytestmark = pytest.mark.faults
+
+Straight = Callable[[int], RunSummary]
+
+
+@pytest.fixture
+def nodes(cluster: str) -> Iterator[Cluster]:
+    """A head without work, and three nodes: for two workers and for the data."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(3):
+        made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()
+
+
+def node_of(nodes: Cluster, worker_pid: int) -> Any:
+    """The node that a worker's process runs on."""
+    raylet = psutil.Process(worker_pid).ppid()
+    return next(n for n in nodes.list_all_nodes() if raylet_pid(n) == raylet)
+
+
+def raylet_pid(node: Any) -> int:
+    (raylet,) = node.all_processes["raylet"]
+    return int(raylet.process.pid)
+
+
+def kill_raylet_of(nodes: Cluster, worker_pid: int) -> None:
+    """What ends a node; its worker, which Ray leaves behind, has to end by itself."""
+    os.kill(raylet_pid(node_of(nodes, worker_pid)), signal.SIGKILL)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone; one that nobody collects counts."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def assert_same_order(run_dir: Path, whole: RunSummary) -> None:
+    """One row a step, the same order, and losses equal but for the order of sums."""
+    rows, expected = steps(run_dir), steps(whole.run_dir.path)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [r["data/order_hash"] for r in rows] == [r["data/order_hash"] for r in expected]
+    gaps = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(rows, expected, strict=True)]
+    assert max(gaps) < 1e-4
+
+
+def test_two_workers_become_one_and_two_and_one_again(
+    nodes: Cluster,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    start: Start,
+) -> None:
+    """A node dies, another one comes, and that one is preempted."""
+    dies, grows, drained = gate(1, 12), gate(0, 25), gate(0, 40)
+    config = make_config(run_name="elastic", num_workers=2, min_workers=1, resize_after_s=1)
+    env = {"RAY_ADDRESS": nodes.address, "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
+    command = start(config, Faults((dies, grows, drained), notice_step=40), env)
+
+    orphan = command.reaches(dies)
+    kill_raylet_of(nodes, orphan)
+    command.reaches(grows)
+    assert has_ended(orphan)
+    nodes.add_node(num_cpus=1)
+    wait_until(lambda: "more workers are possible" in command.output, "the wish to grow")
+    grows.open()
+    node = node_of(nodes, command.reaches(drained))
+    accepted, why = GcsClient(address=nodes.address).drain_node(
+        node.node_id,
+        DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "the spot market",
+        int((time.time() + 120) * 1000),
+    )
+    assert accepted, why
+    dies.open()
+    drained.open()
+    assert command.ends() == 0, command.output
+
+    run_dir = Path(config.run.storage_path, "elastic")
+    attempts = events(run_dir, "attempt")
+    assert [row["num_workers"] for row in attempts] == [2, 1, 2, 1]
+    kinds = ("failed", "resized", "preempted", "finished")
+    assert [row["event"] for row in events(run_dir, *kinds)] == list(kinds)
+    # Asked to leave, the workers save first; only the dead node costs steps.
+    assert [row["lost_steps"] for row in attempts[2:]] == [0, 0]
+    assert attempts[1]["lost_steps"] <= config.train.checkpoint_every_steps
+    assert [row["step"] for row in events(run_dir, "preemption_notice")] == [40]
+    assert_same_order(run_dir, straight(2))
+
+
+def test_a_run_waits_for_a_node_that_it_cannot_do_without(
+    nodes: Cluster,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    start: Start,
+) -> None:
+    dies = gate(0, 33)
+    config = make_config(run_name="waits", num_workers=2)
+    command = start(config, Faults((dies,)), {"RAY_ADDRESS": nodes.address})
+    orphan = command.reaches(dies)
+    kill_raylet_of(nodes, orphan)
+    wait_until(lambda: "waiting for nodes: 2 workers are needed" in command.output, "the wait")
+    wait_until(lambda: has_ended(orphan), "the end of the worker without a node")
+    dies.open()
+    nodes.add_node(num_cpus=1)
+    assert command.ends() == 0, command.output
+    run_dir = Path(config.run.storage_path, "waits")
+    assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 30]
+    assert_same_order(run_dir, straight(2))

@@ -1,0 +1,246 @@
+"""SIGKILL and SIGSTOP of every process of a run: it ends with the bits of an unbroken one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.goodput import goodput
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.run_files import read_rows
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.runtime.conftest import environment
+
+from .conftest import Start
+from .gates import Faults, Gate, gated, wait_until
+from .processes import descendants, events, own, steps, weights
+
+pytestmark = pytest.mark.faults
+
+Straight = Callable[[int], RunSummary]
+MakeConfig = Callable[..., Any]
+
+
+def in_background(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
+    """A test's hand that kills while the run goes on; what it fails with is kept."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tuple[Path, list[str]]:
+    """Run a configuration while something happens to it: its directory and its lines."""
+    lines: list[str] = []
+    thread, raised = in_background(action)
+    try:
+        summary = train(config, lines.append, gated(faults))
+    finally:
+        thread.join()
+    assert not raised, (raised, lines)
+    assert summary.step == config.train.max_steps
+    return summary.run_dir.path, lines
+
+
+def assert_same(run_dir: Path, whole: RunSummary) -> None:
+    """Same bits, and one row a step with the losses and the order of the unbroken run."""
+    assert weights(run_dir) == weights(whole.run_dir)
+    columns = ("step", "train/loss", "data/order_hash")
+    rows, expected = steps(run_dir), steps(whole.run_dir.path)
+    assert [[r[c] for c in columns] for r in rows] == [[r[c] for c in columns] for r in expected]
+
+
+@pytest.mark.parametrize("at_steps", [(35,), (5, 17, 42)], ids=["once", "three times"])
+def test_a_killed_worker_costs_no_step(
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    at_steps: tuple[int, ...],
+) -> None:
+    gates = [gate(step % 2, step) for step in at_steps]
+
+    def kill() -> None:
+        for one in gates:
+            pid = one.reached()
+            one.open()
+            os.kill(pid, signal.SIGKILL)
+
+    config = make_config(num_workers=2, run_name=f"worker-{len(at_steps)}", max_failures=3)
+    run_dir, lines = train_while(config, Faults(tuple(gates)), kill)
+    assert_same(run_dir, straight(2))
+    assert sum(line.startswith("run failed (") for line in lines) == len(at_steps)
+    lost = goodput(read_rows(run_dir))
+    assert lost.restarts == len(at_steps)
+    assert lost.lost_steps <= len(at_steps) * config.train.checkpoint_every_steps
+
+
+def test_a_killed_controller_is_replaced(
+    straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate]
+) -> None:
+    place = gate(0, 25)
+
+    def kill() -> None:
+        place.reached()
+        place.open()
+        (controller,) = own("ray::TrainController")
+        os.kill(controller, signal.SIGKILL)
+
+    config = make_config(num_workers=2, run_name="controller")
+    run_dir, _ = train_while(config, Faults((place,)), kill)
+    assert_same(run_dir, straight(2))
+
+
+def test_a_killed_data_task_is_done_again(straight: Straight, make_config: MakeConfig) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        pids = wait_until(lambda: own("ray::MapBatches(_read_chunk)"), "a reading task")
+        os.kill(pids[0], signal.SIGKILL)
+        killed.append(pids[0])
+
+    run_dir, _ = train_while(make_config(num_workers=2, run_name="data"), Faults(), kill)
+    assert killed
+    assert_same(run_dir, straight(2))
+
+
+def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
+    straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], storage: Path
+) -> None:
+    gates = [gate(0, 20, in_checkpoint=True), gate(1, 40, in_checkpoint=True)]
+    catalogue = Catalogue(Location.of(storage / "writing"))
+    newest: list[int] = []
+
+    def kill() -> None:
+        for one in gates:
+            pid = one.reached()
+            newest.append(catalogue.complete()[-1].state.step)
+            assert list((storage / "writing" / "checkpoints").glob("unfinished-step=*"))
+            one.open()
+            os.kill(pid, signal.SIGKILL)
+
+    config = make_config(num_workers=2, run_name="writing")
+    run_dir, _ = train_while(config, Faults(tuple(gates)), kill)
+    assert newest == [10, 30]
+    assert [row["step"] for row in events(run_dir, "resume")] == newest
+    for row in events(run_dir, "attempt")[1:]:
+        assert row["lost_steps"] <= config.train.checkpoint_every_steps
+    assert_same(run_dir, straight(2))
+    for checkpoint in catalogue.complete():
+        checkpoint.verify()
+
+
+def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
+    straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate]
+) -> None:
+    hangs, freezes = gate(1, 15), gate(0, 35)
+
+    def freeze() -> None:
+        hanging = hangs.reached()
+        wait_until(lambda: not Path(f"/proc/{hanging}").exists(), "the end of the hanging rank")
+        hangs.open()
+        pid = freezes.reached()
+        os.kill(pid, signal.SIGSTOP)
+        freezes.open()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the frozen rank")
+
+    config = make_config(num_workers=2, run_name="hang", hang_timeout_s=15)
+    run_dir, lines = train_while(config, Faults((hangs, freezes)), freeze)
+    stacks = (run_dir / "stacks.txt").read_text()
+    first, second = stacks.split("=== attempt ")[1:3]
+    assert "pass_through" in first
+    assert "[rank 0]" in first
+    assert "leave_agreed" in first
+    assert "[rank 0] does not answer (process" in second
+    assert "[rank 1] thread" in second
+    assert any("no progress for 15 s" in line for line in lines)
+    assert [row["event"] for row in events(run_dir, "hung", "failed")] == ["hung", "hung"]
+    assert_same(run_dir, straight(2))
+
+
+def test_a_killed_driver_goes_on_by_the_same_command(
+    cluster: str,
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    start: Start,
+) -> None:
+    place = gate(1, 33)
+    config = make_config(num_workers=2, run_name="driver")
+    command = start(config, Faults((place,)), environment(cluster))
+    command.reaches(place)
+    command.process.kill()
+    command.ends()
+    # Ray rewrites its own index in place, so a kill can leave it empty; it is never read.
+    indexes = list(
+        Path(config.run.storage_path, "driver").rglob("checkpoint_manager_snapshot.json")
+    )
+    assert indexes
+    for index in indexes:
+        index.write_text("")
+    lines: list[str] = []
+    summary = train(config, lines.append)
+    assert any("was held by" in line or "taken over" in line for line in lines), lines
+    assert any(line.startswith("going on from step 30") for line in lines)
+    assert_same(summary.run_dir.path, straight(2))
+
+
+@pytest.mark.parametrize("what", ["gcs_server", "everything"])
+def test_a_dead_cluster_goes_on_by_the_same_command(
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    start: Start,
+    what: str,
+) -> None:
+    """The head alone, which ends the driver; and every process at once."""
+    place = gate(1, 33)
+    config = make_config(num_workers=2, run_name=f"dead-{what}")
+    # How long Ray's processes wait for a head that is gone; a minute if it is not said.
+    command = start(config, Faults((place,)), {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"})
+    command.reaches(place)
+    if what == "everything":
+        command.kill()
+    else:
+        (head,) = descendants(command.process.pid, "gcs_server")
+        os.kill(head, signal.SIGKILL)
+        place.open()
+    assert command.ends(within_s=90) not in (0, 2)
+    again = start(config)
+    assert again.ends() == 0, again.output
+    assert_same(Path(config.run.storage_path, config.run.run_name), straight(2))
+
+
+def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
+    cluster: str, make_config: MakeConfig, gate: Callable[..., Gate], start: Start
+) -> None:
+    place = gate(1, 15)  # a rank that never comes back, so that saving cannot succeed
+    config = make_config(num_workers=2, run_name="forced")
+    command = start(config, Faults((place,)), environment(cluster))
+    command.reaches(place)
+    command.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "saving a checkpoint first" in command.output, "the answer to the first")
+
+    def interrupted() -> bool:
+        command.process.send_signal(signal.SIGINT)
+        return command.process.poll() is not None
+
+    wait_until(interrupted, "the end", within_s=10)
+    assert command.ends() == 130
+    newest = Catalogue(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == 10

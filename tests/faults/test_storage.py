@@ -1,0 +1,202 @@
+"""Storage that goes away or fills up: an outage costs time, the end of the disk costs no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import ClusterError, StorageError, UserError
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.preflight import check_ray_disk
+from raytrain_gpt.runtime.run_files import read_rows
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.s3 import S3Server
+
+from .gates import Faults, Gate, gated
+from .processes import steps, weights
+from .test_processes import in_background, train_while
+
+pytestmark = pytest.mark.faults
+
+Straight = Callable[[int], RunSummary]
+OUTAGE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: S3Server, dataset: Path) -> Location:
+    """A bucket with the dataset in it."""
+    s3.make_bucket("faults")
+    made = Location.of("s3://faults", endpoint=s3.endpoint)
+    for file in dataset.iterdir():
+        (made / "data" / file.name).upload(file)
+    return made
+
+
+@pytest.fixture
+def in_bucket(bucket: Location, make_config: Callable[..., Any]) -> Callable[..., Any]:
+    """A configuration whose data and runs are in the bucket."""
+
+    def make(**changes: object) -> Any:
+        places = {"data_path": f"{bucket}/data", "storage_path": f"{bucket}/runs"}
+        return make_config(num_workers=2, s3_endpoint=bucket.endpoint, **places, **changes)
+
+    return make
+
+
+def test_an_outage_of_the_object_store_costs_nothing_but_time(
+    cluster: str,
+    s3: S3Server,
+    bucket: Location,
+    straight: Straight,
+    in_bucket: Callable[..., Any],
+    gate: Callable[..., Gate],
+    tmp_path: Path,
+) -> None:
+    place = gate(0, 25)
+
+    def outage() -> None:
+        place.reached()
+        s3.stop()
+        place.open()
+        time.sleep(OUTAGE_S)  # this is the fault, nothing waits for it
+        s3.start()
+
+    thread, raised = in_background(outage)
+    lines: list[str] = []
+    summary = train(in_bucket(run_name="outage"), lines.append, gated(Faults((place,))))
+    thread.join()
+    assert not raised
+    assert summary.step == 50
+    assert not [line for line in lines if "failed" in line]
+    run = bucket / "runs" / "outage"
+    assert weights(run) == weights(straight(2).run_dir)
+    for checkpoint in Catalogue(run).complete():
+        checkpoint.verify()
+    (run / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in steps(tmp_path)] == list(range(1, 51))
+    stood_still = sum(row.get("perf/checkpoint_blocked_s", 0.0) for row in read_rows(tmp_path))
+    assert stood_still > OUTAGE_S / 2, "the run did not meet the outage"
+    assert {"config.yaml", "log.txt", "report.html", "tensorboard"} <= set(run.names())
+
+
+def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_checkpoint(
+    cluster: str,
+    s3: S3Server,
+    bucket: Location,
+    straight: Straight,
+    in_bucket: Callable[..., Any],
+    gate: Callable[..., Gate],
+) -> None:
+    place = gate(1, 25)
+
+    def go_away() -> None:
+        place.reached()
+        s3.stop()
+        place.open()
+
+    config = in_bucket(run_name="gone", retry_for_s=5)
+    thread, raised = in_background(go_away)
+    try:
+        with pytest.raises(StorageError) as caught:
+            train(config, print, gated(Faults((place,))))
+    finally:
+        thread.join()
+        s3.start()
+    assert not raised
+    assert "out of reach" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    newest = Catalogue(bucket / "runs" / "gone").newest_good(pytest.fail)
+    assert newest is not None
+    # The one of step 20 may still have been on its way.
+    assert newest.state.step in (10, 20)
+    lines: list[str] = []
+    train(config, lines.append)
+    assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
+    assert weights(bucket / "runs" / "gone") == weights(straight(2).run_dir)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_training(
+    cluster: str, make_config: Callable[..., Any], disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(ClusterError) as caught:
+        train(make_config(run_name="read-only", storage_path=str(disk)), print)
+    assert f"cannot write storage_path {disk}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_node_without_room_for_ray_is_refused(disk: Path) -> None:
+    with pytest.raises(ClusterError, match="Ray needs") as caught:
+        check_ray_disk(disk, "192.0.2.1")
+    assert "node 192.0.2.1" in str(caught.value)
+    assert "--temp-dir" in str(caught.value)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 40 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(path)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(file: Path) -> None:
+    """Leave not one byte of a disk."""
+    with file.open("wb", buffering=0) as filler:
+        while True:
+            try:
+                filler.write(bytes(4096))
+            except OSError:
+                break
+    assert shutil.disk_usage(file.parent).free == 0
+
+
+def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room_was_made(
+    cluster: str,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    disk: Path,
+) -> None:
+    place = gate(1, 25)
+
+    def fill_up() -> None:
+        place.reached()
+        fill(disk / "filler")
+        place.open()
+
+    config = make_config(num_workers=2, run_name="full", storage_path=str(disk), keep_checkpoints=3)
+    with pytest.raises(UserError) as caught:
+        train_while(config, Faults((place,)), fill_up)
+    message = str(caught.value)
+    assert "no space left" in message
+    assert "older checkpoints are intact" in message
+    assert "make room" in message
+    assert "\n" not in message
+    newest = Catalogue(Location.of(disk / "full")).newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step in (10, 20)
+    (disk / "filler").unlink()
+    lines: list[str] = []
+    train(config, lines.append)
+    assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
+    assert weights(disk / "full") == weights(straight(2).run_dir)
+    assert [row["step"] for row in steps(disk / "full")] == list(range(1, 51))
+    kept = json.dumps([c.state.step for c in Catalogue(Location.of(disk / "full")).complete()])
+    assert kept == "[30, 40, 50]"

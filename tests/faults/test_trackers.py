@@ -1,0 +1,71 @@
+"""A tracking server that is down slows nothing, and gets everything when it is there."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from raytrain_gpt.runtime.run_files import Row
+from raytrain_gpt.runtime.trackers import MLflow
+
+from .gates import wait_until
+
+pytestmark = pytest.mark.faults
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_rows_wait_for_a_server_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr("raytrain_gpt.runtime.trackers._RETRY_S", 1.0)
+    uri = f"http://127.0.0.1:{free_port()}"
+    lines: queue.Queue[str] = queue.Queue()
+    rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]
+    (tmp_path / "run").mkdir()
+    tracker = MLflow(tmp_path / "run", uri, "down", None, 0, {"seed": 1}, lines.put)
+    started = time.monotonic()
+    tracker.add_rows(rows[:20])
+    assert time.monotonic() - started < 1, "a tracker that is down must not hold up anybody"
+    assert "does not answer" in lines.get(timeout=60)
+
+    store = f"sqlite:///{tmp_path / 'server.db'}"
+    port = uri.rpartition(":")[2]
+    argv = ["-m", "mlflow", "server", "--port", port, "--backend-store-uri", store]
+    server = subprocess.Popen(
+        [sys.executable, *argv, "--workers", "1"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        client = MlflowClient(store)
+
+        def logged() -> list[int]:
+            found = client.get_experiment_by_name("down")
+            runs = client.search_runs([found.experiment_id]) if found else []
+            history = client.get_metric_history(runs[0].info.run_id, "train/loss") if runs else []
+            return sorted(metric.step for metric in history)
+
+        wait_until(lambda: logged() == list(range(1, 21)), "the rows of before")
+        tracker.add_rows(rows[20:])
+        tracker.close("FINISHED", None)
+        assert logged() == list(range(1, 41))
+        (run,) = client.search_runs([client.get_experiment_by_name("down").experiment_id])
+        assert run.info.status == "FINISHED"
+        assert lines.empty()
+    finally:
+        server.terminate()
+        server.wait()

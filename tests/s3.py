@@ -1,0 +1,155 @@
+"""A real S3 server for the tests: moto in one process, and a TCP proxy before it in another.
+
+What is stored lives in moto's memory, so "the store is gone" is the proxy killed: connections are
+refused until it is started again on the same port. A stopped proxy (SIGSTOP) is a store that takes
+connections and answers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+READY_WITHIN_S = 60.0
+ACCESS_KEY = "test-access-key"
+SECRET_KEY = "test-secret-value"
+KEYS = {
+    "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class S3Server:
+    """moto's S3 on a free port of this machine."""
+
+    def __init__(self) -> None:
+        self._moto_port, self._port = _free_port(), _free_port()
+        # This process's own variables must not make moto a client of another store.
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+        self._moto = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._moto_port)],
+            env=clean,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._proxy: subprocess.Popen[bytes] | None = None
+        try:
+            _wait_for(self._moto_port, self._moto)
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the store."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to use the store."""
+        return {**KEYS, "AWS_ENDPOINT_URL": self.endpoint}
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket, whether the store is to be reached or not."""
+        self._ask("PUT", name)
+
+    def refuse_keys(self) -> None:
+        """From now on no key is good."""
+        self._ask("POST", "moto-api/reset-auth", b"0")
+
+    def accept_keys(self) -> None:
+        """From now on every key is good."""
+        self._ask("POST", "moto-api/reset-auth", b"inf")
+
+    def _ask(self, method: str, path: str, content: bytes | None = None) -> None:
+        url = f"http://127.0.0.1:{self._moto_port}/{path}"
+        request = urllib.request.Request(
+            url, content, {"Content-Type": "text/plain"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=READY_WITHIN_S) as answer:
+            answer.read()
+
+    def start(self) -> None:
+        """Take connections (again)."""
+        if self._proxy is None:
+            ports = [str(self._port), str(self._moto_port)]
+            self._proxy = subprocess.Popen([sys.executable, __file__, *ports])
+            _wait_for(self._port, self._proxy)
+
+    def stop(self) -> None:
+        """Refuse connections and cut those there are; what is stored stays."""
+        if self._proxy is not None:
+            _end(self._proxy)
+            self._proxy = None
+
+    def freeze(self) -> None:
+        """Take connections and answer nothing."""
+        assert self._proxy is not None
+        self._proxy.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Answer again."""
+        assert self._proxy is not None
+        self._proxy.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End both processes."""
+        self.stop()
+        _end(self._moto)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _free_port() -> int:
+    """Below the ports that the system hands out: a client's own port never takes a stopped server's."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_WITHIN_S
+    while True:
+        assert process.poll() is None, f"{process.args!r} ended with {process.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"{process.args!r} does not listen on {port}"
+            time.sleep(0.02)
+
+
+async def _proxy(port: int, target: int) -> None:
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while content := await reader.read(2**16):
+                writer.write(content)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", target)
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", port)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_proxy(int(sys.argv[1]), int(sys.argv[2])))
