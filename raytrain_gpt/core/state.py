@@ -15,14 +15,6 @@ MODEL_FILE = "model.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save_state(directory: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Write the model's and the optimizer's tensors into a directory."""
-    copy = HostCopy(model, optimizer)
-    copy.refresh()
-    for file in copy.files():
-        copy.write(file, directory / file)
-
-
 class HostCopy:
     """One of several parts of the training state, copied into memory that is kept from copy to copy.
 

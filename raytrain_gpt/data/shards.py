@@ -182,12 +182,6 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_manifest(directory: Place, manifest: Manifest) -> None:
     """Make the directory a dataset."""
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -306,29 +305,6 @@ class Location:
         """Make a local directory and those it is in; an object store has none to make."""
         if self.is_local:
             self.path.mkdir(parents=True, exist_ok=True)
-
-    @contextmanager
-    def local_copy(self) -> Iterator[Path]:
-        """The path itself if local; else a temporary copy of the file or tree.
-
-        Raises:
-            FileNotFoundError: there is nothing in the object store.
-        """
-        if self.is_local:
-            yield self.path
-            return
-        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-            target = Path(directory) / self.name
-            if self.is_file():
-                self.download(target)
-            else:
-                files = self.files()
-                if not files:
-                    self._check_bucket()
-                    raise FileNotFoundError(2, "No such file or directory", self.url)
-                for name, _ in files:
-                    (self / name).download(target / name)
-            yield target
 
     def free_bytes(self) -> int | None:
         """Free bytes of the disk of a directory that is there; None for an object store."""

@@ -6,6 +6,7 @@ that make no progress, for more workers that have become possible, and for the l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -33,7 +34,6 @@ from raytrain_gpt.runtime.worker import WorkerSpec
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 STACKS_WITHIN_S = 5.0
-STACKS_FILE = "stacks.txt"
 TORCH_TIMEOUT_S = 600
 
 Log = Callable[[str], None]
@@ -64,7 +64,7 @@ class Attempt:
         ingest: What is read.
         num_batches: Global batches to read.
         recorder: What the recorder begins with.
-        worker: What the workers begin with, without the recorder.
+        rows_before: The last rows of steps before.
         resumed: Checkpoint to go on from, or None.
         number: Of this attempt; Ray knows it by this name.
         train_loop: What every worker runs.
@@ -84,6 +84,8 @@ class Attempt:
     stop: threading.Event
     lease: Lease
     log: Log
+    _asked_to_stop: bool = field(default=False, init=False)
+    _watched_at: float = field(default=0.0, init=False)
     _resizing: bool = field(default=False, init=False)
     _hung: bool = field(default=False, init=False)
     _more_since: float | None = field(default=None, init=False)
@@ -103,6 +105,7 @@ class Attempt:
             resumed=self.resumed,
             rows_before=self.rows_before,
             attempt=self.number,
+            lease_token=self.lease.token,
             recorder=recorder,
         )
         error = self._fit_and_watch(self._trainer(spec), recorder)
@@ -146,23 +149,28 @@ class Attempt:
 
         thread = threading.Thread(target=fit, name="fit", daemon=True)
         thread.start()
-        asked, watched_at = False, time.monotonic()
-        while thread.is_alive():
-            for line in ray.get(recorder.take_lines.remote(POLL_S)):
-                self.log(line)
-            if self.stop.is_set() and not asked:
-                asked = True
-                if not ray.get(recorder.is_training.remote()):
-                    self._kill_ranks(recorder)
-                    return None
-                self.log("stopping: saving a checkpoint first (twice more to stop at once)")
-                recorder.order.remote("stop")
-            if time.monotonic() - watched_at >= WATCH_EVERY_S:
+        try:
+            while thread.is_alive():
+                for line in ray.get(recorder.take_lines.remote(POLL_S)):
+                    self.log(line)
+                if self.stop.is_set() and not self._asked_to_stop:
+                    self._asked_to_stop = True
+                    if not ray.get(recorder.is_training.remote()):
+                        self._kill_ranks(recorder)
+                        return None
+                    self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+                    recorder.order.remote("stop")
                 self._watch(recorder)
-                watched_at = time.monotonic()
+        except ray.exceptions.RayActorError as error:
+            # The recorder is dead, and so end the workers, which find nobody to tell.
+            thread.join(TORCH_TIMEOUT_S)
+            raised.append(error)
         return raised[0] if raised else None
 
     def _watch(self, recorder: Any) -> None:
+        if time.monotonic() - self._watched_at < WATCH_EVERY_S:
+            return
+        self._watched_at = time.monotonic()
         if self.lease.lost.is_set():
             self._kill_ranks(recorder)
             self.lease.check()
@@ -199,9 +207,9 @@ class Attempt:
             missing = f"does not answer (process {state.pid})"
             texts.append(f"[rank {rank}] {stacks.get(rank, missing).rstrip()}")
             self.log(texts[-1])
-        path = self.recorder.mirror.work_dir / STACKS_FILE
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"=== attempt {self.number} ===\n" + "\n".join(texts) + "\n")
+        path = self.recorder.mirror.work_dir / f"stacks-{self.number:03d}.txt"
+        with contextlib.suppress(OSError):  # they are on the console, too
+            path.write_text("\n".join(texts) + "\n", "utf-8")
 
     def _kill_ranks(self, recorder: Any) -> None:
         """End all workers at once, frozen ones too: by their nodes, not by their own doing."""
@@ -213,22 +221,30 @@ class Attempt:
                 _kill.options(scheduling_strategy=node).remote(state.pid)
 
     def _end(self, error: Exception | None, recorder: Any) -> End:
-        outcome = ray.get(recorder.outcome.remote())
-        if error is None and outcome is not None:
+        outcome = None
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            outcome = ray.get(recorder.outcome.remote())
+        if outcome is not None:
+            # They left by themselves and have saved; what Ray says of it afterwards loses nothing.
             if outcome.bad_stretch is not None:
                 return End("rolled_back", bad_stretch=outcome.bad_stretch)
             if outcome.left_for == "preempted":
                 return End("preempted")
             if outcome.left_for == "stopped":
                 return End("stopped" if self.stop.is_set() else "resized")
-            return End("finished")
+            if error is None:
+                return End("finished")
         if error is None and self.stop.is_set():
             return End("stopped")
         error = error or RuntimeError("the workers left before the last step")
         return End("hung" if self._hung else "failed", error)
 
     def close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
-        """Write the attempt's last event and finish all files."""
+        """Write the attempt's last event and finish all files; a dead recorder has done so."""
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            self._close(end, recorder, newest)
+
+    def _close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
         step = newest.state.step if newest else 0
         details = {} if end.error is None else {"error": root_cause(end.error)}
         ray.get(recorder.add_event.remote(step, end.kind, **details))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from raytrain_gpt.config import Config, micro_batches_per_step
 from raytrain_gpt.errors import ClusterError, ConfigError
 
+ANSWER_WITHIN_S = 5.0
 DATA_CPUS = 1
 """CPUs that must stay free for reading data, or a run waits for its first batch for ever."""
 
@@ -104,6 +106,17 @@ def connect(num_cpus_needed: int) -> Resources:
     return resources(ours)
 
 
+def knock(address: str) -> None:
+    """Fails at once where nobody listens, which takes Ray itself minutes.
+
+    Raises:
+        OSError: nobody answers at HOST:PORT.
+        ValueError: it is no HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S).close()
+
+
 def _join_given_cluster(quiet: dict[str, Any]) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the one of `ray start`; False if there is none.
 
@@ -114,9 +127,11 @@ def _join_given_cluster(quiet: dict[str, Any]) -> bool:
     if not address or address == "local":
         return False
     try:
+        if not named:  # the file of `ray start` stays behind when a cluster dies
+            knock(address)
         with _sigterm_is_ours():
             ray.init(address, **quiet)
-    except ConnectionError:
+    except (OSError, ValueError):
         if not named:
             return False
         raise ClusterError(

@@ -183,6 +183,14 @@ def held_lease(
         lease.release()
 
 
+def still_held(location: Location, token: str) -> bool:
+    """Whether a lease is still the one of a token; asked by who writes for its holder elsewhere."""
+    with _storage_errors("read", location, "a lease"):
+        text = _read(location)
+    holder = Holder.parse(text) if text else None
+    return holder is not None and holder.token == token
+
+
 def live_holder(location: Location) -> str | None:
     """Who seems to hold a lease, None if nobody: for lists, since elsewhere a clock decides.
 
@@ -244,6 +252,16 @@ class Lease:
                 f"{self._location} for {self._expiry_s:g} s or more, or that file was removed; this "
                 "process writes no more. Leave the other one alone, or stop it and start again"
             )
+
+    def verify(self) -> None:
+        """Look now, not at the next beat.
+
+        Raises:
+            ClusterError: it is lost.
+        """
+        if not still_held(self._location, self.token):
+            self.lost.set()
+        self.check()
 
     def acquire(self) -> None:
         """Take the lease, waiting for a holder elsewhere that may be gone.

@@ -21,6 +21,8 @@ import ray
 from raytrain_gpt.runtime.run_files import Row
 
 SEND_EVERY_S = 1.0
+ALONE_FOR_S = 30.0
+"""How long a rank goes on while the recorder cannot be reached; below the lease's expiry."""
 
 
 class Link:
@@ -80,16 +82,23 @@ class Link:
     def _beat(self) -> None:
         node = ray.get_runtime_context().get_node_id()
         seen = 0
+        unheard_since: float | None = None
         while True:
             told = (self._rank, self._progress, os.getpid(), node, seen)
             try:
                 orders = ray.get(self._recorder.beat.remote(*told))
-            except Exception:
+                unheard_since = None
+            except Exception as error:
                 if self._closed:
                     return
-                # The attempt is over without this rank: Ray leaves workers of a dead raylet alive,
-                # and they would go on writing beside the next attempt.
-                os._exit(1)
+                unheard_since = unheard_since or time.monotonic()
+                gone = isinstance(error, ray.exceptions.ActorDiedError)
+                if gone or time.monotonic() - unheard_since > ALONE_FOR_S:
+                    # The attempt is over without this rank: Ray leaves workers of a dead raylet
+                    # alive, and they would go on writing beside the next attempt.
+                    os._exit(1)
+                time.sleep(SEND_EVERY_S)
+                continue
             seen += len(orders)
             if "stop" in orders:
                 self.stop.set()

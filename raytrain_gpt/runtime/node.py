@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,10 +36,10 @@ from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.runtime.cluster import ANSWER_WITHIN_S, knock
 
 LABEL = "raytrain-gpt/node"
 POLL_S = 0.5
-ANSWER_WITHIN_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORCED_AFTER = 3
 
@@ -75,7 +74,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
         ClusterError: nothing answers at the address.
     """
     try:
-        _knock(address)
+        knock(address)
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(
             f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
@@ -98,12 +97,6 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
         _kill_session(child)
 
 
-def _knock(address: str) -> None:
-    """Fails at once where nobody listens, which takes Ray itself minutes."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S).close()
-
-
 def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
     # Of several --labels Ray takes the last one.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -120,27 +113,28 @@ def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Pope
 
 def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], log: Log) -> None:
     """Tell the cluster, and wait until nothing runs here any more or the grace is over."""
-    _knock(address)
+    knock(address)
     gcs = ray._raylet.GcsClient(address=address)
-    node_id = _node_id(gcs, name)
-    if node_id is None:
-        log("leaving before the node has joined the cluster")
-        return
-    began, deadline = time.time(), time.time() + grace_s
-    gcs.drain_node(
-        node_id,
-        DRAIN_NODE_REASON_PREEMPTION,
-        "SIGTERM to raytrain-gpt node",
-        int(deadline * 1000),
-        timeout=ANSWER_WITHIN_S,
-    )
-    log(f"leaving: the cluster knows; runs on this node have {grace_s:g} s to save")
-    while _node_id(gcs, name) is not None:
+    began, told = time.time(), False
+    deadline = began + grace_s
+    why = "SIGTERM to raytrain-gpt node"
+    drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_WITHIN_S)
+    while True:
+        with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: once more
+            node_id = _node_id(gcs, name)
+            if node_id is None and told:
+                log(f"nothing runs on this node any more after {time.time() - began:.0f} s")
+                return
+            if node_id is None:
+                log("leaving at once: the cluster does not have this node, or not any more")
+                return
+            if not told:
+                log(f"leaving: runs on this node have {grace_s:g} s to save")
+                told, _ = gcs.drain_node(node_id, *drain)
         if time.time() >= deadline or forced():
             log("leaving although something still runs on this node; it is killed")
             return
         time.sleep(POLL_S)
-    log(f"nothing runs on this node any more after {time.time() - began:.0f} s")
 
 
 def _node_id(gcs: Any, name: str) -> str | None:

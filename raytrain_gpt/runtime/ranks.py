@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+BACKGROUND_TIMEOUT_S = 1800.0
 
 
 class Ranks:
@@ -15,17 +19,23 @@ class Ranks:
     Args:
         rank: Of this worker.
         world_size: Number of workers.
+        background_timeout_s: How long the others may keep a rank waiting in the background.
 
     Attributes:
         background: Another set of the same collectives, for a thread besides the training.
     """
 
-    def __init__(self, rank: int, world_size: int, *, with_background: bool = True) -> None:
+    def __init__(
+        self, rank: int, world_size: int, background_timeout_s: float = BACKGROUND_TIMEOUT_S
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self.background = self
-        if world_size > 1 and with_background:
-            self.background = Ranks(rank, world_size, with_background=False)
+        if world_size > 1:
+            self.background = copy(self)
+            self.background._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=background_timeout_s)
+            )
 
     def summed(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""

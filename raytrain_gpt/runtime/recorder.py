@@ -41,7 +41,6 @@ class RecorderSpec:
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the attempt's row.
-        events: Rows of what happened between the attempts.
         saved_rows: Rows that the checkpoints kept.
     """
 
@@ -52,7 +51,6 @@ class RecorderSpec:
     artifact_location: str | None
     step: int
     attempt: Row
-    events: list[Row]
     saved_rows: list[Row]
 
 
@@ -111,23 +109,27 @@ class Recorder:
                 self._lines.put,
             )
             # Rows of before a restart that the tracker may have missed; it drops what it has.
-            self._mlflow.add_rows(list(self._files.kept_rows))
+            self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
+        self._files.kept_rows = []
         lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-        began = {"step": spec.step, "event": "attempt", **spec.attempt, **lost}
-        self._write([*spec.events, began])
+        self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
         """Rows that the disk does not take wait for the next ones: no metric may end a run."""
         self._unwritten += rows
         try:
             self._files.add_rows(self._unwritten)
-            for tracker in self._trackers:
-                tracker.add_rows(self._unwritten)
         except OSError as error:
             self._say_once(f"metrics wait: cannot write {self._mirror.work_dir}: {error.strerror}")
             return
-        self._unwritten = []
+        written, self._unwritten = self._unwritten, []
+        for tracker in list(self._trackers):
+            try:
+                tracker.add_rows(written)
+            except OSError as error:  # TensorBoard's writer fails for good after the first time
+                self._trackers.remove(tracker)
+                self._lines.put(f"no more TensorBoard events: {error}")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:

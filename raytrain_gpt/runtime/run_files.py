@@ -7,6 +7,7 @@ are taken from the checkpoint; events stay for ever. The other two files follow 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -129,7 +130,8 @@ class RunFiles:
     def add_rows(self, rows: list[Row]) -> None:
         """Append rows to metrics.jsonl and log.txt."""
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
-        _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
+        with contextlib.suppress(OSError):  # it is made anew from the rows at every start
+            _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
 
     def add_samples(self, step: int, text: str) -> None:
         """Append a set of samples."""

@@ -57,6 +57,7 @@ class Saver:
         model: The model.
         optimizer: Over its parameters.
         keep: Newest checkpoints to keep.
+        may_commit: Raises when another run has taken this one's name; asked before anything is final.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.AdamW,
         keep: int,
+        may_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalogue, self._mark, self._keep = catalogue, mark, keep
+        self._may_commit = may_commit
         self._ranks = ranks.background
         self._copy = HostCopy(model, optimizer, ranks.rank, ranks.world_size)
         self._thread: threading.Thread | None = None
@@ -84,17 +87,18 @@ class Saver:
         """Whether this rank is still at it."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, state: CheckpointState, texts: dict[str, str]) -> None:
+    def begin(self, state: CheckpointState, texts: dict[str, str], prune: bool = True) -> None:
         """Copy the state and start writing it; the one before must have been collected.
 
         Args:
             state: Goes into `state.json`.
             texts: More small files, of rank 0; name -> content.
+            prune: Remove what is no longer kept afterwards.
         """
         assert not self.in_flight, "collect the checkpoint in flight first"
         self._copy.refresh()
         self._thread = threading.Thread(
-            target=self._run, args=(state, texts), name="saver", daemon=True
+            target=self._run, args=(state, texts, prune), name="saver", daemon=True
         )
         self._thread.start()
 
@@ -118,13 +122,15 @@ class Saver:
             return outcome
         raise outcome or RuntimeError("the checkpoint's thread ended without an outcome")
 
-    def _run(self, state: CheckpointState, texts: dict[str, str]) -> None:
+    def _run(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> None:
         try:
-            self._outcome = self._write(state, texts)
+            self._outcome = self._write(state, texts, prune)
         except Exception as error:
             self._outcome = error
 
-    def _write(self, state: CheckpointState, texts: dict[str, str]) -> Saved | Exception:
+    def _write(
+        self, state: CheckpointState, texts: dict[str, str], prune: bool
+    ) -> Saved | Exception:
         started = time.perf_counter()
         draft = self._catalogue.draft(state.step, self._mark)
         parts = self._ranks.gathered(_outcome_of(lambda: self._add_files(draft)))
@@ -132,17 +138,27 @@ class Saver:
         outcome: Location | Exception | None = failed
         if failed is None and self._ranks.rank == 0:
             entries = {name: entry for part in parts for name, entry in part.items()}
-            outcome = _outcome_of(lambda: draft.commit(state, entries, texts))
+            outcome = _outcome_of(lambda: self._commit(draft, state, entries, texts))
         if isinstance(outcome, Exception) and self._ranks.rank == 0:
             draft.discard()
         outcome = self._ranks.gathered(outcome)[0]
         if not isinstance(outcome, Location):
             return outcome or RuntimeError("nothing was committed")
-        if self._ranks.rank == 0:
+        if prune and self._ranks.rank == 0:
             # The checkpoint stands; what was not removed now is removed behind the next one.
             with contextlib.suppress(OSError, RaytrainGptError):
                 self._catalogue.prune(self._keep)
         return Saved(outcome, state, time.perf_counter() - started)
+
+    def _commit(
+        self,
+        draft: Draft,
+        state: CheckpointState,
+        entries: dict[str, FileEntry],
+        texts: dict[str, str],
+    ) -> Location:
+        self._may_commit()
+        return draft.commit(state, entries, texts)
 
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
         return {

@@ -88,6 +88,11 @@ class StepLog:
         self.position = position
         self.bad_stretch: BadStretch | None = None
 
+    @property
+    def in_bad_stretch(self) -> bool:
+        """Whether the newest step that was judged had a bad loss."""
+        return bool(self._detector.streak)
+
     def start_clock(self) -> None:
         """The first step is about to begin."""
         self._clock_from = time.perf_counter()

@@ -19,6 +19,9 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import ray
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPTShape
@@ -40,6 +43,7 @@ from raytrain_gpt.runtime.report import write_report
 from raytrain_gpt.runtime.resume import check_changes, find_resume
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, merge_rows, read_rows
 from raytrain_gpt.runtime.signals import StopSignals
+from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.worker import WorkerSpec
 
 SKIPPED_FILE = "skipped.json"
@@ -95,7 +99,6 @@ class Run:
         self.skipped: Skipped = ()
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
-        self._events: list[Row] = []
 
     def go(self) -> RunSummary:
         """Check, resume, train, and end well."""
@@ -154,14 +157,14 @@ class Run:
         while True:
             self._choose_workers()
             started_at = _step_of(resumed)
-            end = self._attempt(resumed, lease)
+            end, gone_back_to = self._attempt(resumed, lease)
             if end.kind == "finished":
                 newest = self.catalogue.complete()[-1]
                 return RunSummary(self.run_dir, self.mirror, newest.state.step, newest)
             if end.kind == "stopped":
                 raise Interrupted(self._interrupted_message(started_at))
             if end.bad_stretch is not None:
-                resumed = self._roll_back(end)
+                resumed = gone_back_to
                 rollbacks = rollbacks + 1 if _step_of(resumed) <= started_at else 1
                 self._check_rollbacks(rollbacks, _step_of(resumed))
                 continue
@@ -205,8 +208,10 @@ class Run:
         if self.signals.stop.wait(seconds):
             raise Interrupted(self._interrupted_message(started_at=0))
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> End:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> tuple[End, Checkpoint | None]:
+        """One attempt: how it ended and, after bad steps, where the run has gone back to."""
         step = _step_of(resumed)
+        lease.verify()
         self._attempts = self._next_attempt()
         self.signals.defer()
         self.catalogue.clean(good_until=step)
@@ -227,15 +232,23 @@ class Run:
         )
         end, recorder = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
+        newest = gone_back_to = None
+        try:
+            if not isinstance(known, StorageError):
+                lease.verify()
+                if end.bad_stretch is not None:
+                    gone_back_to = self._roll_back(end.bad_stretch, step, recorder)
+                newest = next(reversed(self.catalogue.complete()), None)
+        except StorageError as error:
+            known = error
+        finally:
+            attempt.close(end, recorder, newest or resumed)
         if isinstance(known, StorageError):
-            attempt.close(end, recorder, resumed)
             raise known from None
-        complete = self.catalogue.complete()
-        attempt.close(end, recorder, complete[-1] if complete else None)
         self._write_report()
         if known is not None:
             raise known from None
-        return end
+        return end, gone_back_to
 
     def _recorder_spec(self, step: int, saved_rows: list[Row]) -> RecorderSpec:
         storage = location(self.config, self.config.run.storage_path)
@@ -245,7 +258,6 @@ class Run:
         elif uri == "auto":
             uri = None
             self.log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
-        events, self._events = self._events, []
         attempt = {
             "time": time.time(),
             "attempt": self._attempts,
@@ -260,7 +272,6 @@ class Run:
             artifact_location=artifacts,
             step=step,
             attempt=attempt,
-            events=events,
             saved_rows=saved_rows,
         )
 
@@ -270,27 +281,29 @@ class Run:
         # Two windows: a spike in the last one is seen as such only with good steps before it.
         return steps[-2 * self.config.spikes.spike_window_steps :]
 
-    def _roll_back(self, end: End) -> Checkpoint | None:
-        """Back to the last checkpoint before the bad steps; their batches are skipped from now on."""
-        bad = end.bad_stretch
-        assert bad is not None
+    def _roll_back(self, bad: BadStretch, started_at: int, recorder: Any) -> Checkpoint | None:
+        """Back to the last checkpoint before the bad steps; their batches are skipped from now on.
+
+        Durable when it returns: later checkpoints are set aside, the skipped batches written down.
+        """
         resumed = self.catalogue.newest_good(self.log, before_step=bad.first_step)
+        if 0 < started_at == _step_of(resumed):
+            # From there it went wrong before: the weights may have been hurt earlier still.
+            older = self.catalogue.newest_good(self.log, before_step=started_at)
+            resumed = older or resumed
+        self.catalogue.clean(good_until=_step_of(resumed))
         position = resumed.state.next_batch if resumed else 0
         first = max(position, bad.first_batch - self.config.spikes.skip_before)
         skipped = (first, bad.last_batch + 1)
         self.skipped = (*self.skipped, skipped)
         (self.run_dir / SKIPPED_FILE).write_text(json.dumps(self.skipped) + "\n")
-        self._events.append(
-            {
-                "step": bad.last_step,
-                "event": "rollback",
-                "time": time.time(),
-                "to_step": _step_of(resumed),
-                "first_bad_step": bad.first_step,
-                "first_batch": skipped[0],
-                "stop_batch": skipped[1],
-            }
-        )
+        details = {
+            "to_step": _step_of(resumed),
+            "first_bad_step": bad.first_step,
+            "first_batch": skipped[0],
+            "stop_batch": skipped[1],
+        }
+        ray.get(recorder.add_event.remote(bad.last_step, "rollback", **details))
         self.log(
             f"steps {bad.first_step} to {bad.last_step} were bad: back to step {_step_of(resumed)}, "
             f"global batches {skipped[0]} to {skipped[1] - 1} are skipped"
@@ -300,7 +313,7 @@ class Run:
     def _read_skipped(self, resumed: Checkpoint | None) -> Skipped:
         """Of this run's file and of the checkpoint, which may be another run's copy."""
         path = self.run_dir / SKIPPED_FILE
-        ranges = json.loads(path.read_text()) if resumed and path.is_file() else []
+        ranges = json.loads(path.read_text()) if path.is_file() else []
         found = {(int(first), int(stop)) for first, stop in ranges}
         return tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
 

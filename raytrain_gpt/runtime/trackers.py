@@ -29,6 +29,7 @@ from raytrain_gpt.runtime.run_files import Row
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EVENTS_TAG = "raytrain_gpt_events_until"
+REDONE_TAG = "raytrain_gpt_redone_from"
 _PARAMETER_LENGTH = 6000
 _BATCH_POINTS = 1000
 _RETRY_S = 10.0
@@ -210,7 +211,13 @@ class _Session:
         logged = found.data.params
         new = [Param(name, value) for name, value in parameters.items() if name not in logged]
         self._client.log_batch(self._run_id, params=new)
-        self._last = {key: self._last_step(key) for key in ("train/loss", "val/loss")}
+        # After a rollback steps come again, with other batches: the later point counts.
+        redone_from = float(found.data.tags.get(REDONE_TAG) or math.inf)
+        self._last = {
+            key: min(self._last_step(key), redone_from) for key in ("train/loss", "val/loss")
+        }
+        if redone_from < math.inf:
+            self._client.set_tag(self._run_id, REDONE_TAG, "")
         # Events repeat no step, so what is known of them is the time of the last one.
         self._last_event_s = float(found.data.tags.get(EVENTS_TAG, 0.0))
 
@@ -230,6 +237,8 @@ class _Session:
         metrics = []
         events = [row for row in rows if row.get("time", 0.0) > self._last_event_s]
         for row in events:
+            if row["event"] == "rollback":
+                self._client.set_tag(self._run_id, REDONE_TAG, str(row["to_step"]))
             metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
         for row in rows:
             kind = "train/loss" if "train/loss" in row else "val/loss"

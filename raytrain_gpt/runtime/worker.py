@@ -32,6 +32,7 @@ from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_bytes, tokenizer_json
+from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.runtime.checkpoints import (
     ROWS_FILE,
     Catalogue,
@@ -41,6 +42,7 @@ from raytrain_gpt.runtime.checkpoints import (
 )
 from raytrain_gpt.runtime.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.runtime.lease import LEASE_FILE, still_held
 from raytrain_gpt.runtime.link import Link
 from raytrain_gpt.runtime.locations import location
 from raytrain_gpt.runtime.ranks import Ranks
@@ -49,6 +51,8 @@ from raytrain_gpt.runtime.saver import Saver
 from raytrain_gpt.runtime.step_log import Position, StepLog, finite
 
 PREEMPTION_CHECK_S = 5.0
+WRITE_WITHIN_S = 1800.0
+"""A checkpoint that takes longer to write, with the storage at hand, hangs."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class WorkerSpec:
         resumed: Checkpoint to go on from, or None.
         rows_before: The last rows of steps before, for judging the next ones.
         attempt: Number of this attempt of the run.
+        lease_token: The driver's, without which nothing may be made final.
         recorder: Handle of the recorder actor.
     """
 
@@ -71,6 +76,7 @@ class WorkerSpec:
     resumed: Checkpoint | None
     rows_before: list[Row]
     attempt: int
+    lease_token: str
     recorder: Any
 
 
@@ -88,9 +94,12 @@ def train_worker(spec: WorkerSpec) -> None:
             worker.flush()
         if worker.steps_were_bad:
             break
+        if leave and not last:
+            # Its time may be short: what must not be lost comes first.
+            worker.save_checkpoint()
         if evaluate:
             worker.evaluate()
-        if save:
+        if save and (last or not leave):
             worker.save_checkpoint()
         if leave:
             break
@@ -103,7 +112,11 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         context = ray.train.get_context()
         self.spec, self.config = spec, spec.config
-        self.ranks = Ranks(context.get_world_rank(), context.get_world_size())
+        self.ranks = Ranks(
+            context.get_world_rank(),
+            context.get_world_size(),
+            self.config.run.retry_for_s + WRITE_WITHIN_S,
+        )
         self.link = Link(spec.recorder, self.ranks.rank)
         self.step = spec.resumed.state.step if spec.resumed else 0
 
@@ -127,6 +140,7 @@ class Worker:
             self.raw_model,
             self.optimizer,
             self.config.train.keep_checkpoints,
+            self._check_lease,
         )
         self._blocked_s = 0.0
         self._rows_since_checkpoint: list[Row] = []
@@ -143,6 +157,13 @@ class Worker:
             f"{name} on {socket.gethostname()}, {torch.get_num_threads()} threads, {precision}, "
             f"{self.share} of {self.config.batch_sequences} sequences a step"
         )
+
+    def _check_lease(self) -> None:
+        """Before anything is final: a driver that was frozen may have lost the run's name."""
+        if not still_held(self.spec.run_dir / LEASE_FILE, self.spec.lease_token):
+            raise ClusterError(
+                f"run {self.spec.run_dir.name} was taken over by another process; this one writes no more"
+            )
 
     def _build_model(self) -> None:
         config, resumed = self.config, self.spec.resumed
@@ -286,13 +307,14 @@ class Worker:
 
     def save_checkpoint(self) -> None:
         """Copy the state; it is written while training goes on."""
-        started = time.perf_counter()
         if self.saver.in_flight:
             self._collect()
+        started = time.perf_counter()
         lines = "".join(json.dumps(row) + "\n" for row in self._rows_since_checkpoint)
         self._rows_since_checkpoint = []
         texts = {TOKENIZER_FILE: tokenizer_json(self.tokenizer), ROWS_FILE: lines}
-        self.saver.begin(self._state(), texts)
+        # In a bad stretch the checkpoint before it must stay: the run may go back there.
+        self.saver.begin(self._state(), texts, prune=not self.log.in_bad_stretch)
         self._blocked(started)
 
     def _blocked(self, since: float) -> None:
@@ -319,7 +341,16 @@ class Worker:
 
     def _collect(self) -> None:
         """The checkpoint in flight is done, or waited for: say so, here and to Ray."""
-        saved = self.saver.collect(self.link.progress)
+        started = time.perf_counter()
+
+        def waiting() -> None:
+            # Whoever waits for longer than the storage may be away hangs.
+            if time.perf_counter() - started < self.config.run.retry_for_s + WRITE_WITHIN_S:
+                self.link.progress()
+
+        saved = self.saver.collect(waiting)
+        self._tell_ray(saved.path, saved.state)
+        self._blocked(started)
         self.link.event(
             saved.state.step,
             "checkpoint",
@@ -329,7 +360,6 @@ class Worker:
             },
         )
         self._blocked_s = 0.0
-        self._tell_ray(saved.path, saved.state)
 
     def _tell_ray(self, path: Location, state: CheckpointState) -> None:
         """Register a pointer: our catalogue is the truth, Ray's results name it."""
@@ -359,9 +389,7 @@ class Worker:
         ask = self.ranks.rank == 0 and now - self._preemption_asked_at >= PREEMPTION_CHECK_S
         stop, writing, ask = self.ranks.any(self.link.stop.is_set(), self.saver.writing, ask)
         if self.saver.in_flight and not writing:
-            started = time.perf_counter()
             self._collect()
-            self._blocked(started)
         if ask:
             self._preemption_asked_at = now
             notice = ray.train.get_preemption_info()
@@ -377,5 +405,6 @@ class Worker:
         if self.saver.in_flight:
             self._collect()
         if self.ranks.rank == 0:
-            self.link.call("left", self._leaves_for, self.log.bad_stretch)
+            done = self.step == self.config.train.max_steps
+            self.link.call("left", None if done else self._leaves_for, self.log.bad_stretch)
         self.link.close()

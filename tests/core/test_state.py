@@ -20,11 +20,19 @@ from raytrain_gpt.core.state import (
     HostCopy,
     load_model,
     load_optimizer,
-    save_state,
 )
 from raytrain_gpt.errors import CheckpointError
 
 OPTIM_FILE = "optim-00000.safetensors"
+
+
+def save_state(directory: Path, model: GPT, optimizer: torch.optim.AdamW) -> None:
+    """Write all of the state into a directory."""
+    copy = HostCopy(model, optimizer)
+    copy.refresh()
+    for file in copy.files():
+        copy.write(file, directory / file)
+
 
 MicroBatches = Callable[..., Iterator[MicroBatch]]
 

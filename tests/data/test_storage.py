@@ -235,22 +235,6 @@ def test_an_open_file_is_read_anywhere(place: Location) -> None:
         assert file.read_at(2, 50) == b"\x32\x33"
 
 
-def test_a_local_copy_is_the_tree_and_goes_afterwards(place: Location, tmp_path: Path) -> None:
-    for name in ("a", "b/c"):
-        (place / name).write_text(name)
-    with place.local_copy() as directory:
-        assert (directory / "b" / "c").read_text() == "b/c"
-        assert (directory / "a").read_text() == "a"
-    assert directory.exists() == place.is_local
-    with (place / "a").local_copy() as file:
-        assert file.read_text() == "a"
-
-
-def test_a_copy_of_nothing_is_an_error(remote: Location) -> None:
-    with pytest.raises(FileNotFoundError), (remote / "missing").local_copy():
-        pass
-
-
 def test_only_disks_have_free_bytes(place: Location) -> None:
     place.mkdir()
     free = place.free_bytes()

@@ -33,9 +33,7 @@ SKIPPED = (22, 34)
 
 
 @pytest.fixture(scope="module")
-def spiked(
-    cluster: str, make_config: Callable[..., Any]
-) -> tuple[Path, list[str], Any]:
+def spiked(cluster: str, make_config: Callable[..., Any]) -> tuple[Path, list[str], Any]:
     """A run of 2 workers with one NaN on rank 1 and ten spikes: directory, lines, configuration."""
     config = make_config(
         num_workers=2,

@@ -89,18 +89,19 @@ def test_a_killed_worker_costs_no_step(
     assert lost.lost_steps <= len(at_steps) * config.train.checkpoint_every_steps
 
 
-def test_a_killed_controller_is_replaced(
-    straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate]
+@pytest.mark.parametrize("actor", ["TrainController", "Recorder"])
+def test_a_killed_actor_of_the_run_is_replaced(
+    straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], actor: str
 ) -> None:
     place = gate(0, 25)
 
     def kill() -> None:
         place.reached()
         place.open()
-        (controller,) = own("ray::TrainController")
-        os.kill(controller, signal.SIGKILL)
+        (pid,) = own(f"ray::{actor}")
+        os.kill(pid, signal.SIGKILL)
 
-    config = make_config(num_workers=2, run_name="controller")
+    config = make_config(num_workers=2, run_name=f"killed-{actor}")
     run_dir, _ = train_while(config, Faults((place,)), kill)
     assert_same(run_dir, straight(2))
 
@@ -160,8 +161,7 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
 
     config = make_config(num_workers=2, run_name="hang", hang_timeout_s=15)
     run_dir, lines = train_while(config, Faults((hangs, freezes)), freeze)
-    stacks = (run_dir / "stacks.txt").read_text()
-    first, second = stacks.split("=== attempt ")[1:3]
+    first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
     assert "pass_through" in first
     assert "[rank 0]" in first
     assert "leave_agreed" in first

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_gpt.data.shards import file_sha256, read_manifest, write_manifest
+from raytrain_gpt.data.shards import read_manifest, write_manifest
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
 
 from .conftest import CLUSTER_CPUS, flags
@@ -102,7 +103,7 @@ def test_token_outside_the_vocabulary(
     pq.write_table(table, copy / shard.path, row_group_size=manifest.row_group_tokens)
     entry = shard.model_copy(
         update={
-            "sha256": file_sha256(copy / shard.path),
+            "sha256": Location.of(copy / shard.path).sha256(),
             "file_bytes": (copy / shard.path).stat().st_size,
         }
     )
