@@ -7,7 +7,7 @@ and fsync. Both ways are measured in turn, in pairs, so that a noisy machine dis
 - asynchronous: `begin`, steps until the writing is done, `collect`. The stall is the time in `begin`
   and `collect`; besides, the steps meanwhile are slower than those just before and just after.
 
-    python benchmarks/checkpoint.py [--pairs 7] [--workers 2] [--threads 1] [--directory DIR] …
+    python benchmarks/checkpoint.py [--pairs 7] [--workers 2] [--threads 2] [--directory DIR] …
 
 Several workers are processes over gloo, with DDP, each writing its part; of each time the slowest
 rank's counts. Prints one JSON object last: seconds of each pair, medians.
@@ -52,7 +52,8 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=2, help="of each worker")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--threads", type=int, help="of each worker; all cores shared by default")
+    # One core stays for Ray's own processes, as in overhead.py; the writing can use it as well.
+    parser.add_argument("--threads", type=int, help="of each worker")
     parser.add_argument("--directory", help="on the disk to measure")
     parser.add_argument("--rank", type=int, help="be this worker (used inside)")
     args = parser.parse_args()
@@ -108,10 +109,7 @@ class Training:
         )
         self.tokens = torch.randint(0, VOCAB_SIZE, (args.sequences, args.seq_len + 1))
         self.catalogue = Catalogue(Location.of(args.directory))
-        # Older checkpoints are removed between the measurements, so keep more than there are.
-        self.saver = Saver(
-            self.catalogue, "001", ranks, self.raw_model, self.optimizer, keep=args.pairs + 2
-        )
+        self.saver = Saver(self.catalogue, "001", ranks, self.raw_model, self.optimizer, keep=1)
 
     def train(self) -> float:
         """Seconds of one step, until all ranks know whether one is still writing, as in a run."""
@@ -126,7 +124,8 @@ class Training:
         """Seconds blocked in it."""
         self.ranks.any(False)
         started = time.perf_counter()
-        self.saver.begin(made_state(self.step, self.ranks), {})
+        # Older checkpoints are removed between the measurements.
+        self.saver.begin(made_state(self.step, self.ranks), {}, prune=False)
         return time.perf_counter() - started
 
     def collect(self) -> tuple[float, Saved]:
@@ -199,7 +198,7 @@ def made_state(step: int, ranks: Ranks) -> CheckpointState:
 
 def work(args: argparse.Namespace) -> None:
     """One rank; rank 0 prints."""
-    threads = args.threads or max(1, (os.cpu_count() or 1) // args.workers)
+    threads = args.threads or max(1, ((os.cpu_count() or 1) - 1) // args.workers)
     torch.set_num_threads(threads)
     if args.workers > 1:
         rendezvous = f"file://{args.directory}/rendezvous"
