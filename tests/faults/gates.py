@@ -27,7 +27,7 @@ from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.runtime.worker import Worker, WorkerSpec, train_worker
 
 POLL_S = 0.02
-WITHIN_S = 90.0
+WITHIN_S = 150.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any:

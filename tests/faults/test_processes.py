@@ -6,14 +6,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime import ingest
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.goodput import goodput
+from raytrain_gpt.runtime.ingest import IngestSpec, _read_chunk
 from raytrain_gpt.runtime.launch import train
 from raytrain_gpt.runtime.run_files import read_rows
 from raytrain_gpt.runtime.supervisor import RunSummary
@@ -103,17 +107,30 @@ def test_a_killed_actor_of_the_run_is_replaced(
     assert_same(run_dir, straight(2))
 
 
-def test_a_killed_data_task_is_done_again(straight: Straight, make_config: MakeConfig) -> None:
-    killed: list[int] = []
+def read_behind_a_gate(gate: Gate, table: pa.Table, spec: IngestSpec) -> pa.Table:
+    """A reading task that a test can find and hold."""
+    gate.pass_through()
+    return _read_chunk(table, spec)
+
+
+def test_a_killed_data_task_is_done_again(
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = gate(0, 0)
+    monkeypatch.setattr(ingest, "_read_chunk", partial(read_behind_a_gate, reading))
 
     def kill() -> None:
-        pids = wait_until(lambda: own("ray::MapBatches(_read_chunk)"), "a reading task")
-        os.kill(pids[0], signal.SIGKILL)
-        killed.append(pids[0])
+        pid = reading.reached()
+        assert pid in own("ray::MapBatches")
+        os.kill(pid, signal.SIGKILL)
+        reading.open()
 
-    run_dir, _ = train_while(make_config(num_workers=2, run_name="data"), Faults(), kill)
-    assert killed
+    run_dir, lines = train_while(make_config(num_workers=2, run_name="data"), Faults(), kill)
     assert_same(run_dir, straight(2))
+    assert goodput(read_rows(run_dir)).restarts == 0, lines
 
 
 def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
