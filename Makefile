@@ -1,5 +1,8 @@
 # make demo          train the quickstart model
-# make test          run the tests; make test-fast those without Ray, make test-faults those that kill
+# make test          run the tests; make test-fast those without Ray
+# make test-sweeps   whole sweeps; make test-faults tests that kill
+# make test-cluster  `ray up` on three hosts made of namespaces (root)
+# make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks
 PYTHON ?= python3
 VENV := .venv
@@ -7,22 +10,33 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 
-.PHONY: demo test test-fast test-faults check format lint types clean
+.PHONY: demo test test-fast test-sweeps test-faults test-cluster wheel check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
 	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not faults"
+	$(BIN)/pytest -m "not faults and not sweeps and not cluster"
 
 test-fast: $(INSTALLED)
-	$(BIN)/pytest -m "not ray and not faults"
+	$(BIN)/pytest -m "not ray and not faults and not sweeps and not cluster"
+
+test-sweeps: $(INSTALLED)
+	$(BIN)/pytest -m sweeps
 
 test-faults: $(INSTALLED)
 	$(BIN)/pytest -m faults
 
-check: format lint types test test-faults
+test-cluster: $(INSTALLED)
+	$(BIN)/pytest -m cluster -rs
+
+wheel: $(INSTALLED)
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	cp constraints.txt dist/
+
+check: format lint types test test-sweeps test-faults test-cluster
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

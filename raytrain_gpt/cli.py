@@ -12,23 +12,23 @@ import json
 import sys
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
 from raytrain_gpt.config import (
+    DEFAULT_PRESET,
     LEAVES,
     Config,
-    load_config_file,
-    load_preset,
     micro_batches_per_step,
     preset_names,
+    resolve,
     suggestion,
 )
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
-
-DEFAULT_PRESET = "quickstart"
+from raytrain_gpt.redact import redacted
+from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,13 +60,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"{kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            _complain("".join(traceback.format_exception(error.__cause__)).rstrip())
+        _complain(f"{kind}{' '.join(str(error).split())}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         sys.exit(130)
+    except Exception:
+        _complain(traceback.format_exc().rstrip())
+        sys.exit(1)
     sys.exit(0)
+
+
+def _complain(text: str) -> None:
+    print(redacted(text), file=sys.stderr, flush=True)
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
@@ -147,14 +154,50 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a model. Defaults < preset < configuration file < flags; without --preset and "
         f"--config the preset is {DEFAULT_PRESET}. The same run_name goes on where it stopped.",
     )
-    base = train.add_mutually_exclusive_group()
-    base.add_argument("--preset", metavar="NAME", help=", ".join(preset_names()))
-    base.add_argument("--config", type=Path, metavar="FILE", help="YAML, in sections as below")
+    _add_config(train)
     train.add_argument(
         "--dry_run", action="store_true", help="print the resolved configuration and stop"
     )
     _add_leaves(train)
     train.set_defaults(command=_train)
+
+    tune = commands.add_parser(
+        "tune",
+        help="search learning rate, batch size or anything else over many runs",
+        description="Run the trials of a sweep file, compare them at equal tokens, and write down the best "
+        "configuration. Flags win over the file.",
+    )
+    tune.add_argument("file", type=Path, metavar="FILE", help="a sweep file, as in tune_configs/")
+    tune.add_argument(
+        "--resume", action="store_true", help="go on with a sweep that was stopped or killed"
+    )
+    tune.add_argument(
+        "--dry_run", action="store_true", help="print the trials and what they cost, and stop"
+    )
+    search = tune.add_argument_group("sweep")
+    for name in SWEEP_FLAGS:
+        field = Sweep.model_fields[name]
+        _add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
+    _add_leaves(tune, without=DECIDED)
+    tune.set_defaults(command=_tune)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what is wrong with a cluster before training on it",
+        description="Look at all that `train` with the same flags needs, on the cluster that it would use: "
+        "a line for each check, PASS, FAIL with what to do, or SKIP with why. Exit code 1 if one fails.",
+    )
+    _add_config(doctor)
+    doctor.add_argument(
+        "--bench",
+        action="store_true",
+        help="time some steps: tokens/s, and when max_steps are done",
+    )
+    doctor.add_argument(
+        "--tokenizer", metavar="NAME", help="also see that `prepare --tokenizer NAME` finds it"
+    )
+    _add_leaves(doctor)
+    _json_flag(doctor, _doctor)
 
     runs = commands.add_parser("runs", help="list, show, compare runs and their checkpoints")
     runs.add_argument("action", choices=("list", "show", "checkpoints", "report"))
@@ -244,17 +287,28 @@ def _checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_leaves(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--preset", metavar="NAME", help=", ".join(preset_names()))
+    base.add_argument("--config", type=Path, metavar="FILE", help="YAML, in sections as below")
+
+
+def _add_leaves(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
     for name, (section, leaf) in LEAVES.items():
-        default = json.dumps(leaf.default).strip('"')
-        text = f"{leaf.description} (default: {default})"
-        groups[section].add_argument(
-            f"--{name}",
-            metavar=_kind(leaf.annotation),
-            help=text.replace("%", "%%"),
-            default=argparse.SUPPRESS,
-        )
+        if name not in without:
+            default = json.dumps(leaf.default).strip('"')
+            text = f"{leaf.description} (default: {default})"
+            _add_flag(groups[section], name, leaf.annotation, text)
+
+
+def _add_flag(group: Any, name: str, annotation: Any, text: str) -> None:
+    group.add_argument(
+        f"--{name}",
+        metavar=_kind(annotation),
+        help=text.replace("%", "%%"),
+        default=argparse.SUPPRESS,
+    )
 
 
 def _kind(annotation: Any) -> str:
@@ -271,19 +325,13 @@ def _kind(annotation: Any) -> str:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Defaults < preset < file < flags. A run that its file does not name is called like the file."""
-    if args.config:
-        base = load_config_file(args.config)
-        if "run_name" not in base.run.model_fields_set:
-            base = base.updated({"run_name": args.config.stem})
-    else:
-        base = load_preset(args.preset or DEFAULT_PRESET)
     flags = {name: getattr(args, name) for name in LEAVES if hasattr(args, name)}
-    return base.updated({name: None if value == "null" else value for name, value in flags.items()})
+    leaves = {name: None if value == "null" else value for name, value in flags.items()}
+    return resolve(args.preset, args.config, leaves)
 
 
-def _say(line: str = "") -> None:
-    print(line, flush=True)
+def _say(line: str) -> None:
+    print(redacted(line), flush=True)
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -332,6 +380,38 @@ def _train(args: argparse.Namespace) -> None:
     from raytrain_gpt.runtime.launch import train
 
     show.run_end(train(config, _say), _say)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    names = [*SWEEP_FLAGS, *LEAVES]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    flags = {name: value for name, value in given.items() if name not in DECIDED}
+    sweep = load_sweep(args.file, flags)
+    if args.dry_run:
+        from raytrain_gpt.sweep.cost import cost_lines
+
+        for line in cost_lines(sweep):
+            _say(line)
+        _say("next: the same command without --dry_run")
+        return
+    from raytrain_gpt.sweep.launch import run_sweep
+
+    summary = run_sweep(sweep, goes_on=args.resume, log=_say)
+    for name in summary.files:
+        _say(f"{name:<16}{summary.directory / name}")
+    _say(f"next: raytrain-gpt train --config {summary.directory / 'best.yaml'}")
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    config = _config(args)
+    if isinstance(config.cluster.num_workers, int):
+        micro_batches_per_step(config, config.cluster.num_workers)
+    from raytrain_gpt.doctor.examine import examine
+
+    found = examine(config, args.tokenizer, args.bench, _say)
+    if args.json:
+        _say(json.dumps(found.as_json()))
+    sys.exit(0 if found.ok else 1)
 
 
 def _runs(args: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.redact import has_secret
+
+DEFAULT_PRESET = "quickstart"
 
 VOCAB_MULTIPLE = 64
 """The embedding has a multiple of this many rows, for speed on tensor cores."""
@@ -167,6 +170,8 @@ class ClusterSection(_Section):
     """Seconds that more workers must have been possible before the run restarts with them."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: GPUs if the cluster has any."""
+    gpus_per_worker: float = Field(1.0, gt=0, le=1)
+    """Share of a GPU that a worker has; below 1 only with one worker, for trials that share a GPU."""
     cpus_per_worker: int | Literal["auto"] = "auto"
     """CPUs and torch threads of a worker; auto: this machine's cores shared out (1 on a given cluster)."""
     max_failures: int = Field(3, ge=0)
@@ -182,6 +187,11 @@ class ClusterSection(_Section):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name}={value} is below 1; set {name} to 1 or more")
+        if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
+            raise ValueError(
+                f"gpus_per_worker={self.gpus_per_worker:g} puts {self.num_workers} workers on one GPU, "
+                "where they cannot reduce gradients; set num_workers to 1"
+            )
         if isinstance(self.num_workers, int) and (self.min_workers or 1) > self.num_workers:
             raise ValueError(
                 f"min_workers={self.min_workers} is above num_workers={self.num_workers}; "
@@ -239,6 +249,16 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Config:
+        for name, way_out in _URL_LEAVES.items():
+            if has_secret(str(self.leaves()[name])):
+                raise ValueError(
+                    f"{name} has a password or key in its URL, which every copy of the configuration "
+                    f"would show; take it out and set {way_out}"
+                )
+        return self
+
     @property
     def batch_sequences(self) -> int:
         """Sequences of a global batch."""
@@ -286,6 +306,13 @@ def _collect_leaves() -> dict[str, tuple[str, FieldInfo]]:
 
 LEAVES = _collect_leaves()
 """Leaf name -> (section, pydantic field with default and description)."""
+
+_STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_URL_LEAVES = {
+    **dict.fromkeys(("init_from", "data_path", "storage_path", "s3_endpoint"), _STORE_KEYS),
+    "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+}
+"""Leaf that may be a URL -> variables for what must not stand in it."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -381,6 +408,27 @@ def load_config_file(path: Path) -> Config:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has no sections; expected {', '.join(Config.model_fields)}")
     return parse_config(tree, str(path))
+
+
+def resolve(preset: str | None, file: Path | None, leaves: Mapping[str, Any]) -> Config:
+    """Defaults < preset < file < leaves. A run that its file does not name is called like the file.
+
+    Args:
+        preset: None: the quickstart, unless there is a file.
+        file: None: none.
+        leaves: Leaf name -> value.
+
+    Raises:
+        ConfigError: both preset and file, or something that is unknown or impossible in them.
+    """
+    if file is None:
+        return load_preset(preset or DEFAULT_PRESET).updated(leaves)
+    if preset is not None:
+        raise ConfigError(f"preset {preset} and configuration {file}: give one of them")
+    base = load_config_file(file)
+    if "run_name" not in base.run.model_fields_set:
+        base = base.updated({"run_name": file.stem})
+    return base.updated(leaves)
 
 
 def padded_vocab_size(vocab_size: int) -> int:

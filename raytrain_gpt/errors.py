@@ -15,11 +15,20 @@ A message has the value, the limit and the way out, on one line.
 
 from __future__ import annotations
 
+import traceback
+
+from raytrain_gpt.redact import redacted
+
 
 class RaytrainGptError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows, as the command line does: a line, and the traceback of a cause."""
+        cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
+        return redacted(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 
 
 class UserError(RaytrainGptError):

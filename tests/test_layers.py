@@ -1,4 +1,4 @@
-"""Dependencies point one way: cli -> runtime -> core | data -> config -> errors."""
+"""Dependencies point one way: cli -> sweep | doctor -> runtime -> core | data -> config -> errors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ ROOT = Path(raytrain_gpt.__file__).parent
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 BELOW = {
-    "errors": set(),
-    "config": {"errors"},
+    "redact": set(),
+    "errors": {"redact"},
+    "config": {"redact", "errors"},
     "data": {"config", "errors"},
     "core": {"config", "errors"},
-    "runtime": {"core", "data", "config", "errors"},
-    "cli": {"runtime", "core", "data", "config", "errors"},
+    "runtime": {"core", "data", "config", "errors", "redact"},
+    "sweep": {"runtime", "core", "data", "config", "errors"},
+    "doctor": {"runtime", "core", "data", "config", "errors"},
+    "cli": {"doctor", "sweep", "runtime", "core", "data", "config", "errors", "redact"},
+    "notebook": {"runtime", "config", "errors", "redact"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"notebook"},
 }
 """Layer -> the layers it may import, besides itself."""
 
 FORBIDDEN = {
+    "redact": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "errors": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "config": {"ray", "mlflow", "torch"},
     "data": {"ray", "mlflow", "torch"},
@@ -86,6 +91,14 @@ def test_a_module_imports_only_the_layers_below_it(module: str) -> None:
 def test_the_lower_layers_know_nothing_of_the_tools_above_them(module: str) -> None:
     packages = {name.split(".")[0] for name in imports(module)}
     assert not packages & FORBIDDEN[layer(module)]
+
+
+@pytest.mark.parametrize("module", ["space", "rules", "spec", "plan"])
+def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
+    names = set(imports(f"sweep/{module}.py"))
+    assert not {name.split(".")[0] for name in names} & {"ray", "mlflow", "torch"}
+    files = {file_of(name) for name in names} - {None}
+    assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors"}
 
 
 def test_reading_tasks_start_without_torch() -> None:

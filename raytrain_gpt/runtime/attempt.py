@@ -28,6 +28,7 @@ from raytrain_gpt.runtime.failures import root_cause
 from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 from raytrain_gpt.runtime.lease import Lease
 from raytrain_gpt.runtime.recorder import RankState, Recorder, RecorderSpec
+from raytrain_gpt.runtime.run_files import Row
 from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.worker import WorkerSpec
 
@@ -71,6 +72,7 @@ class Attempt:
         stop: Set by a signal.
         lease: On the run's name.
         log: Gets console lines.
+        evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
     """
 
     config: Config
@@ -84,6 +86,7 @@ class Attempt:
     stop: threading.Event
     lease: Lease
     log: Log
+    evaluated: Callable[[Row], None] | None = None
     _asked_to_stop: bool = field(default=False, init=False)
     _watched_at: float = field(default=0.0, init=False)
     _resizing: bool = field(default=False, init=False)
@@ -107,13 +110,14 @@ class Attempt:
             attempt=self.number,
             lease_token=self.lease.token,
             recorder=recorder,
+            is_trial=self.evaluated is not None,
         )
         error = self._fit_and_watch(self._trainer(spec), recorder)
         return self._end(error, recorder), recorder
 
     def _trainer(self, spec: WorkerSpec) -> ray.train.torch.TorchTrainer:
         c = self.config.cluster
-        resources = {"CPU": c.cpus_per_worker, **({"GPU": 1} if c.use_gpu else {})}
+        resources = {"CPU": c.cpus_per_worker, **({"GPU": c.gpus_per_worker} if c.use_gpu else {})}
         filesystem, path = (self.recorder.run_dir / "ray").ray_filesystem()
         return ray.train.torch.TorchTrainer(
             self.train_loop,
@@ -151,8 +155,8 @@ class Attempt:
         thread.start()
         try:
             while thread.is_alive():
-                for line in ray.get(recorder.take_lines.remote(POLL_S)):
-                    self.log(line)
+                for news in ray.get(recorder.take_news.remote(POLL_S)):
+                    self._take(news, recorder)
                 if self.stop.is_set() and not self._asked_to_stop:
                     self._asked_to_stop = True
                     if not ray.get(recorder.is_training.remote()):
@@ -166,6 +170,14 @@ class Attempt:
             thread.join(TORCH_TIMEOUT_S)
             raised.append(error)
         return raised[0] if raised else None
+
+    def _take(self, news: str | Row, recorder: Any) -> None:
+        if isinstance(news, str):
+            self.log(news)
+        elif self.evaluated is not None:
+            self.evaluated(news)
+            if not self.stop.is_set():
+                recorder.order.remote("go_on")
 
     def _watch(self, recorder: Any) -> None:
         if time.monotonic() - self._watched_at < WATCH_EVERY_S:
@@ -252,8 +264,8 @@ class Attempt:
             end.kind, "KILLED"
         )
         ray.get(recorder.close.remote(status, str(newest.path) if newest else None))
-        for line in ray.get(recorder.take_lines.remote(0.01)):
-            self.log(line)
+        for news in ray.get(recorder.take_news.remote(0.01)):
+            self._take(news, recorder)
         ray.kill(recorder)
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -39,6 +40,8 @@ _OWN_CLUSTER_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Sweeps have more processes than CPUs on purpose, of which Ray would warn on the console.
+    "RAY_worker_maximum_startup_concurrency": "16",
     # One machine is not preempted node by node.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
@@ -69,14 +72,22 @@ class Resources:
         """GPUs of all nodes."""
         return int(sum(node.gpus for node in self.nodes))
 
-    def room_for(self, cpus: int, use_gpu: bool) -> int:
-        """How many workers fit, with `DATA_CPUS` left free somewhere."""
-        rooms = []
+    def room_for(self, cpus: int, gpus: float) -> int:
+        """How many workers fit, with `DATA_CPUS` left free somewhere.
+
+        Args:
+            cpus: Of a worker.
+            gpus: Of a worker; 0 without GPUs.
+        """
+        return min(self.places(cpus, gpus), max(0, int((self.cpus - DATA_CPUS) // cpus)))
+
+    def places(self, cpus: int, gpus: float) -> int:
+        """How many workers have a node to run on."""
+        places = 0
         for node in self.nodes:
             by_cpu = int(node.cpus // cpus)
-            rooms.append(min(by_cpu, int(node.gpus)) if use_gpu else by_cpu)
-        workers = sum(rooms)
-        return min(workers, max(0, int((self.cpus - DATA_CPUS) // cpus)))
+            places += min(by_cpu, int(node.gpus / gpus + 1e-9)) if gpus else by_cpu
+        return places
 
 
 def connect(num_cpus_needed: int) -> Resources:
@@ -98,8 +109,9 @@ def connect(num_cpus_needed: int) -> Resources:
     if ours:
         _set_environment(_OWN_CLUSTER_ENVIRONMENT)
         cpus = max(os.cpu_count() or 1, num_cpus_needed)
-        with _sigterm_is_ours():
+        with _sigterm_is_ours(), _loopback_only():
             ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+    keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -174,6 +186,32 @@ def _sigterm_is_ours() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """A cluster started inside has the address 127.0.0.1, and that is where its processes listen.
+
+    Ray does so on macOS and Windows. On Linux it listens on all of the machine's addresses, and makes
+    them of a `_node_ip_address` of 127.0.0.1, too.
+    """
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def keep_token_private() -> None:
+    """Take the rights of all others from the file with Ray's token, which Ray makes for all to read."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # there is none, or it belongs to somebody else
+        mode = path.stat().st_mode
+        if mode & 0o077 and path.stat().st_uid == os.getuid():
+            path.chmod(mode & 0o700)
+
+
 def cpus_to_start(config: Config) -> int:
     """Logical CPUs that a cluster started for this run needs: its workers and two for data."""
     c = config.cluster
@@ -197,24 +235,25 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     """
     c = config.cluster
     use_gpu = resources.gpus > 0 if c.use_gpu == "auto" else c.use_gpu
+    gpus = c.gpus_per_worker if use_gpu else 0
     if use_gpu and resources.gpus == 0:
         raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
     num_workers = c.num_workers
     if num_workers == "auto":
-        num_workers = resources.gpus if use_gpu else 1
+        num_workers = resources.gpus if gpus == 1 else 1
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
         cpus = _shared_cores(num_workers) if resources.ours else 1
     config = config.updated(
         {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
     )
-    room = resources.room_for(cpus, use_gpu)
+    room = resources.room_for(cpus, gpus)
     least = c.min_workers or num_workers
     if room < least:
         have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
         ways = f"set num_workers to at most {room}" if room else "use a larger cluster"
         raise ClusterError(
-            f"{least} workers × {cpus} CPUs{' and a GPU' if use_gpu else ''} do not fit the cluster "
+            f"{least} workers × {cpus} CPUs{f' and {gpus:g} GPU' if gpus else ''} do not fit the cluster "
             f"({have}; {DATA_CPUS} CPU must stay free for data); {ways}"
         )
     if room >= num_workers:
@@ -239,7 +278,8 @@ def largest_world_size(config: Config, resources: Resources) -> int | None:
     c = config.cluster
     assert isinstance(c.num_workers, int), "fit_to_cluster decides num_workers"
     assert isinstance(c.cpus_per_worker, int), "fit_to_cluster decides cpus_per_worker"
-    most = min(c.num_workers, resources.room_for(c.cpus_per_worker, bool(c.use_gpu)))
+    gpus = c.gpus_per_worker if c.use_gpu else 0
+    most = min(c.num_workers, resources.room_for(c.cpus_per_worker, gpus))
     for workers in range(most, (c.min_workers or c.num_workers) - 1, -1):
         if config.batch_sequences % workers == 0:
             return workers

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from raytrain_gpt import errors
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.redact import redacted
 
 _DISK_FULL = re.compile(r"No space left on device|os error 28", re.IGNORECASE)
 _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
@@ -31,9 +32,9 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
 
 
 def root_cause(error: BaseException) -> str:
-    """The last line of the innermost exception's text: what went wrong, without Ray's wrapping."""
+    """The last line of the innermost exception's text, without Ray's wrapping and without secrets."""
     *_, innermost = _causes(error)
-    lines = str(innermost).strip().splitlines()
+    lines = redacted(str(innermost)).strip().splitlines()
     return f"{type(innermost).__name__}: {lines[-1].strip()}" if lines else type(innermost).__name__
 
 

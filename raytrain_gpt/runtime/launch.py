@@ -42,22 +42,37 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
-        relative_data = config.data.data_path
+        make_data = needs_default_data(config)
         config = preflight.absolute_paths(config)
-        data = data_location(config)
-        make_data = relative_data == DEFAULT_DATA and not (data / MANIFEST_FILE).is_file()
-        if not make_data:
-            read_manifest(data)
         resources = cluster.connect(cluster.cpus_to_start(config))
         try:
             config, world_size = cluster.fit_to_cluster(config, resources)
             if make_data:
-                log(f"preparing {data} from the Python standard library's source")
-                prepare([STDLIB], data, "bytes", log=log)
+                make_default_data(config, log)
             return Run(config, world_size, signals, log, train_loop).go()
         finally:
             if resources.ours:
                 ray.shutdown()
+
+
+def needs_default_data(config: Config) -> bool:
+    """Whether the data is the quickstart's, and not there yet.
+
+    Raises:
+        DataError: other data is missing.
+    """
+    data = data_location(config)
+    if config.data.data_path == DEFAULT_DATA and not (data / MANIFEST_FILE).is_file():
+        return True
+    read_manifest(data)
+    return False
+
+
+def make_default_data(config: Config, log: Log) -> None:
+    """Prepare the quickstart's data on the connected cluster."""
+    data = data_location(config)
+    log(f"preparing {data} from the Python standard library's source")
+    prepare([STDLIB], data, "bytes", log=log)
 
 
 def prepare_dataset(

@@ -2,13 +2,14 @@
 
 Rows, samples and lines go there by calls that nobody waits for. A thread of every rank tells every few
 seconds how far it has come, which is how a hanging rank is noticed, and learns by the same call what
-the driver wants: `stop` (save and leave) or `dump` (tell where every thread is). A rank whose recorder
-is gone ends itself.
+the driver wants: `stop` (save and leave), `go_on` (to a trial that waits for it) or `dump` (tell where
+every thread is). A rank whose recorder is gone ends itself.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ class Link:
         self._last_call: Any = None
         self._progress = 0
         self._closed = False
+        self._verdicts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stop = threading.Event()
         threading.Thread(target=self._beat, name="link", daemon=True).start()
 
@@ -72,6 +74,14 @@ class Link:
             self.call("add_rows", self._rows)
             self._rows, self._sent_at = [], time.monotonic()
 
+    def may_go_on(self) -> bool:
+        """Wait until the driver says `go_on` or `stop`; whoever waits for that does not hang."""
+        while True:
+            try:
+                return self._verdicts.get(timeout=SEND_EVERY_S) == "go_on"
+            except queue.Empty:
+                self.progress()
+
     def close(self) -> None:
         """Send what is left and wait until the recorder has taken all of it."""
         self.rows([], force=True)
@@ -100,6 +110,9 @@ class Link:
                 time.sleep(SEND_EVERY_S)
                 continue
             seen += len(orders)
+            for order in orders:
+                if order in ("go_on", "stop"):
+                    self._verdicts.put(order)
             if "stop" in orders:
                 self.stop.set()
             if "dump" in orders:

@@ -38,6 +38,7 @@ class RecorderSpec:
         mirror: Its local side, on this node.
         config: The run's.
         mlflow_uri: Resolved; None: no MLflow.
+        mlflow_tags: Of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the attempt's row.
@@ -48,6 +49,7 @@ class RecorderSpec:
     mirror: Mirror
     config: Config
     mlflow_uri: str | None
+    mlflow_tags: dict[str, str]
     artifact_location: str | None
     step: int
     attempt: Row
@@ -83,7 +85,7 @@ class Recorder:
 
     def __init__(self, spec: RecorderSpec) -> None:
         self._config, self._mirror = spec.config, spec.mirror
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._ordered = asyncio.Condition()
         self._ranks: dict[int, RankState] = {}
@@ -106,7 +108,8 @@ class Recorder:
                 spec.artifact_location,
                 spec.step,
                 spec.config.leaves(),
-                self._lines.put,
+                spec.mlflow_tags,
+                self._news.put,
             )
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
@@ -129,12 +132,12 @@ class Recorder:
                 tracker.add_rows(written)
             except OSError as error:  # TensorBoard's writer fails for good after the first time
                 self._trackers.remove(tracker)
-                self._lines.put(f"no more TensorBoard events: {error}")
+                self._news.put(f"no more TensorBoard events: {error}")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            self._lines.put(line)
+            self._news.put(line)
 
     async def add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""
@@ -144,13 +147,13 @@ class Recorder:
             last = row["step"] == train.max_steps
             if "event" in row:
                 if line := event_line(row, train.max_steps):
-                    self._lines.put(line)
+                    self._news.put(line)
                 if row["event"] == "checkpoint":
                     self._push()
             elif "val/loss" in row:
-                self._lines.put(eval_line(row, train.max_steps))
+                self._news.put(eval_line(row, train.max_steps))
             elif "train/loss" in row and (row["step"] % train.log_every_steps == 0 or last):
-                self._lines.put(step_line(row, train.max_steps))
+                self._news.put(step_line(row, train.max_steps))
 
     async def add_samples(self, step: int, text: str) -> None:
         """Write a set of samples everywhere."""
@@ -168,7 +171,7 @@ class Recorder:
         try:
             self._mirror.push()
         except (RaytrainGptError, OSError) as error:
-            self._lines.put(f"metrics were not copied yet: {error}")
+            self._news.put(f"metrics were not copied yet: {error}")
 
     async def add_event(self, step: int, event: str, **details: Any) -> None:
         """Write an event's row."""
@@ -176,19 +179,26 @@ class Recorder:
 
     async def log(self, rank: int, line: str) -> None:
         """Show a worker's line with its rank."""
-        self._lines.put(f"[rank {rank}] {line}")
+        self._news.put(f"[rank {rank}] {line}")
 
-    async def take_lines(self, timeout_s: float) -> list[str]:
-        """Console lines since the last call; waits up to `timeout_s` for the first."""
-        lines: list[str] = []
+    async def evaluated(self, row: Row) -> None:
+        """The ranks of a trial wait with this evaluation for `go_on` or `stop`."""
+        self._news.put(row)
+
+    async def take_news(self, timeout_s: float) -> list[str | Row]:
+        """Console lines, and evaluations that a trial waits with, since the last call.
+
+        Waits up to `timeout_s` for the first.
+        """
+        news: list[str | Row] = []
         with contextlib.suppress(queue.Empty):
-            lines.append(await asyncio.to_thread(self._lines.get, timeout=timeout_s))
-        while not self._lines.empty():
-            lines.append(self._lines.get_nowait())
-        return lines
+            news.append(await asyncio.to_thread(self._news.get, timeout=timeout_s))
+        while not self._news.empty():
+            news.append(self._news.get_nowait())
+        return news
 
     async def order(self, order: str) -> None:
-        """Tell all ranks: `stop` (save and leave) or `dump` (send your stacks)."""
+        """Tell all ranks: `stop` (save and leave), `go_on`, or `dump` (send your stacks)."""
         async with self._ordered:
             self._orders.append(order)
             self._ordered.notify_all()

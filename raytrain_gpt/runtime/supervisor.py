@@ -18,7 +18,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -36,7 +36,7 @@ from raytrain_gpt.runtime.console import amount
 from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.lease import LEASE_FILE, Lease, held_lease
-from raytrain_gpt.runtime.locations import data_location, location, run_location
+from raytrain_gpt.runtime.locations import data_location, run_location
 from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.recorder import RecorderSpec
 from raytrain_gpt.runtime.report import write_report
@@ -44,6 +44,7 @@ from raytrain_gpt.runtime.resume import check_changes, find_resume
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, merge_rows, read_rows
 from raytrain_gpt.runtime.signals import StopSignals
 from raytrain_gpt.runtime.step_log import BadStretch
+from raytrain_gpt.runtime.trackers import mlflow_store
 from raytrain_gpt.runtime.worker import WorkerSpec
 
 SKIPPED_FILE = "skipped.json"
@@ -76,8 +77,24 @@ class RunSummary:
     already_finished: bool = False
 
 
+@dataclass(frozen=True)
+class TrialPart:
+    """What a run has of the sweep that it is a trial of.
+
+    Attributes:
+        evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
+            sets the stop signal and returns.
+        origin: Checkpoint of another run that this one goes on from while it has none of its own.
+        mlflow_tags: Of the trial's MLflow run.
+    """
+
+    evaluated: Callable[[Row], None]
+    origin: Checkpoint | None = None
+    mlflow_tags: dict[str, str] = field(default_factory=dict)
+
+
 class Run:
-    """One `train` command on a connected cluster."""
+    """One `train` command, or one trial of a sweep, on a connected cluster."""
 
     def __init__(
         self,
@@ -86,12 +103,14 @@ class Run:
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
+        trial: TrialPart | None = None,
     ) -> None:
         self.config = config
         self.world_size = world_size
         self.signals = signals
         self.log = log
         self.train_loop = train_loop
+        self.trial = trial
         self.run_dir = run_location(config)
         self.mirror = Mirror(self.run_dir)
         self.catalogue = Catalogue(self.run_dir)
@@ -117,10 +136,15 @@ class Run:
                     return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed, True)
             else:
                 self.config = preflight.check_init_from(self.config, self.manifest)
+                resumed = self._origin
             self._announce(ingest)
             self._write_config()
             self.skipped = self._read_skipped(resumed)
             return self._supervise(resumed, lease)
+
+    @property
+    def _origin(self) -> Checkpoint | None:
+        return self.trial.origin if self.trial else None
 
     def _write_config(self) -> None:
         Location.of(self.mirror.work_dir / CONFIG_FILE).write_text(self.config.to_yaml())
@@ -168,7 +192,7 @@ class Run:
                 rollbacks = rollbacks + 1 if _step_of(resumed) <= started_at else 1
                 self._check_rollbacks(rollbacks, _step_of(resumed))
                 continue
-            resumed = self.catalogue.newest_good(self.log)
+            resumed = self.catalogue.newest_good(self.log) or self._origin
             if resumed is not None and resumed.state.step >= self.config.train.max_steps:
                 return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed)
             if end.kind == "preempted":
@@ -229,6 +253,7 @@ class Run:
             stop=self.signals.stop,
             lease=lease,
             log=self.log,
+            evaluated=self.trial.evaluated if self.trial else None,
         )
         end, recorder = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
@@ -251,12 +276,8 @@ class Run:
         return end, gone_back_to
 
     def _recorder_spec(self, step: int, saved_rows: list[Row]) -> RecorderSpec:
-        storage = location(self.config, self.config.run.storage_path)
-        uri, artifacts = self.config.tracking.mlflow_uri, None
-        if uri == "auto" and storage.is_local:
-            uri, artifacts = f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
-        elif uri == "auto":
-            uri = None
+        uri, artifacts = mlflow_store(self.config)
+        if uri is None and self.config.tracking.mlflow_uri == "auto":
             self.log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
         attempt = {
             "time": time.time(),
@@ -269,6 +290,7 @@ class Run:
             mirror=self.mirror,
             config=self.config,
             mlflow_uri=uri,
+            mlflow_tags=self.trial.mlflow_tags if self.trial else {},
             artifact_location=artifacts,
             step=step,
             attempt=attempt,
@@ -286,7 +308,7 @@ class Run:
 
         Durable when it returns: later checkpoints are set aside, the skipped batches written down.
         """
-        resumed = self.catalogue.newest_good(self.log, before_step=bad.first_step)
+        resumed = self.catalogue.newest_good(self.log, before_step=bad.first_step) or self._origin
         if 0 < started_at == _step_of(resumed):
             # From there it went wrong before: the weights may have been hurt earlier still.
             older = self.catalogue.newest_good(self.log, before_step=started_at)

@@ -23,9 +23,12 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.locations import location
 from raytrain_gpt.runtime.run_files import Row
 
+_SQLITE = "sqlite:///"
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EVENTS_TAG = "raytrain_gpt_events_until"
@@ -44,6 +47,20 @@ def points(row: Row) -> list[tuple[str, float]]:
         if "/" in key and isinstance(value, int | float) and math.isfinite(value)
     ]
     return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
+
+
+def mlflow_store(config: Config) -> tuple[str | None, str | None]:
+    """Tracking URI, and where a new experiment keeps artifacts; None: no tracking, the server decides.
+
+    SQLite cannot be in an object store, so `auto` there is no tracking.
+    """
+    uri = config.tracking.mlflow_uri
+    if uri == "auto":
+        storage = location(config, config.run.storage_path)
+        uri = f"{_SQLITE}{storage / 'mlflow.db'}" if storage.is_local else None
+    if uri is None or not uri.startswith(_SQLITE):
+        return uri, None
+    return uri, str(Path(uri.removeprefix(_SQLITE)).parent / "mlartifacts")
 
 
 class TensorBoard:
@@ -89,6 +106,7 @@ class MLflow:
         artifact_location: Where a new experiment keeps artifacts; None: the server decides.
         step: Updates done.
         parameters: Leaf name -> value.
+        tags: Of a new MLflow run.
         log: Gets a line when the tracker fails.
     """
 
@@ -100,11 +118,12 @@ class MLflow:
         artifact_location: str | None,
         step: int,
         parameters: dict[str, Any],
+        tags: dict[str, str],
         log: Callable[[str], None],
     ) -> None:
         self._dir, self._uri, self._experiment = run_dir, uri, experiment
         self._artifact_location, self._step = artifact_location, step
-        self._parameters, self._log = parameters, log
+        self._parameters, self._tags, self._log = parameters, tags, log
         self._rows: list[Row] = []
         self._samples: list[tuple[int, str]] = []
         self._status: str | None = None
@@ -204,7 +223,7 @@ class _Session:
             (run._dir / TRACKING_FILE).unlink()
             found = None
         if found is None:
-            tags = {IDENTITY_TAG: _identity(run._dir, run._uri)}
+            tags = {**run._tags, IDENTITY_TAG: _identity(run._dir, run._uri)}
             found = self._client.create_run(experiment_id, tags=tags, run_name=run._dir.name)
         self._run_id = found.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")

@@ -68,6 +68,7 @@ class WorkerSpec:
         attempt: Number of this attempt of the run.
         lease_token: The driver's, without which nothing may be made final.
         recorder: Handle of the recorder actor.
+        is_trial: Of a sweep, which decides after every evaluation whether it goes on.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class WorkerSpec:
     attempt: int
     lease_token: str
     recorder: Any
+    is_trial: bool
 
 
 def train_worker(spec: WorkerSpec) -> None:
@@ -101,7 +103,7 @@ def train_worker(spec: WorkerSpec) -> None:
             worker.evaluate()
         if save and (last or not leave):
             worker.save_checkpoint()
-        if leave:
+        if leave or (evaluate and not last and not worker.may_go_on()):
             break
     worker.finish()
 
@@ -145,6 +147,7 @@ class Worker:
         self._blocked_s = 0.0
         self._rows_since_checkpoint: list[Row] = []
         self._val_loss: tuple[int, float] | None = None
+        self._evaluated: Row = {}
         self._preemption_asked_at = time.monotonic()
         self._leaves_for: str | None = None
         self._hardware = {
@@ -283,6 +286,7 @@ class Worker:
         metrics = {name: finite(value) for name, value in result.metrics().items()}
         row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
         self._rows_since_checkpoint.append(row)
+        self._evaluated = row
         self.link.rows([row], force=True)
         if self.ranks.rank == 0 and self.config.eval.num_samples:
             self.link.call("add_samples", self.step, self._samples())
@@ -399,6 +403,21 @@ class Worker:
         if stop and self._leaves_for is None:
             self._leaves_for = "stopped"
         return self._leaves_for is not None
+
+    def may_go_on(self) -> bool:
+        """In a trial, wait with the last evaluation for the sweep's decision; else True at once."""
+        if not self.spec.is_trial:
+            return True
+        started = time.perf_counter()
+        if self.saver.in_flight:
+            self._collect()
+        if self.ranks.rank == 0:
+            self.link.call("evaluated", self._evaluated)
+        goes_on = self.link.may_go_on()
+        if not goes_on:
+            self._leaves_for = "stopped"
+        self.log.leave_out(time.perf_counter() - started)
+        return goes_on
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight and until the recorder has taken all that was sent."""

@@ -47,6 +47,13 @@ def test_workers_fit_node_by_node() -> None:
         fit_to_cluster(config(num_workers=3, cpus_per_worker=2), given(Node(3, 0), Node(3, 0)))
 
 
+def test_a_share_of_a_gpu_is_for_one_worker() -> None:
+    half = config(use_gpu=True, gpus_per_worker=0.5)
+    assert fit_to_cluster(half, given(Node(8, 2)))[1] == 1
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 puts 2 workers on one GPU"):
+        config(num_workers=2, gpus_per_worker=0.5)
+
+
 def test_fewer_workers_start_where_that_is_allowed() -> None:
     small = given(Node(6, 0))
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)

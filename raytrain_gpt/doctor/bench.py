@@ -1,0 +1,222 @@
+"""A timed run of a configuration's own training loop: how fast, and when it would be done.
+
+Where a step has so many micro-batches that a few steps would take minutes, shorter steps are timed: of
+one micro-batch and of several. A step is one of one micro-batch plus the difference for each further one,
+as only the last micro-batch of a step reduces gradients and updates weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
+from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.loop import Autocast, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.schedule import learning_rate
+from raytrain_gpt.doctor.check import Check, passed, size
+from raytrain_gpt.runtime.console import duration
+from raytrain_gpt.runtime.feed import RankChunk, TrainFeed
+
+BENCH_S = 10.0
+"""What is timed takes about this long, if its fewest steps do not take longer."""
+MIN_STEPS, MAX_STEPS = 3, 50
+
+
+@dataclass(frozen=True)
+class BenchFacts:
+    """One rank's times.
+
+    Attributes:
+        step_time_s: Of a whole step.
+        timed_micro_batches: Micro-batches of the steps that were timed.
+        micro_batches: Micro-batches of a whole step.
+        timed_steps: How many were timed.
+        peak_flops: Of the device; None: not known.
+        peak_memory_bytes: Most that was allocated on a GPU; 0 without one.
+    """
+
+    step_time_s: float
+    timed_micro_batches: int
+    micro_batches: int
+    timed_steps: int
+    peak_flops: float | None
+    peak_memory_bytes: int
+
+
+def time_steps(
+    config: Config,
+    vocab_size: int,
+    chunks: list[RankChunk],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> BenchFacts:
+    """Time steps on one rank; all ranks call it.
+
+    Args:
+        config: Resolved, and fitted to the world size.
+        vocab_size: Of the data's tokenizer.
+        chunks: This rank's, used again and again.
+        device: Where it computes.
+        group: What reduces gradients; None: the default group.
+    """
+    micro = config.train.micro_batch_sequences
+    seed_everything(config.train.seed, dist.get_rank())
+    precision = resolve_precision(config.train.precision, device)
+    timer = _Timer(config, vocab_size, chunks, device, group, autocast_of(precision, device))
+    whole = config.batch_sequences // dist.get_world_size() // micro
+    timer.seconds(1, 1)  # compiles, and fills caches
+    one_s = _worst(timer.seconds(1, 1))
+    several, steps = plan_of_timing(whole, one_s)
+    step_time_s = timer.seconds(steps, several) / steps
+    if several < whole:
+        one_s = timer.seconds(MIN_STEPS, 1) / MIN_STEPS
+        step_time_s = whole_step_s(one_s, step_time_s, several, whole)
+    cuda = device.type == "cuda"
+    return BenchFacts(
+        step_time_s=_worst(step_time_s),
+        timed_micro_batches=several,
+        micro_batches=whole,
+        timed_steps=steps,
+        peak_flops=peak_flops(torch.cuda.get_device_name(device) if cuda else "cpu", precision),
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
+    )
+
+
+def _worst(seconds: float) -> float:
+    """The largest of all ranks' values, the same on all of them."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
+    """Micro-batches of the steps to time, and how many steps: about `BENCH_S` of them.
+
+    Args:
+        micro_batches: Of a whole step.
+        one_s: Time of a step of one micro-batch.
+    """
+    several = min(micro_batches, max(2, int(BENCH_S / MIN_STEPS / one_s)))
+    return several, max(MIN_STEPS, min(MAX_STEPS, int(BENCH_S / (several * one_s))))
+
+
+def whole_step_s(one_s: float, several_s: float, several: int, micro_batches: int) -> float:
+    """Time of a step, from those of steps of one and of several micro-batches."""
+    return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
+
+
+class _Timer:
+    """The run's model and loop, for steps of any number of micro-batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        chunks: list[RankChunk],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        autocast: Autocast,
+    ) -> None:
+        self._config, self._device, self._autocast = config, device, autocast
+        raw_model = GPT(GPTShape.of(config, vocab_size), config.train.activation_checkpointing)
+        raw_model.init_weights(config.train.seed)
+        if config.train.compile:
+            raw_model.compile()
+        self._model = ray.train.torch.prepare_model(
+            raw_model,
+            parallel_strategy_kwargs={"gradient_as_bucket_view": True, "process_group": group},
+        )
+        self._optimizer = build_optimizer(raw_model, config.optim)
+        feed = TrainFeed(itertools.cycle(chunks), config.train.micro_batch_sequences, device)
+        self._micro_batches = feed.micro_batches()
+        settle_gradient_buckets(self._model, next(self._micro_batches), autocast)
+
+    def seconds(self, num_steps: int, micro_batches: int) -> float:
+        """Time of some steps of so many micro-batches, the device's work included."""
+        config = self._config
+        synchronize(self._device)
+        started = time.perf_counter()
+        for _ in train_steps(
+            self._model,
+            self._optimizer,
+            self._micro_batches,
+            first_step=0,
+            max_steps=num_steps,
+            micro_batches_per_step=micro_batches,
+            learning_rate=lambda step: learning_rate(step, config.optim, config.train.max_steps),
+            grad_clip=config.optim.grad_clip,
+            autocast=self._autocast,
+            seed=config.train.seed,
+            rank=dist.get_rank(),
+        ):
+            pass
+        synchronize(self._device)
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the timed steps mean for a whole run.
+
+    Attributes:
+        tokens_per_s: Over all ranks.
+        step_time_s: Of a step.
+        run_s: Of `max_steps` steps.
+        mfu: Share of the devices' peak, None where that is not known.
+        peak_memory_bytes: Of the rank that had most.
+    """
+
+    tokens_per_s: float
+    step_time_s: float
+    run_s: float
+    mfu: float | None
+    peak_memory_bytes: int
+
+
+def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Forecast:
+    """The forecast from what all ranks timed."""
+    step_time_s = max(rank.step_time_s for rank in ranks)
+    tokens_per_s = config.train.global_batch_tokens / step_time_s
+    peaks = [rank.peak_flops for rank in ranks if rank.peak_flops]
+    flops = flops_per_token(GPTShape.of(config, vocab_size)) * tokens_per_s
+    return Forecast(
+        tokens_per_s=tokens_per_s,
+        step_time_s=step_time_s,
+        run_s=config.train.max_steps * step_time_s,
+        mfu=flops / sum(peaks) if len(peaks) == len(ranks) else None,
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
+    )
+
+
+def forecast_check(config: Config, ranks: list[BenchFacts], found: Forecast) -> Check:
+    """The forecast as a line."""
+    timed = ranks[0]
+    how = f"{timed.timed_steps} steps timed"
+    if timed.timed_micro_batches < timed.micro_batches:
+        how += (
+            f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
+            "and reckoned up"
+        )
+    parts = [
+        f"{found.tokens_per_s:,.0f} tokens/s",
+        f"{found.step_time_s * 1000:.0f} ms a step on {len(ranks)} workers",
+        *([] if found.mfu is None else [f"mfu {found.mfu:.1%}"]),
+        *([f"{size(found.peak_memory_bytes)} of GPU memory"] * bool(found.peak_memory_bytes)),
+        f"{config.train.max_steps} steps in {duration(found.run_s)} without evaluations and checkpoints",
+    ]
+    return passed("bench", f"{', '.join(parts)} ({how})")

@@ -1,0 +1,324 @@
+"""All of the doctor's checks on the cluster that `train` would use, in the order in which they can fail.
+
+1. The head is asked without Ray, then Ray connects.
+2. Every node tells of itself: versions, clock, storage, data, disk, token.
+3. The driver looks at what it alone sees: tokenizer, tracking, room for checkpoints.
+4. The run's own worker group looks at devices, all-reduce and the sequences that each rank gets.
+
+What cannot be looked at because something before it failed is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.doctor import driver, node_checks, rank_checks
+from raytrain_gpt.doctor.bench import Forecast, forecast, forecast_check
+from raytrain_gpt.doctor.check import Check, failed, passed, skipped
+from raytrain_gpt.doctor.head import ask_head, given_address, judge_head, judge_token
+from raytrain_gpt.doctor.nodes import Errand, NodeFacts, ask_nodes, local_versions
+from raytrain_gpt.doctor.ranks import NUM_BATCHES, GroupFacts, ask_ranks
+from raytrain_gpt.errors import ClusterError, ConfigError, RaytrainGptError
+from raytrain_gpt.runtime import cluster, preflight
+from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.runtime.failures import root_cause
+from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.runtime.launch import DEFAULT_DATA
+from raytrain_gpt.runtime.locations import data_location, location
+from raytrain_gpt.runtime.signals import StopSignals
+
+RETRY_FOR_S = 10.0
+"""An object store out of reach is a finding, not something to wait for."""
+NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "ray_disk")
+RANK_CHECKS = ("devices", "all_reduce", "sequences")
+
+Log = Callable[[str], None]
+
+
+@dataclass
+class Examination:
+    """The doctor's findings.
+
+    Attributes:
+        log: Gets each check's line as soon as it is known.
+        checks: In the order in which they were made.
+        all_reduce_bytes_per_s: Bytes of the tensor -> algorithm bandwidth.
+        forecast: Of `bench`.
+    """
+
+    log: Log
+    checks: list[Check] = field(default_factory=list)
+    all_reduce_bytes_per_s: dict[int, float] = field(default_factory=dict)
+    forecast: Forecast | None = None
+
+    def add(self, *checks: Check) -> None:
+        """Take findings, and say them."""
+        for check in checks:
+            self.checks.append(check)
+            self.log(check.line)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(check.status != "FAIL" for check in self.checks)
+
+    def failed(self, *names: str) -> bool:
+        """Whether one of these checks failed."""
+        return any(check.name in names and check.status == "FAIL" for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for a program."""
+        return {
+            "ok": self.ok,
+            "checks": [asdict(check) for check in self.checks],
+            "all_reduce_bytes_per_s": self.all_reduce_bytes_per_s,
+            "bench": None if self.forecast is None else asdict(self.forecast),
+        }
+
+
+def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Examination:
+    """Look at everything that a run of this configuration needs.
+
+    Args:
+        config: May hold `auto` and relative paths.
+        tokenizer: One that data will be prepared with; None: none.
+        bench: Also time steps of the run.
+        log: Gets every line.
+
+    Raises:
+        ConfigError: the configuration itself is wrong.
+        Interrupted: Ctrl+C or SIGTERM.
+    """
+    found = Examination(log)
+    with StopSignals("interrupted; nothing is left behind"):
+        is_default = config.data.data_path == DEFAULT_DATA
+        config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
+        resources = _connect(config, found)
+        try:
+            manifest, data_check = _look_at_data(config, is_default)
+            if resources is None:
+                found.add(*(skipped(name, "there is no cluster") for name in NODE_CHECKS))
+            else:
+                fitted = _fit(config, resources, found)
+                nodes = _look_at_nodes(config, resources.ours, manifest, data_check, found)
+            found.add(*_look_from_here(config, manifest, tokenizer))
+            if resources is None or fitted is None:
+                found.add(*(skipped(name, "no workers can be started") for name in RANK_CHECKS))
+            elif any(node.error for node in nodes):
+                found.add(*(skipped(name, "a node does not answer") for name in RANK_CHECKS))
+            else:
+                _look_at_ranks(*fitted, manifest, bench, found)
+        finally:
+            if resources is not None and resources.ours:
+                ray.shutdown()
+    return found
+
+
+def _connect(config: Config, found: Examination) -> cluster.Resources | None:
+    """Join the cluster, None where that is not possible."""
+    address = given_address()
+    wrong = None if address is None else judge_head(ask_head(address))
+    if wrong is not None:
+        found.add(wrong)
+        return None
+    try:
+        resources = cluster.connect(cluster.cpus_to_start(config))
+    except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
+        what = str(error) if isinstance(error, ClusterError) else root_cause(error)
+        found.add(failed("cluster", f"{what}; run the doctor on a node of the cluster"))
+        return None
+    where = ray.get_runtime_context().gcs_address
+    whose = "started for this command alone" if resources.ours else f"joined at {where}"
+    found.add(
+        passed(
+            "cluster",
+            f"{whose}: {len(resources.nodes)} nodes, {resources.cpus:g} CPUs, {resources.gpus} GPUs",
+        )
+    )
+    return resources
+
+
+def _fit(
+    config: Config, resources: cluster.Resources, found: Examination
+) -> tuple[Config, int] | None:
+    try:
+        config, world_size = cluster.fit_to_cluster(config, resources)
+    except (ClusterError, ConfigError) as error:
+        found.add(failed("workers", str(error)))
+        return None
+    c = config.cluster
+    gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
+    found.add(passed("workers", f"{world_size} × {c.cpus_per_worker} CPUs{gpus} fit the cluster"))
+    return cluster.fit_micro_batch(config, world_size), world_size
+
+
+def _look_at_data(config: Config, is_default: bool) -> tuple[Manifest | None, Check]:
+    """The dataset's manifest and what the driver sees of the data."""
+    data = data_location(config)
+    if is_default and not (data / MANIFEST_FILE).is_file():
+        return None, skipped("data", f"{data} is not there yet; the first train makes it")
+    try:
+        manifest = read_manifest(data)
+        preflight.check_data(_ingest(config, 1, manifest))
+    except RaytrainGptError as error:
+        return None, failed("data", str(error))
+    tokens = amount(manifest.split_tokens("train"))
+    return manifest, passed("data", f"{tokens} train tokens, every shard as the manifest says")
+
+
+def _ingest(config: Config, world_size: int, manifest: Manifest) -> IngestSpec:
+    return IngestSpec(
+        directory=data_location(config),
+        manifest=manifest,
+        seq_len=config.data.seq_len,
+        batch_sequences=config.batch_sequences,
+        seed=config.train.seed,
+        world_size=world_size,
+        eval_tokens=config.eval.eval_tokens,
+    )
+
+
+def _look_at_nodes(
+    config: Config,
+    ours: bool,
+    manifest: Manifest | None,
+    data_check: Check,
+    found: Examination,
+) -> list[NodeFacts]:
+    storage, text = location(config, config.run.storage_path), uuid.uuid4().hex
+    with _own_directory(storage) as (directory, driver_error):
+        written = None if driver_error else directory / "driver"
+        errand = Errand(
+            written=written,
+            text=text,
+            data=data_location(config) if manifest else None,
+            manifest=manifest,
+            seq_len=config.data.seq_len,
+        )
+        if written is not None:
+            written.write_text(text)
+        nodes = ask_nodes(errand)
+    found.add(node_checks.judge_answers(nodes))
+    there = [node for node in nodes if not node.error]
+    if not there:
+        rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
+        found.add(*(skipped(name, "no node answers") for name in ("token", *rest)))
+        return nodes
+    files = [(n.name, n.token_path, n.token_mode) for n in there if n.token_path]
+    head = ask_head(ray.get_runtime_context().gcs_address)
+    found.add(
+        judge_token(head, files, ours),
+        node_checks.judge_versions(there, local_versions()),
+        node_checks.judge_clocks(there),
+        node_checks.judge_storage(there, str(storage), driver_error),
+        data_check
+        if manifest is None
+        else node_checks.judge_data(there, str(errand.data), data_check.text),
+        node_checks.judge_ray_disk(there),
+    )
+    return nodes
+
+
+@contextlib.contextmanager
+def _own_directory(storage: Location) -> Iterator[tuple[Location, str]]:
+    """A directory of our own in `storage_path`, removed at the end, and why there is none."""
+    directory, error = storage / f".doctor-{uuid.uuid4().hex}", ""
+    try:
+        (directory / "first").write_text("")
+    except (OSError, RaytrainGptError) as raised:
+        error = str(raised)
+    try:
+        yield directory, error
+    finally:
+        if not error:
+            directory.remove()
+
+
+def _look_from_here(
+    config: Config, manifest: Manifest | None, tokenizer: str | None
+) -> list[Check]:
+    checks = []
+    if tokenizer is not None:
+        checks.append(driver.check_named_tokenizer(tokenizer))
+    elif manifest is not None:
+        checks.append(passed("tokenizer", f"the data carries its own, {manifest.tokenizer}"))
+    else:
+        checks.append(skipped("tokenizer", "no data, and no --tokenizer NAME for prepare"))
+    checks.append(driver.check_tracking(config))
+    storage = location(config, config.run.storage_path)
+    if manifest is None:
+        checks.append(skipped("disk", "without data the model's size is not known"))
+    elif storage.is_local and not storage.exists():
+        checks.append(skipped("disk", "there is no storage_path"))
+    else:
+        checks.append(driver.check_disk(config, storage, manifest.vocab_size))
+    return checks
+
+
+def _look_at_ranks(
+    config: Config, world_size: int, manifest: Manifest | None, bench: bool, found: Examination
+) -> None:
+    readable = manifest is not None and not found.failed("data")
+    ingest = _ingest(config, world_size, manifest) if manifest and readable else None
+    group = ask_ranks(config, world_size, ingest, bench)
+    found.add(_devices(config, group))
+    if world_size == 1:
+        found.add(skipped("all_reduce", "one worker"))
+    elif found.failed("devices"):
+        found.add(skipped("all_reduce", "not all ranks have a device"))
+    elif group.all_reduce is None or group.devices is None:
+        found.add(failed("all_reduce", f"it did not end: {group.error}; {_BETWEEN_NODES}"))
+    else:
+        nodes = len({device.node for device in group.devices})
+        found.add(rank_checks.judge_all_reduce(group.all_reduce, nodes))
+        found.all_reduce_bytes_per_s = {
+            size: rank_checks.bytes_per_s(group.all_reduce, size)
+            for size in group.all_reduce[0].seconds
+        }
+    if ingest is None:
+        found.add(skipped("sequences", "there is no data that all nodes can read"))
+    elif group.sequences is None and found.failed("devices", "all_reduce"):
+        found.add(skipped("sequences", "the ranks did not come so far"))
+    elif group.sequences is None:
+        found.add(failed("sequences", f"reading did not end: {group.error}"))
+    else:
+        found.add(rank_checks.judge_sequences(group.sequences, ingest, range(NUM_BATCHES)))
+    if bench:
+        _bench(config, group, ingest, found)
+
+
+_BETWEEN_NODES = (
+    "let all nodes reach each other on all ports, and name the interface by GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME where a node has several"
+)
+
+
+def _devices(config: Config, group: GroupFacts) -> Check:
+    if group.devices is None:
+        return failed(
+            "devices",
+            f"the workers did not find together: {group.error}; see that no other job holds the "
+            f"cluster's resources, and {_BETWEEN_NODES}",
+        )
+    return rank_checks.judge_devices(group.devices, bool(config.cluster.use_gpu))
+
+
+def _bench(
+    config: Config, group: GroupFacts, ingest: IngestSpec | None, found: Examination
+) -> None:
+    if group.bench is not None and ingest is not None:
+        found.forecast = forecast(config, ingest.manifest.vocab_size, group.bench)
+        found.add(forecast_check(config, group.bench, found.forecast))
+    elif group.sequences is None or found.failed("devices"):
+        found.add(skipped("bench", "it needs data, and a device for each rank"))
+    else:
+        found.add(failed("bench", f"{group.error}; lower micro_batch_sequences if memory is short"))

@@ -1,0 +1,143 @@
+"""What the ranks' facts mean for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from raytrain_gpt.data.order import Ids
+from raytrain_gpt.doctor.check import Check, failed, passed
+from raytrain_gpt.doctor.ranks import AllReduceFacts, DeviceFacts, RankIds
+from raytrain_gpt.runtime.ingest import IngestSpec
+
+SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9, ("nccl", 2): 1e9}
+"""(backend, 1 node or 2 for more) -> what a rank's link must carry, by the links that it may be:
+
+- gloo: 80 % of gigabit Ethernet (125 MB/s); slower is Wi-Fi, a VPN, or a wrong interface.
+- nccl in one node: half of four lanes of PCIe 3.0 (3.9 GB/s); any GPU slot has more.
+- nccl between nodes: 80 % of 10-gigabit Ethernet (1.25 GB/s); below, GPUs mostly wait.
+"""
+
+
+def judge_devices(devices: Sequence[DeviceFacts], use_gpu: bool) -> Check:
+    """Whether each rank has a GPU of its own, where GPUs are asked for."""
+    if not use_gpu:
+        places = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
+        return passed("devices", f"CPUs, as the configuration says: {places}")
+    missing = [
+        f"rank {d.rank} on {d.node} ({d.error}, CUDA_VISIBLE_DEVICES="
+        f"{'not set' if d.visible is None else d.visible})"
+        for d in devices
+        if not d.uuid
+    ]
+    if missing:
+        return failed(
+            "devices",
+            f"no GPU for {', '.join(missing)}; see that nvidia-smi works there, that torch is a CUDA "
+            "build, and that Ray was started with no more --num-gpus than there are",
+        )
+    ranks_of: dict[str, list[int]] = {}
+    for device in devices:
+        ranks_of.setdefault(device.uuid, []).append(device.rank)
+    shared = [
+        f"ranks {', '.join(map(str, ranks))} are on the same GPU ({uuid})"
+        for uuid, ranks in ranks_of.items()
+        if len(ranks) > 1
+    ]
+    if shared:
+        return failed(
+            "devices",
+            f"{'; '.join(shared)}; start Ray with no more --num-gpus than there are, and let Ray set "
+            "CUDA_VISIBLE_DEVICES",
+        )
+    places = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
+    return passed("devices", f"a GPU for each rank: {places}")
+
+
+def bytes_per_s(ranks: Sequence[AllReduceFacts], num_bytes: int) -> float:
+    """Algorithm bandwidth: bytes of the tensor by the time of an all-reduce on the slowest rank."""
+    return num_bytes / max(rank.seconds[num_bytes] for rank in ranks)
+
+
+def judge_all_reduce(ranks: Sequence[AllReduceFacts], num_nodes: int) -> Check:
+    """Whether sums over all ranks are right, and over what kind of link they go.
+
+    A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor
+    is what the link carries, whatever the number of ranks ("bus bandwidth" of nccl-tests).
+
+    Args:
+        ranks: Two or more.
+        num_nodes: That they are on.
+    """
+    backend, n = ranks[0].backend, len(ranks)
+    wrong = sum(rank.wrong for rank in ranks)
+    sizes = list(ranks[0].seconds)
+    speeds = ", ".join(
+        f"{size / 1e6:g} MB {bytes_per_s(ranks, size) / 1e9:.2f} GB/s" for size in sizes
+    )
+    seen = f"{n} ranks over {backend}, bytes of the tensor / time: {speeds}"
+    if wrong:
+        return failed(
+            "all_reduce",
+            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: leave "
+            "nodes out one by one to find it",
+        )
+    link = bytes_per_s(ranks, max(sizes)) * 2 * (n - 1) / n
+    least = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))]
+    carried = f"{link / 1e9:.2f} GB/s on each link (× 2·(n−1)/n)"
+    if link < least:
+        return failed(
+            "all_reduce",
+            f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; name the fast interface by "
+            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME, or use nodes nearer to each other",
+        )
+    return passed("all_reduce", f"sums are right; {seen}, {carried}")
+
+
+def judge_sequences(ranks: Sequence[RankIds], ingest: IngestSpec, batches: Sequence[int]) -> Check:
+    """Whether the ranks together were given each sequence of the plan once, and in its step.
+
+    Args:
+        ranks: What each rank was given.
+        ingest: The plan.
+        batches: Global batches that were to be read.
+    """
+    order = ingest.order()
+    val = ingest.eval_ids()[0]
+    plans = {"the validation": val[val >= 0]}
+    plans |= {f"global batch {batch}": order.batch_ids(batch) for batch in batches}
+    given = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
+    none: Ids = np.zeros(0, np.int64)
+    for batch in batches:
+        given[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
+    for what, plan in plans.items():
+        ids, counts = np.unique(np.concatenate(given[what]), return_counts=True)
+        twice, missing = ids[counts > 1], np.setdiff1d(plan, ids)
+        if len(twice):
+            sharing = [r for r, own in enumerate(given[what]) if np.isin(twice[0], own)]
+            return failed(
+                "sequences",
+                f"{len(twice)} sequences of {what} were read more than once: {twice[0]} by ranks "
+                f"{', '.join(map(str, sharing))}; {_REPORT}",
+            )
+        if len(missing) or len(ids) != len(plan):
+            return failed(
+                "sequences",
+                f"{len(missing)} of {len(plan)} sequences of {what} were read by no rank, and "
+                f"{len(np.setdiff1d(ids, plan))} are not of it; {_REPORT}",
+            )
+    total = sum(len(plan) for plan in plans.values())
+    return passed(
+        "sequences",
+        f"{len(ranks)} ranks read {total} sequences of {len(batches)} global batches and the "
+        "validation, each once and as planned",
+    )
+
+
+_REPORT = "do not train like this: compare the installed versions with constraints.txt"
+
+
+def num_nodes(devices: Sequence[DeviceFacts]) -> int:
+    """Nodes that ranks are on."""
+    return len({device.node for device in devices})

@@ -1,0 +1,122 @@
+"""What a sweep will cost, before it begins: trials, resources, tokens, and hours at a measured speed."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.runtime.console import amount, duration
+from raytrain_gpt.runtime.launch import DEFAULT_DATA
+from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.sweep.plan import (
+    base_config,
+    check_sweep,
+    num_trials,
+    planned_trials,
+    tied_values,
+)
+from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
+from raytrain_gpt.sweep.results import plan_table
+from raytrain_gpt.sweep.spec import Asha, Sweep
+
+GPT2_VOCAB_SIZE = 50257
+PROBE_S = 5.0
+"""The speed is measured for about so long, over at least one forward and backward pass."""
+
+
+def cost_lines(sweep: Sweep) -> list[str]:
+    """The trials, what each takes of the cluster, and the tokens and hours of all.
+
+    Raises:
+        ConfigError: a trial is not possible.
+    """
+    base = one_worker_for_auto(base_config(sweep))
+    c = base.cluster
+    assert isinstance(c.num_workers, int), "one_worker_for_auto decides it"
+    configs = check_sweep(sweep, c.num_workers)
+    planned = planned_trials(sweep)
+    count = num_trials(sweep)
+    if planned:
+        tied = [tied_values(sweep, v, config) for v, config in zip(planned, configs, strict=True)]
+        lines = plan_table(tied, [config.train.max_steps for config in configs])
+    else:
+        lines = [f"{count} trials, whose values Optuna chooses as it goes"]
+    gpus = "" if c.use_gpu is False else f" (with GPUs: {c.gpus_per_worker:g} each)"
+    lines.append(
+        f"a trial: {c.num_workers} workers × {c.cpus_per_worker} CPUs{gpus}, 1 CPU for its data | "
+        f"on this machine alone: {cpus_to_start(sweep, base) // trial_cpus(base)} at once"
+    )
+    full = count * sweep.budget_tokens
+    least = halved_tokens(sweep, count)
+    stops = (
+        "" if least == full else f"; {amount(least)} if all of them stopped as early as they can"
+    )
+    lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    speed = c.num_workers * measured_tokens_per_s(configs[0] if configs else base, device)
+    at_once = cpus_to_start(sweep, base) // trial_cpus(base)
+    lines.append(
+        f"time: {duration(full / speed / at_once)} at most for the steps, at {speed:,.0f} tok/s a trial "
+        f"and {at_once} at once; measured here ({device.type}), start-up and evaluations not counted"
+    )
+    return lines
+
+
+def halved_tokens(sweep: Sweep, count: int) -> int:
+    """Tokens of all trials if at every rung only the best go on; all tokens without halving."""
+    if not isinstance(sweep.scheduler, Asha):
+        return count * sweep.budget_tokens
+    tokens, reached, left = 0, 0, count
+    rung = sweep.scheduler.grace_tokens
+    while rung < sweep.budget_tokens:
+        tokens += left * (rung - reached)
+        reached, left = rung, max(1, left // sweep.scheduler.reduction_factor)
+        rung *= sweep.scheduler.reduction_factor
+    return tokens + left * (sweep.budget_tokens - reached)
+
+
+def measured_tokens_per_s(config: Config, device: torch.device) -> float:
+    """Tokens of forward and backward passes in a second, of one worker alone on this machine.
+
+    Args:
+        config: Its model, sequence length, precision and CPUs.
+        device: Where it is measured; on a CPU one sequence at a time.
+    """
+    cpus = config.cluster.cpus_per_worker
+    assert isinstance(cpus, int), "the sweep decides cpus_per_worker"
+    torch.set_num_threads(cpus)
+    model = GPT(GPTShape.of(config, _vocab_size(config)), config.train.activation_checkpointing)
+    model.init_weights(config.train.seed)
+    model.to(device)
+    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
+    num = config.train.micro_batch_sequences if device.type == "cuda" else 1
+    tokens = torch.zeros(num, config.data.seq_len, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        with autocast():
+            loss = model(tokens, tokens)
+        loss.backward()
+        loss.item()  # waits for the device
+
+    step()
+    started, steps = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - started) < PROBE_S or not steps:
+        step()
+        steps += 1
+    return steps * tokens.numel() / elapsed
+
+
+def _vocab_size(config: Config) -> int:
+    """Of the data; where that is not here, of what it will probably be."""
+    data = data_location(config)
+    if (data / MANIFEST_FILE).is_file():
+        return read_manifest(data).vocab_size
+    if config.data.data_path == DEFAULT_DATA:
+        return int(load_tokenizer("bytes").max_token_value) + 1
+    return GPT2_VOCAB_SIZE

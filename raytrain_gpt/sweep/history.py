@@ -1,0 +1,75 @@
+"""What has happened in a sweep, one event a line: all that a sweep that goes on needs to know.
+
+Ray Tune keeps its own record, but without its scheduler's: early stopping would begin anew after a
+crash. So the reports are kept in their order, and told to a new scheduler again (`schedulers`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.sweep.trials import State, Trial
+
+HISTORY_FILE = "sweep.jsonl"
+ENDED = ("finished", "stopped")
+
+Event = dict[str, Any]
+
+
+class History:
+    """The events of a sweep, written down as they come.
+
+    `started` has a trial's values; `report` an evaluation with the run it belongs to; `ended` the
+    trial's last state, and what it failed with.
+
+    Args:
+        directory: The sweep's.
+    """
+
+    def __init__(self, directory: Location) -> None:
+        self._file = directory / HISTORY_FILE
+        self.events: list[Event] = []
+        if self._file.is_file():
+            self.events = [json.loads(line) for line in self._file.read_text().splitlines()]
+
+    def add(self, event: str, trial: str, **details: Any) -> None:
+        """Write an event down; there when this returns."""
+        self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
+        self._file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
+
+    def trials(self) -> list[Trial]:
+        """All trials that have started, in the order of their names; who has not ended is `running`."""
+        trials: dict[str, Trial] = {}
+        for event in self.events:
+            name = event["trial"]
+            trials[name] = _after(trials.get(name) or Trial.pending(name), event)
+        return sorted(trials.values(), key=lambda trial: trial.name)
+
+    def last_report(self, trial: str) -> Event | None:
+        """The newest `report` of a trial."""
+        mine = (e for e in reversed(self.events) if (e["event"], e["trial"]) == ("report", trial))
+        return next(mine, None)
+
+
+def _after(trial: Trial, event: Event) -> Trial:
+    if event["event"] == "started":
+        return replace(trial, state="running", values=event["values"], error=None)
+    if event["event"] == "ended":
+        state: State = event["state"]
+        return replace(trial, state=state, error=event.get("error"))
+    tokens, objective = event["tokens_seen"], event["objective"]
+    before = tuple(point for point in trial.curve if point[0] < tokens)
+    return replace(
+        trial,
+        values=event["values"],
+        objective=objective,
+        tokens_seen=tokens,
+        tokens_per_s=event["tokens_per_s"],
+        elapsed_s=event["elapsed_s"],
+        run_dir=event["run_dir"],
+        curve=(*before, (tokens, objective)),
+    )

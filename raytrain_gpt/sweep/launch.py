@@ -1,0 +1,104 @@
+"""The `tune` command: check, connect, let Ray Tune run the trials, and say what was found.
+
+`<storage_path>/<sweep_name>/` has `sweep.yaml` (the sweep as it is run), `sweep.jsonl` (its history),
+`trials/` with a whole run for each trial, and at the end `results.csv`, `best.yaml` and the plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ray
+import yaml
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.runtime import cluster, preflight
+from raytrain_gpt.runtime.launch import make_default_data, needs_default_data
+from raytrain_gpt.runtime.lease import LEASE_FILE, held_lease
+from raytrain_gpt.runtime.locations import location
+from raytrain_gpt.runtime.run_files import CONFIG_FILE
+from raytrain_gpt.runtime.signals import StopSignals
+from raytrain_gpt.runtime.supervisor import TrainLoop
+from raytrain_gpt.runtime.worker import train_worker
+from raytrain_gpt.sweep.plan import base_config, check_sweep
+from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
+from raytrain_gpt.sweep.search import Search, SweepSummary
+from raytrain_gpt.sweep.spec import Sweep
+
+SWEEP_FILE = "sweep.yaml"
+MAY_CHANGE = frozenset({"max_concurrent_trials", "base"})
+
+Log = Callable[[str], None]
+
+
+def run_sweep(
+    sweep: Sweep, *, goes_on: bool, log: Log, train_loop: TrainLoop = train_worker
+) -> SweepSummary:
+    """Run all trials of a sweep that have not ended.
+
+    Args:
+        sweep: The sweep.
+        goes_on: It may have begun before.
+        log: Gets every console line.
+        train_loop: What every worker of every trial runs; tests inject faults here.
+
+    Raises:
+        UserError: the sweep, data, storage or cluster cannot be used.
+        Interrupted: Ctrl+C or SIGTERM, after all trials have saved.
+        TrainingFailed: no trial came to a result.
+    """
+    with StopSignals("interrupted before the first trial") as signals:
+        base = one_worker_for_auto(base_config(sweep))
+        make_data = needs_default_data(base)
+        base = preflight.absolute_paths(base)
+        directory = location(base, base.run.storage_path) / sweep.sweep_name
+        check_known(sweep, directory, goes_on)
+        resources = cluster.connect(cpus_to_start(sweep, base))
+        try:
+            fitted, _ = cluster.fit_to_cluster(base, resources)
+            at_once = trials_at_once(sweep, fitted, resources)
+            assert isinstance(fitted.cluster.num_workers, int), "fit_to_cluster decides num_workers"
+            check_sweep(sweep, fitted.cluster.num_workers)
+            if make_data:
+                make_default_data(fitted, log)
+            with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log):
+                (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+                return Search(sweep, base, fitted, directory, log).run(at_once, signals, train_loop)
+        finally:
+            if resources.ours:
+                ray.shutdown()
+
+
+def to_yaml(sweep: Sweep) -> str:
+    """The sweep as a file."""
+    return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def check_known(sweep: Sweep, directory: Location, goes_on: bool) -> None:
+    """See that a sweep neither begins on another one's results nor goes on as another one.
+
+    Raises:
+        ConfigError: it exists and is not to go on, or was changed since.
+    """
+    if (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} is a run already; set another sweep_name")
+    file = directory / SWEEP_FILE
+    if not file.is_file():
+        return
+    if not goes_on:
+        raise ConfigError(
+            f"sweep {sweep.sweep_name} is in {directory} already; --resume goes on with it, another "
+            "--sweep_name begins a new one"
+        )
+    before, now = yaml.safe_load(file.read_text()), yaml.safe_load(to_yaml(sweep))
+    changed = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in now
+        if before.get(key) != now.get(key) and key not in MAY_CHANGE
+    ]
+    if changed:
+        raise ConfigError(
+            f"sweep {sweep.sweep_name} cannot go on with changed {', '.join(changed)}; put it back, or "
+            "begin a new one with another --sweep_name"
+        )

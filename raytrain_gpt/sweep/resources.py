@@ -1,0 +1,74 @@
+"""What a trial takes of a cluster, and how many fit at once."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.runtime.cluster import DATA_CPUS, Resources
+from raytrain_gpt.sweep.plan import num_trials
+from raytrain_gpt.sweep.spec import Pbt, Sweep
+
+
+def one_worker_for_auto(config: Config) -> Config:
+    """In a sweep `auto` means one worker a trial, with one CPU: the trials share the cluster."""
+    c = config.cluster
+    return config.updated(
+        {
+            "num_workers": 1 if c.num_workers == "auto" else c.num_workers,
+            "cpus_per_worker": 1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
+        }
+    )
+
+
+def trial_cpus(config: Config) -> int:
+    """CPUs of a trial, its workers' and those for its data; every `auto` is decided."""
+    c = config.cluster
+    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
+    assert isinstance(c.cpus_per_worker, int), "the sweep decides cpus_per_worker"
+    return c.num_workers * c.cpus_per_worker + DATA_CPUS
+
+
+def cpus_to_start(sweep: Sweep, config: Config) -> int:
+    """Logical CPUs of a cluster started for a sweep: for as many trials as this machine can run."""
+    c = config.cluster
+    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
+    gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
+    if gpus:
+        fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
+    else:
+        fit = (os.cpu_count() or 1) // (trial_cpus(config) - DATA_CPUS)
+    if isinstance(sweep.scheduler, Pbt):
+        fit = num_trials(sweep)
+    return max(1, sweep.max_concurrent_trials or fit) * trial_cpus(config)
+
+
+def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:
+    """How many trials run at the same time.
+
+    Args:
+        sweep: The sweep.
+        config: Of the trials, with every `auto` decided.
+        resources: Of the cluster.
+
+    Raises:
+        ClusterError: a population does not fit as a whole.
+    """
+    c = config.cluster
+    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
+    assert isinstance(c.cpus_per_worker, int), "the sweep decides cpus_per_worker"
+    places = resources.places(c.cpus_per_worker, c.gpus_per_worker if c.use_gpu else 0)
+    fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
+    population = num_trials(sweep)
+    at_once = max(1, min(fit, sweep.max_concurrent_trials or fit, population))
+    if isinstance(sweep.scheduler, Pbt) and at_once < population:
+        raise ClusterError(
+            f"scheduler pbt compares {population} trials at the same time, the cluster has room for "
+            f"{fit} (each {trial_cpus(config)} CPUs{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}"
+            f"); set num_trials to at most {max(fit, 1)}, leave max_concurrent_trials out, or use a "
+            "larger cluster"
+        )
+    return at_once

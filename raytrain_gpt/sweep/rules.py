@@ -1,0 +1,104 @@
+"""What a sweep may not ask for, as far as its file alone tells; each rule is refused with one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from raytrain_gpt.config import leaf_section
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
+
+SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
+"""Sections of places, resources and of how the objective is measured."""
+
+MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
+"""Leaves that may change in the middle of a trial: no shapes, no batches, no shape of the schedule."""
+
+
+def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
+    """Refuse leaves that cannot differ between trials, and a space in which nothing is searched."""
+    for name, domain in space.items():
+        if name in overrides:
+            raise ConfigError(
+                f"{name} has a value in overrides ({overrides[name]}) and a domain in the space; "
+                "leave out one of them"
+            )
+        if leaf_section(name) in SAME_IN_ALL_TRIALS:
+            raise ConfigError(f"{name} is the same in all trials; set it in overrides")
+        if name in ("global_batch_tokens", "seq_len") and not isinstance(domain, Grid | Choice):
+            raise ConfigError(
+                f"{name} has the domain {domain.kind}, whose values cannot all be checked before the "
+                "first trial; use grid or choice"
+            )
+    if all(isinstance(domain, Expression) for domain in space.values()):
+        raise ConfigError("nothing is searched; the space needs a grid, choice or range")
+    expression_order(space)
+
+
+def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:
+    """Refuse a number of trials that the grid does not divide, and grids for a searcher without."""
+    points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
+    drawn = [name for name, domain in space.items() if isinstance(domain, Drawn)]
+    grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
+    if searcher == "optuna" and grids:
+        raise ConfigError(f"searcher optuna knows no grid ({', '.join(grids)}); use choice")
+    if num_trials is None:
+        if drawn:
+            raise ConfigError(
+                f"set num_trials: {', '.join(drawn)} can be drawn any number of times"
+            )
+    elif not drawn and num_trials != points:
+        raise ConfigError(
+            f"num_trials={num_trials}, but the grid has {points} points and nothing is drawn; leave "
+            "num_trials out"
+        )
+    elif num_trials % points:
+        raise ConfigError(
+            f"num_trials={num_trials} is not a multiple of the grid's {points} points; nearest: "
+            f"{multiples_near(num_trials, points)}"
+        )
+
+
+def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens: int) -> None:
+    """Refuse comparisons of trials where they do not report."""
+    if tokens % report_every_tokens:
+        raise ConfigError(
+            f"{name}={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
+            f"{multiples_near(tokens, report_every_tokens)}"
+        )
+    if tokens >= budget_tokens:
+        raise ConfigError(
+            f"{name}={tokens} is not below budget_tokens={budget_tokens}, so trials would only be "
+            "compared at their end; set it lower, or scheduler: {kind: none}"
+        )
+
+
+def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> None:
+    """Refuse leaves that cannot change in the middle of a trial, and those that follow from them."""
+    for name in mutate:
+        if name not in MUTABLE:
+            raise ConfigError(
+                f"{name} cannot change in the middle of a trial; mutate only {', '.join(MUTABLE)}"
+            )
+        if not isinstance(space.get(name), Drawn):
+            raise ConfigError(
+                f"mutate names {name}, which needs a choice, uniform or loguniform in the space"
+            )
+    moving = set(mutate)
+    for name in expression_order(space):
+        domain = space[name]
+        causes = sorted(domain.names & moving) if isinstance(domain, Expression) else []
+        if causes and name not in MUTABLE:
+            raise ConfigError(
+                f"{name} follows from {', '.join(causes)}, which pbt mutates, but cannot change in the "
+                "middle of a trial; tie it to something else"
+            )
+        moving |= {name} if causes else set()
+
+
+def multiples_near(value: int, unit: int) -> str:
+    """The multiples of `unit` next to a value, for messages."""
+    below = value // unit * unit
+    return ", ".join(str(v) for v in (below, below + unit) if v > 0)

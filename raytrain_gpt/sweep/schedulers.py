@@ -1,0 +1,196 @@
+"""What decides which trials there are and which go on: Ray Tune's schedulers and searchers.
+
+None of them keeps its state over a crash. They are made anew from the history of the sweep: every
+report of before is told again, in its order, so that they decide what they would have decided.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+
+from raytrain_gpt.sweep.history import ENDED, History
+from raytrain_gpt.sweep.space import Choice, Drawn, LogUniform, RandInt, Uniform
+from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
+from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
+
+
+class _Named:
+    """A trial as the halving knows it: by its name in the sweep, which a restart does not change."""
+
+    def __init__(self, name: str) -> None:
+        self.trial_id = name
+
+
+class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
+    """Asynchronous successive halving (Li et al., 2020) with rungs in tokens.
+
+    Args:
+        scheduler: Of the sweep's file.
+        budget_tokens: Of a trial.
+    """
+
+    def __init__(self, scheduler: Asha, budget_tokens: int) -> None:
+        super().__init__(
+            time_attr=TOKENS_SEEN,
+            metric=OBJECTIVE,
+            mode="min",
+            max_t=budget_tokens,
+            grace_period=scheduler.grace_tokens,
+            reduction_factor=scheduler.reduction_factor,
+        )
+
+    def tell(self, history: History) -> list[str]:
+        """Tell it the reports of before; names of trials that it would have stopped.
+
+        A crash may come between a report and its trial's end.
+        """
+        stopped: dict[str, bool] = {}
+        for event in history.events:
+            name = event["trial"]
+            if event["event"] == "report":
+                if name not in stopped:
+                    super().on_trial_add(None, _Named(name))
+                result = {TOKENS_SEEN: event[TOKENS_SEEN], OBJECTIVE: event[OBJECTIVE]}
+                action = super().on_trial_result(None, _Named(name), result)
+                stopped[name] = action == TrialScheduler.STOP
+        return [name for name, is_stopped in stopped.items() if is_stopped]
+
+    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
+        super().on_trial_add(tune_controller, _Named(str(trial)))
+
+    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> str:
+        action: str = super().on_trial_result(tune_controller, _Named(str(trial)), result)
+        return action
+
+    def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: Any) -> None:
+        super().on_trial_complete(tune_controller, _Named(str(trial)), result)
+
+    def on_trial_remove(self, tune_controller: Any, trial: TuneTrial) -> None:
+        super().on_trial_remove(tune_controller, _Named(str(trial)))
+
+
+class Population(PopulationBasedTraining):  # type: ignore[misc]
+    """Population-based training (Jaderberg et al., 2017), all trials compared at the same tokens.
+
+    Args:
+        sweep: With a `pbt` scheduler.
+        scheduler: That one.
+    """
+
+    def __init__(self, sweep: Sweep, scheduler: Pbt) -> None:
+        random.seed(sweep.sweep_seed)  # Ray Tune draws from the global generator
+        self._every_tokens = scheduler.perturb_every_tokens
+        self._synced_tokens = 0
+        self._domains = {name: sweep.space[name] for name in scheduler.mutate}
+        super().__init__(
+            time_attr=TOKENS_SEEN,
+            metric=OBJECTIVE,
+            mode="min",
+            perturbation_interval=self._every_tokens,
+            hyperparam_mutations={
+                "values": {name: _mutation(sweep.space[name]) for name in scheduler.mutate}
+            },
+            quantile_fraction=scheduler.quantile_fraction,
+            resample_probability=scheduler.resample_probability,
+            custom_explore_fn=self._within_domains,
+            log_config=False,
+            synch=True,
+        )
+
+    def _within_domains(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Ray Tune multiplies without looking at the ends of a range."""
+        values = dict(config["values"])
+        for name, domain in self._domains.items():
+            if isinstance(domain, Uniform | LogUniform | RandInt):
+                low, high = domain.extremes
+                values[name] = min(max(values[name], low), high)
+        return {**config, "values": values}
+
+    def tell(self, tokens_seen: Iterable[int]) -> int:
+        """Tell it where the trials that go on stand; tokens of the comparison they have behind them.
+
+        One that was due but not yet made when the sweep was killed is made again, unless all trials
+        had come there: then it is left out.
+        """
+        self._synced_tokens = min(tokens_seen) // self._every_tokens * self._every_tokens
+        self._next_perturbation_sync = self._synced_tokens + self._every_tokens
+        return self._synced_tokens
+
+    def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
+        super().on_trial_add(tune_controller, trial)
+        self._trial_state[trial].last_perturbation_time = self._synced_tokens
+
+
+def _mutation(domain: Any) -> Any:
+    """Values in a list are stepped through, those of a range are multiplied by 0.8 or 1.2."""
+    if isinstance(domain, Choice):
+        return list(domain.choice)
+    return _drawn(domain)
+
+
+def _drawn(domain: Drawn) -> Any:
+    if isinstance(domain, Uniform):
+        return tune.uniform(*domain.uniform)
+    if isinstance(domain, LogUniform):
+        return tune.loguniform(*domain.loguniform)
+    if isinstance(domain, RandInt):
+        low, high = domain.randint
+        return tune.randint(low, high + 1)
+    return tune.choice(list(domain.choice))
+
+
+def no_scheduler() -> TrialScheduler:
+    """Every trial gets its whole budget."""
+    return FIFOScheduler()
+
+
+def optuna_search(sweep: Sweep, history: History) -> Any:
+    """Optuna's search (TPE), which knows what the trials of before came to.
+
+    Trials that were not at their end are suggested first, in the order of their names.
+    """
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+    from ray.tune.search.optuna import OptunaSearch
+
+    space: dict[str, BaseDistribution] = {}
+    for name in sweep.searched:
+        domain = sweep.space[name]
+        if isinstance(domain, Uniform):
+            space[f"values/{name}"] = FloatDistribution(*domain.uniform)
+        elif isinstance(domain, LogUniform):
+            space[f"values/{name}"] = FloatDistribution(*domain.loguniform, log=True)
+        elif isinstance(domain, RandInt):
+            space[f"values/{name}"] = IntDistribution(*domain.randint)
+        else:
+            assert isinstance(domain, Choice), "a grid is not searched by Optuna"
+            space[f"values/{name}"] = CategoricalDistribution(domain.choice)
+    trials = history.trials()
+    points = {t.name: {f"values/{name}": t.values[name] for name in sweep.searched} for t in trials}
+    search = OptunaSearch(
+        space,
+        metric=OBJECTIVE,
+        mode="min",
+        points_to_evaluate=[points[t.name] for t in trials if t.state not in ENDED] or None,
+        # A seed that is used again would draw the same values again.
+        seed=sweep.sweep_seed + len(trials),
+    )
+    for trial in trials:
+        if trial.state in ENDED and trial.objective is not None:
+            search.add_evaluated_point(points[trial.name], trial.objective)
+    return search

@@ -1,0 +1,317 @@
+"""The search space: a domain for every leaf that differs between trials.
+
+A domain is a mapping with one key:
+
+    grid: [a, b, …]              each of them, crossed with all other grids
+    choice: [a, b, …]            one of them, drawn
+    uniform: [low, high]         a number between them, drawn
+    loguniform: [low, high]      the same, its logarithm uniform
+    randint: [low, high]         a whole number, drawn; both ends are possible
+    expression: "peak_lr / 10"   worked out from other leaves of the trial
+
+Nothing in a sweep file is run as code: an expression is arithmetic on floats with five functions, and
+what has any other part is refused before it is worked out.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import math
+import operator
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, cast
+
+import simpleeval  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from raytrain_gpt.config import LEAVES, leaf_section, suggestion
+from raytrain_gpt.errors import ConfigError
+
+
+class _Domain(BaseModel):
+    """Written back as it is read: `{kind: argument}`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @property
+    def kind(self) -> str:
+        """As the file calls it: grid, choice, …"""
+        return next(iter(type(self).model_fields))
+
+
+class Searched(_Domain):
+    """What is not worked out from other leaves."""
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """All values of a list, both ends of a range."""
+        return tuple(getattr(self, self.kind))
+
+
+class Grid(Searched):
+    """Every value is tried, with every value of the other grids."""
+
+    grid: tuple[Any, ...]
+
+
+class Choice(Searched):
+    """One of the values, all equally likely."""
+
+    choice: tuple[Any, ...]
+
+    def at(self, fraction: float) -> Any:
+        """The value at a fraction, 0 to 1, of the domain."""
+        return self.choice[min(int(fraction * len(self.choice)), len(self.choice) - 1)]
+
+
+class Uniform(Searched):
+    """A number between two ends."""
+
+    uniform: tuple[float, float]
+
+    def at(self, fraction: float) -> float:
+        """The value at a fraction, 0 to 1, of the domain."""
+        low, high = self.uniform
+        return min(low + fraction * (high - low), high)
+
+
+class LogUniform(Searched):
+    """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
+
+    loguniform: tuple[float, float]
+
+    def at(self, fraction: float) -> float:
+        """The value at a fraction, 0 to 1, of the domain."""
+        low, high = self.loguniform
+        return min(low * math.exp(fraction * math.log(high / low)), high) if fraction < 1 else high
+
+
+class RandInt(Searched):
+    """A whole number between two ends, which are possible too."""
+
+    randint: tuple[int, int]
+
+    def at(self, fraction: float) -> int:
+        """The value at a fraction, 0 to 1, of the domain."""
+        low, high = self.randint
+        return min(low + int(fraction * (high - low + 1)), high)
+
+
+class Expression(_Domain):
+    """A value that is worked out from other leaves."""
+
+    expression: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What it uses, without the functions.
+
+        Raises:
+            ConfigError: it is no expression, or more than arithmetic.
+        """
+        nodes = list(ast.walk(self._tree()))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in called)
+
+    def value(self, values: Mapping[str, Any]) -> float:
+        """Its value, which is finite.
+
+        Args:
+            values: Name -> value of all `names`, and any others.
+
+        Raises:
+            ConfigError: it uses something that is not a number, or has no value.
+        """
+        used = {name: values[name] for name in sorted(self.names)}
+        for name, value in used.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"expression {self.expression!r} uses {name}={value!r}, which is not a number; "
+                    f"set {name} to one, or use another key"
+                )
+        try:
+            numbers = {name: float(value) for name, value in used.items()}
+            return float(_Arithmetic(_OPERATORS, _FUNCTIONS, numbers).eval("", self._tree()))
+        except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
+            at = ", ".join(f"{name}={value:g}" for name, value in used.items())
+            raise ConfigError(
+                f"expression {self.expression!r} has no value{f' at {at}' * bool(at)}: {error}"
+            ) from None
+
+    def _tree(self) -> ast.expr:
+        try:
+            tree = ast.parse(self.expression.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = None
+        if tree is None or not all(map(_is_arithmetic, ast.walk(tree))):
+            raise ConfigError(
+                f"{self.expression!r} is not an expression; it may have numbers, configuration keys, "
+                f"budget_tokens, + - * / // % ** ( ), {', '.join(_FUNCTIONS)}"
+            )
+        return tree
+
+
+Drawn = Choice | Uniform | LogUniform | RandInt
+"""What has a value at any fraction from 0 to 1."""
+Domain = Grid | Drawn | Expression
+
+KINDS: dict[str, type[Domain]] = {
+    next(iter(domain.model_fields)): domain
+    for domain in (Grid, Choice, Uniform, LogUniform, RandInt, Expression)
+}
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
+    **{ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos},
+}
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    **{"min": min, "max": max, "sqrt": math.sqrt, "log": math.log},
+    "round": lambda number: float(round(number)),
+}
+_NODES = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, *_OPERATORS)
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    """Whether an expression may have this node, looked at without those below it."""
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+    return isinstance(node, _NODES)
+
+
+class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
+    """Floats only: `9 ** 9 ** 9` of whole numbers would fill the memory, of floats it overflows."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.nodes[ast.Constant] = lambda node: float(node.value)
+
+    def _eval(self, node: ast.AST) -> float:
+        value = super()._eval(node)
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ValueError(f"{ast.unparse(node)} is not a finite number")
+        return value
+
+
+def leaf_value(name: str, raw: Any) -> Any:
+    """A value as the leaf has it: `"1e-3"`, which YAML reads as text, is a number for a number's leaf.
+
+    Raises:
+        ConfigError: no leaf has this name, or it cannot have this value.
+    """
+    leaf_section(name)
+    leaf = LEAVES[name][1]
+    kind = cast(Any, Annotated[leaf.annotation, leaf])
+    try:
+        return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(raw)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ConfigError(f"{name}={raw!r}: {reason} ({leaf.description})") from None
+
+
+def parse_domain(name: str, raw: Any) -> Domain:
+    """The domain of a leaf as a sweep file has it.
+
+    Raises:
+        ConfigError: no leaf has this name, there is no such kind of domain, or the leaf cannot have
+            its values.
+    """
+    leaf_section(name)
+    if isinstance(raw, Domain):
+        return raw
+    kinds = ", ".join(KINDS)
+    if not isinstance(raw, Mapping) or len(raw) != 1:
+        raise ConfigError(
+            f"{name}={raw!r} in the space is no domain; write one of {kinds} below it"
+        )
+    ((kind, argument),) = raw.items()
+    if kind not in KINDS:
+        raise ConfigError(
+            f"unknown domain {kind} of {name}{suggestion(str(kind), KINDS)} (there are: {kinds})"
+        )
+    if kind == "expression":
+        return _expression(name, argument)
+    if not isinstance(argument, list | tuple) or not argument:
+        raise ConfigError(f"{kind} of {name} has no values: {argument!r}; write a list")
+    values = tuple(leaf_value(name, value) for value in argument)
+    if kind in ("grid", "choice"):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{kind} of {name} has a value twice: {list(values)}; leave one out")
+    else:
+        _check_range(name, kind, values)
+    return KINDS[kind](**{kind: values})
+
+
+def _expression(name: str, argument: Any) -> Expression:
+    expression = Expression(expression=str(argument))
+    if number_type(name) is None:
+        raise ConfigError(f"{name} is no number, so it has no expression; use grid or choice")
+    for used in sorted(expression.names):
+        if used not in LEAVES and used != "budget_tokens":
+            raise ConfigError(
+                f"expression of {name} uses {used}, which is no configuration key"
+                f"{suggestion(used, [*LEAVES, 'budget_tokens'])}"
+            )
+    return expression
+
+
+def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
+    needed = int if kind == "randint" else float
+    if any(type(end) is not needed for end in ends):
+        others = "randint" if number_type(name) is int else "uniform or loguniform"
+        others = f"{others}, " if number_type(name) else ""
+        raise ConfigError(
+            f"{kind} of {name} needs {'whole' if needed is int else 'real'} numbers, which {name} "
+            f"does not have; use {others}choice or grid"
+        )
+    if len(ends) != 2 or ends[0] >= ends[1]:
+        raise ConfigError(
+            f"{kind} of {name} is {list(ends)}; write [low, high] with low below high"
+        )
+    if kind == "loguniform" and ends[0] <= 0:
+        raise ConfigError(f"loguniform of {name} starts at {ends[0]:g}; it must start above 0")
+
+
+def number_type(name: str) -> type[int] | type[float] | None:
+    """int or float if the leaf can be such a number, else None."""
+    annotation = LEAVES[name][1].annotation
+    types = typing.get_args(annotation) or (annotation,)
+    return int if int in types else float if float in types else None
+
+
+def expression_order(space: Mapping[str, Domain]) -> list[str]:
+    """Names of the expressions, each behind those it uses.
+
+    Raises:
+        ConfigError: some use one another in a circle.
+    """
+    uses = {name: d.names for name, d in space.items() if isinstance(d, Expression)}
+    try:
+        order = list(graphlib.TopologicalSorter(uses).static_order())
+    except graphlib.CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise ConfigError(f"expressions use one another in a circle: {circle}") from None
+    return [name for name in order if name in uses]
+
+
+def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with every expression's value put in; one for a whole number is rounded.
+
+    Args:
+        space: The search space.
+        values: All leaves, and `budget_tokens`.
+
+    Raises:
+        ConfigError: an expression has no value, or one that its leaf cannot have.
+    """
+    values = dict(values)
+    for name in expression_order(space):
+        domain = space[name]
+        assert isinstance(domain, Expression)
+        value = domain.value(values)
+        values[name] = leaf_value(name, round(value) if number_type(name) is int else value)
+    return values

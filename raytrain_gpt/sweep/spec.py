@@ -1,0 +1,250 @@
+"""A sweep file: what is searched, over what, how far each trial goes, and what may not be said.
+
+    base: {preset: quickstart}                       or {config: FILE}
+    overrides: {num_layers: 2}                       fixed for all trials
+    space: {peak_lr: {loguniform: [1e-4, 1e-2]}}     differs between them, see `space`
+    budget_tokens: 1048576                           of each trial
+    report_every_tokens: 131072
+    num_trials: 8
+
+Trials are compared at equal tokens, so the file counts in tokens and the steps of a trial follow from
+its batch. What the file alone shows to be wrong is refused when it is read (`rules`); which trials it
+means, and whether each of them is possible: `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from raytrain_gpt.config import (
+    LEAVES,
+    Config,
+    load_config_file,
+    load_preset,
+    suggestion,
+)
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.rules import (
+    check_mutations,
+    check_num_trials,
+    check_period,
+    check_space,
+)
+from raytrain_gpt.sweep.space import (
+    Domain,
+    Searched,
+    leaf_value,
+    parse_domain,
+)
+
+SWEEP_FLAGS = (
+    *("sweep_name", "budget_tokens", "report_every_tokens"),
+    *("num_trials", "max_concurrent_trials", "sweep_seed"),
+)
+"""Fields that a command line may set, besides all leaves."""
+DECIDED = {
+    "max_steps": "set budget_tokens",
+    "eval_every_steps": "set report_every_tokens",
+    "checkpoint_every_steps": "set report_every_tokens",
+    "run_name": "set sweep_name",
+    "resume": "trials always go on, and `tune --resume` goes on with a sweep",
+}
+"""Leaf that the sweep sets in every trial -> what to do instead of setting it."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Base(_Part):
+    """What trials are made from."""
+
+    preset: str | None = None
+    """A preset of the package."""
+    config: str | None = None
+    """A configuration file; from the sweep file's directory."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Base:
+        if (self.preset is None) == (self.config is None):
+            raise ValueError("base needs either preset or config; write {preset: quickstart}")
+        return self
+
+    def load(self) -> Config:
+        """The configuration it names.
+
+        Raises:
+            ConfigError: there is none, or it is not possible.
+        """
+        if self.preset is not None:
+            return load_preset(self.preset)
+        return load_config_file(Path(str(self.config)))
+
+
+class NoScheduler(_Part):
+    """Every trial gets its whole budget."""
+
+    kind: Literal["none"] = "none"
+
+
+class Asha(_Part):
+    """Asynchronous successive halving (Li et al., 2020): at each rung the best 1/reduction_factor go on.
+
+    Rungs are grace_tokens · reduction_factor^k, so all of them are reports when the first one is.
+    """
+
+    kind: Literal["asha"]
+    grace_tokens: int = Field(ge=1)
+    """Tokens of the first rung; no trial is stopped before."""
+    reduction_factor: int = Field(3, ge=2)
+    """One of so many trials goes on."""
+
+
+class Pbt(_Part):
+    """Population-based training (Jaderberg et al., 2017): bad trials go on as changed copies of good ones."""
+
+    kind: Literal["pbt"]
+    perturb_every_tokens: int = Field(ge=1)
+    """Tokens between copies."""
+    mutate: tuple[str, ...] = Field(min_length=1)
+    """Leaves of the space that a copy changes."""
+    quantile_fraction: float = Field(0.25, gt=0, le=0.5)
+    """Share of trials that count as good, and as bad."""
+    resample_probability: float = Field(0.25, ge=0, le=1)
+    """Probability that a changed leaf is drawn again instead of moved a little."""
+
+
+class Sweep(_Part):
+    """A whole sweep file."""
+
+    sweep_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    """Name of the sweep, as a run_name; default: the file's name."""
+    base: Base
+    """The configuration that trials are made from: {preset: NAME} or {config: FILE}."""
+    overrides: dict[str, Any] = {}
+    """Leaf -> its value in all trials."""
+    space: dict[str, Domain] = {}
+    """Leaf -> domain of its values."""
+    objective: Literal["val/loss", "val/perplexity", "val/bits_per_byte"] = "val/loss"
+    """What is minimised."""
+    budget_tokens: int = Field(ge=1)
+    """Tokens of a trial that is not stopped."""
+    report_every_tokens: int = Field(ge=1)
+    """Tokens between evaluations with a checkpoint, which is when trials are compared."""
+    num_trials: int | None = Field(None, ge=1)
+    """Trials of the sweep; null: one for each point of the grid."""
+    max_concurrent_trials: int | None = Field(None, ge=1)
+    """Trials at the same time; null: as many as fit."""
+    sweep_seed: int = Field(0, ge=0)
+    """Seed of the draws; the trials' own seed is the leaf seed."""
+    scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
+    """Who is stopped or copied: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
+    searcher: Literal["random", "optuna"] = "random"
+    """random: grids and draws, known in advance; optuna: values that follow from earlier trials' losses."""
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _known_values(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"overrides are leaf: value, not {raw!r}")
+        return {name: leaf_value(str(name), value) for name, value in raw.items()}
+
+    @field_validator("space", mode="before")
+    @classmethod
+    def _known_domains(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"space is leaf: domain, not {raw!r}")
+        return {name: parse_domain(str(name), domain) for name, domain in raw.items()}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Sweep:
+        for name in (*self.overrides, *self.space):
+            if name in DECIDED:
+                raise ConfigError(f"{name} is decided by the sweep; {DECIDED[name]}")
+        check_space(self.space, self.overrides)
+        check_num_trials(self.space, self.searcher, self.num_trials)
+        report, budget = self.report_every_tokens, self.budget_tokens
+        if report > budget:
+            raise ConfigError(
+                f"report_every_tokens={report} is above budget_tokens={budget}; set it to at most that"
+            )
+        if isinstance(self.scheduler, Asha):
+            check_period("grace_tokens", self.scheduler.grace_tokens, report, budget)
+        if isinstance(self.scheduler, Pbt):
+            every = self.scheduler.perturb_every_tokens
+            check_period("perturb_every_tokens", every, report, budget)
+            check_mutations(self.scheduler.mutate, self.space)
+            if self.searcher != "random":
+                raise ConfigError("scheduler pbt chooses values itself; set searcher to random")
+            if (self.num_trials or 1) < 2:
+                raise ConfigError("scheduler pbt copies trials; set num_trials to 2 or more")
+        return self
+
+    @property
+    def searched(self) -> list[str]:
+        """Leaves of the space that are not worked out from others, in the file's order."""
+        return [name for name, d in self.space.items() if isinstance(d, Searched)]
+
+
+def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
+    """The sweep of a file.
+
+    Args:
+        path: The sweep file.
+        flags: Values that win over the file's, as text: of SWEEP_FLAGS, or of leaves, which are
+            overrides then. `null` is None.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or says something impossible.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read sweep {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} has no keys; expected {', '.join(Sweep.model_fields)}")
+    empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}
+    raw = {"sweep_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
+    base = raw.get("base")
+    if isinstance(base, dict) and isinstance(base.get("config"), str):
+        raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
+    for name, text in flags.items():
+        fields = raw if name in SWEEP_FLAGS else raw.setdefault("overrides", {})
+        if name not in SWEEP_FLAGS and name not in LEAVES:
+            hint = suggestion(name, [*SWEEP_FLAGS, *LEAVES])
+            raise ConfigError(f"unknown configuration key {name} on the command line{hint}")
+        if isinstance(fields, dict):
+            fields[name] = None if text == "null" else text
+    try:
+        return Sweep.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_line(error, path)) from None
+
+
+def _line(error: ValidationError, path: Path) -> str:
+    """One line for the first thing that is wrong; for a misspelt key, not for the one that lacks then."""
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    fields: dict[str, FieldInfo] = {}
+    for part in (Asha, Pbt, Base, Sweep):
+        fields |= part.model_fields
+    name = next((key for key in reversed(first["loc"]) if isinstance(key, str)), "a key")
+    if first["type"] == "extra_forbidden":
+        hint = "; it belongs below overrides or space" if name in LEAVES else ""
+        return f"unknown key {name} in {path}{hint or suggestion(name, fields)}"
+    hint = f" ({fields[name].description})" if name in fields else ""
+    if first["type"] == "missing":
+        return f"{path} has no {name}{hint}"
+    return f"{name}={first['input']!r} in {path}: {first['msg']}{hint}"

@@ -1,0 +1,101 @@
+"""What a sweep knows of its trials, and which of them is the best.
+
+Trials are compared at equal tokens: one that was stopped early is never better than one that had all
+its tokens, whatever its objective says. A failed trial and one whose objective is not finite cannot
+be the best.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+State = Literal["pending", "running", "finished", "stopped", "failed"]
+"""`stopped`: before its tokens were used up, by the sweep's scheduler."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial as far as it has come."""
+
+    name: str
+    """Its number in the sweep, `000`."""
+    state: State
+    values: dict[str, Any]
+    """Leaf -> value of all that was searched or tied to it, in the sweep file's order."""
+    objective: float | None
+    """The newest evaluation's value."""
+    tokens_seen: int
+    tokens_per_s: float | None
+    elapsed_s: float | None
+    run_dir: str
+    """Directory or URL of the run, of its newest part if it has several."""
+    error: str | None
+    curve: tuple[tuple[int, float | None], ...]
+    """(tokens_seen, objective) of every evaluation; None or NaN where it was not finite."""
+
+    @classmethod
+    def pending(cls, name: str) -> Trial:
+        """A trial that has not begun."""
+        return cls(name, "pending", {}, None, 0, None, None, "", None, ())
+
+    @property
+    def judged_tokens(self) -> int:
+        """Tokens seen when the objective was measured."""
+        return self.curve[-1][0] if self.curve else self.tokens_seen
+
+    @property
+    def score(self) -> float | None:
+        """The objective if the trial may be ranked by it: it did not fail and the value is finite."""
+        if self.state == "failed" or self.objective is None or not math.isfinite(self.objective):
+            return None
+        return self.objective
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the newest evaluation was not finite."""
+        evaluated = self.objective is not None or bool(self.curve)
+        return evaluated and (self.objective is None or not math.isfinite(self.objective))
+
+
+def compared_tokens(trial: Trial, budget_tokens: int) -> int:
+    """Tokens at which a trial is compared: all of the budget if it finished."""
+    return budget_tokens if trial.state == "finished" else min(trial.judged_tokens, budget_tokens)
+
+
+def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
+    """All trials, the best first.
+
+    Those with a usable objective by tokens and then objective, then those without one, then the
+    failed ones. Equal trials stand in the order of their names.
+    """
+
+    def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
+        tokens = compared_tokens(trial, budget_tokens)
+        score = math.inf if trial.score is None else trial.score
+        return trial.state == "failed", trial.score is None, -tokens, score, trial.name
+
+    return sorted(trials, key=key)
+
+
+def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
+    """Of the trials that have come furthest the one with the least objective; None if there is none."""
+    first = next(iter(ranking(trials, budget_tokens)), None)
+    return None if first is None or first.score is None else first
+
+
+def value_text(value: Any) -> str:
+    """A leaf's value, short: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if 0 < abs(value) <= 0.01:
+            digits, _, exponent = f"{value:.2e}".partition("e")
+            return f"{float(digits):g}e{int(exponent)}"
+        return f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,116 @@
+"""What the sweep sees of Ray Tune: it keeps the history, shows how far it is, and passes a stop on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+
+from raytrain_gpt.runtime.failures import root_cause
+from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.results import progress_table
+from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.trials import Trial
+
+SHOW_EVERY_S = 10.0
+LEAVE_WITHIN_S = 120.0
+"""How long runs may take to save and leave; then Ray Tune ends their processes."""
+
+REPORTED = ("step", TOKENS_SEEN, OBJECTIVE, "tokens_per_s", "elapsed_s", "run_dir", "values")
+
+
+class Stopped(Exception):
+    """All runs have been told to save and leave, as a signal asked."""
+
+
+class Watch(tune.Callback):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        sweep: The sweep.
+        history: Gets every event.
+        bell: Of the sweep.
+        stop: Set by a signal.
+        tied_values: All values of a trial, of its searched ones.
+        log: Gets the table of trials.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        history: History,
+        bell: Any,
+        stop: threading.Event,
+        tied_values: Callable[[dict[str, Any]], dict[str, Any]],
+        log: Callable[[str], None],
+    ) -> None:
+        self._sweep, self._history, self._bell, self._stop = sweep, history, bell, stop
+        self._tied_values, self._log = tied_values, log
+        self._changed, self._shown_at = False, 0.0
+
+    def on_trial_start(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
+    ) -> None:
+        values = self._tied_values(trial.config["values"])
+        self._add("started", trial, values=values)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **_info: Any
+    ) -> None:
+        self._add("report", trial, **{key: result[key] for key in REPORTED})
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
+    ) -> None:
+        report = self._history.last_report(str(trial))
+        finished = report is not None and report[TOKENS_SEEN] >= self._sweep.budget_tokens
+        self._add("ended", trial, state="finished" if finished else "stopped")
+
+    def on_trial_error(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
+    ) -> None:
+        self._add("ended", trial, state="failed", error=_error_of(trial))
+        self._bell.leave.remote(str(trial))
+
+    def on_step_end(self, iteration: int, trials: list[TuneTrial], **_info: Any) -> None:
+        if self._stop.is_set():
+            self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")
+            ray.get(self._bell.ring.remote())
+            self._wait_until_left()
+            raise Stopped
+        if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
+            self._show(trials)
+        if all(trial.is_finished() for trial in trials):
+            # Ray Tune kills what has not left five seconds after the last decision.
+            self._wait_until_left()
+
+    def _add(self, event: str, trial: TuneTrial, **details: Any) -> None:
+        self._history.add(event, str(trial), **details)
+        self._changed = True
+
+    def _wait_until_left(self) -> None:
+        ray.get(self._bell.all_left.remote(LEAVE_WITHIN_S))
+
+    def _show(self, trials: list[TuneTrial]) -> None:
+        self._changed, self._shown_at = False, time.monotonic()
+        known = self._history.trials()
+        waiting = [
+            Trial.pending(str(trial)) for trial in trials if trial.status == TuneTrial.PENDING
+        ]
+        names = {trial.name for trial in known}
+        both = known + [trial for trial in waiting if trial.name not in names]
+        self._log(progress_table(both, self._sweep.objective, self._sweep.budget_tokens))
+
+
+def _error_of(trial: TuneTrial) -> str:
+    """What a trial failed with; on its way to the storage it is in a local file."""
+    if not trial.pickled_error_file:
+        return "Ray Tune could not start it"
+    return root_cause(ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()))

@@ -1,0 +1,101 @@
+"""A real cluster with a token of its own, and the doctor as a command on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.config import Config
+from tests.faults.test_leaving import Head
+from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
+    command,
+    dataset,
+    flags,
+    make_config,
+    run_cli,
+    storage,
+)
+
+WITHIN_S = 150
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one `doctor` command printed.
+
+    Attributes:
+        code: Its exit code.
+        checks: Name -> (status, text).
+        found: Its JSON object.
+        output: All of stdout.
+        errors: All of stderr.
+    """
+
+    code: int
+    checks: dict[str, tuple[str, str]]
+    found: dict[str, Any]
+    output: str
+    errors: str
+
+    def says(self, status: str, name: str, *words: str) -> None:
+        """One check has a status, and some words in its line."""
+        assert self.checks[name][0] == status, self.output
+        for word in words:
+            assert word in self.checks[name][1], self.output
+
+    def statuses(self, status: str) -> set[str]:
+        """The checks with a status."""
+        return {name for name, (found, _) in self.checks.items() if found == status}
+
+
+Doctor = Callable[..., Visit]
+
+
+@pytest.fixture(scope="package")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A head with room for two workers and the data."""
+    made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def doctor() -> Doctor:
+    """Run `doctor --json` for a configuration as a command of its own."""
+
+    def run(
+        config: Config,
+        *extra: str,
+        env: dict[str, str] | None = None,
+        inside: tuple[str, ...] = (),
+    ) -> Visit:
+        done = subprocess.run(
+            [*inside, *command("doctor", "--json", *extra, *flags(config))],
+            env={**os.environ, "RAY_ADDRESS": "local", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+        )
+        assert done.stdout.startswith(("PASS", "FAIL")), done.stdout + done.stderr
+        *lines, last = done.stdout.splitlines()
+        found = json.loads(last)
+        assert lines == [f"{c['status']} {c['name']}: {c['text']}" for c in found["checks"]]
+        checks = {c["name"]: (c["status"], c["text"]) for c in found["checks"]}
+        return Visit(done.returncode, checks, found, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def own_storage(tmp_path: Path) -> Path:
+    """An empty directory for runs."""
+    path = tmp_path / "runs"
+    path.mkdir()
+    return path

@@ -1,0 +1,162 @@
+"""The command on real clusters: a sound one, and one with a node that has everything wrong."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.config import Config
+from tests.faults.conftest import Command
+from tests.faults.gates import wait_until
+from tests.faults.test_leaving import RAY, Head
+
+from .conftest import Doctor
+
+pytestmark = pytest.mark.ray
+
+MakeConfig = Callable[..., Config]
+
+RANK_CHECKS = {"devices", "all_reduce", "sequences"}
+SMALL_DISK_BYTES = 100_000_000
+AHEAD_S = 30
+
+
+def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
+    head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path
+) -> None:
+    config = make_config(num_workers=2, max_steps=1000, storage_path=str(own_storage))
+    visit = doctor(config, "--bench", env=head.env)
+    assert (visit.code, visit.errors) == (0, ""), visit.output + visit.errors
+    assert visit.statuses("SKIP") == {"tracking"}
+    visit.says("PASS", "cluster", head.address)
+    visit.says("PASS", "token", "calls without a token are refused")
+    visit.says("PASS", "sequences", "2 ranks read", "each once and as planned")
+    assert set(visit.found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
+    bench = visit.found["bench"]
+    assert bench["run_s"] == pytest.approx(1000 * bench["step_time_s"])
+    batch = config.train.global_batch_tokens
+    assert bench["tokens_per_s"] == pytest.approx(batch / bench["step_time_s"])
+    assert not list(own_storage.iterdir())
+
+
+def test_what_the_configuration_asks_for_is_not_there(
+    head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path, tmp_path: Path
+) -> None:
+    """Workers, disk, MLflow's directory and a tokenizer."""
+    config = make_config(
+        num_workers=6,
+        num_layers=1000,
+        embd_size=16384,
+        mlflow_uri=f"sqlite:///{tmp_path}/none/mlflow.db",
+        storage_path=str(own_storage),
+    )
+    visit = doctor(config, "--tokenizer", "gpt3", env=head.env)
+    assert visit.code == 1
+    assert visit.statuses("FAIL") == {"workers", "disk", "tracking", "tokenizer"}
+    visit.says("FAIL", "workers", "6 workers × 1 CPUs do not fit", "set num_workers to at most 2")
+    visit.says("FAIL", "disk", "checkpoints of", "make room")
+    visit.says("FAIL", "tracking", f"cannot write in {tmp_path}/none")
+    visit.says("FAIL", "tokenizer", "unknown tokenizer gpt3")
+    assert visit.statuses("SKIP") == RANK_CHECKS
+
+
+def test_a_wrong_token_is_said_at_once(
+    head: Head, doctor: Doctor, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Ray itself says after 20 s that it cannot connect."""
+    visit = doctor(make_config(), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
+    assert visit.code == 1
+    assert visit.statuses("FAIL") == {"token"}
+    visit.says("FAIL", "token", "refuses the token of RAY_AUTH_TOKEN", "check the token")
+    visit.says("SKIP", "nodes", "there is no cluster")
+
+
+def in_namespaces(*argv: str) -> tuple[str, ...]:
+    """The start of a command in namespaces of its own, where it may mount and set up networks."""
+    prefix = ("unshare", "--map-root-user", "--mount", *argv)
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no user namespaces")
+    return prefix
+
+
+@pytest.fixture
+def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> Iterator[str]:
+    """Address of a node with another torch, a clock that is ahead, a GPU that is not there, a small
+    disk for Ray, without the data, and where the runs cannot be written."""
+    modules = tmp_path / "modules"
+    (modules / "torch-0.0.1.dist-info").mkdir(parents=True)
+    (modules / "torch-0.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n"
+    )
+    (modules / "sitecustomize.py").write_text(
+        f"import time\nright = time.time\ntime.time = lambda: right() + {AHEAD_S}\n"
+    )
+    address = "127.0.0.2"
+    start = [*RAY, "start", f"--address={head.address}", f"--node-ip-address={address}", "--block"]
+    start += ["--num-cpus=1", "--num-gpus=1", "--dashboard-agent-listen-port=0"]
+    mounts = (
+        f"mount --bind '{own_storage}' '{own_storage}'",
+        f"mount -o remount,bind,ro '{own_storage}'",
+        f"mount -t tmpfs tmpfs '{dataset}'",
+        f"mount -t tmpfs -o size={SMALL_DISK_BYTES} tmpfs '{head.directory}'",
+        'exec "$@"',
+    )
+    argv = [*in_namespaces(), "sh", "-c", " && ".join(mounts), "sh", *start]
+    env = {**head.token, "PYTHONPATH": str(modules)}
+    node = Command(argv, env, tmp_path / "node.log")
+    try:
+        wait_until(lambda: "Ray runtime started" in node.output, "the node")
+        yield address
+    finally:
+        node.kill()
+
+
+def test_a_node_with_everything_wrong(
+    head: Head,
+    sick_node: str,
+    doctor: Doctor,
+    make_config: MakeConfig,
+    own_storage: Path,
+    dataset: Path,
+    tmp_path: Path,
+) -> None:
+    uri = "http://me:my-password@127.0.0.1:9"
+    no_network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    config = make_config(storage_path=str(own_storage), mlflow_uri=uri)
+    visit = doctor(config, "--tokenizer", "gpt2", env={**head.env, **no_network})
+    assert visit.code == 1
+    visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")
+    visit.says("FAIL", "clocks", f"they differ by {AHEAD_S}.0 s", sick_node, "run NTP")
+    visit.says("FAIL", "storage", f"{sick_node}: it cannot write", "Read-only")
+    visit.says("FAIL", "data", f"{sick_node}: ", f"{dataset} has no manifest.json")
+    visit.says("FAIL", "ray_disk", f"{sick_node} has", "MB free", "--temp-dir")
+    visit.says("FAIL", "devices", f"no GPU for rank 0 on {sick_node}", "sees no GPU")
+    visit.says("FAIL", "tokenizer", "neither in TIKTOKEN_CACHE_DIR nor can it be downloaded")
+    visit.says("FAIL", "tracking", "MLflow does not answer at http://127.0.0.1:9")
+    assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token", "disk"}
+    assert visit.statuses("SKIP") == {"all_reduce", "sequences"}
+    assert "my-password" not in visit.output + visit.errors
+    assert not list(own_storage.iterdir())
+
+
+def test_a_slow_network_and_an_open_cluster(doctor: Doctor, make_config: MakeConfig) -> None:
+    """A gigabit for both directions of the loopback, in a network of the command's own."""
+    inside = in_namespaces("--net")
+    slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 100ms"
+    shell = (*inside, "sh", "-c", f'{slow} && exec "$@"', "sh")
+    if subprocess.run([*shell, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine limits no network's rate (iproute2's tc, tbf)")
+    visit = doctor(make_config(num_workers=2), env={"RAY_AUTH_MODE": "disabled"}, inside=shell)
+    assert visit.code == 1
+    assert visit.statuses("FAIL") == {"all_reduce", "token"}
+    visit.says("FAIL", "all_reduce", "slow: 0.06 GB/s", "below 0.1 GB/s", "GLOO_SOCKET_IFNAME")
+    visit.says("FAIL", "token", "takes calls without a token", "unset RAY_AUTH_MODE")
+
+
+def test_wrong_input_has_its_own_exit_code(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, output, errors = run_cli("doctor", "--peak_rl=1e-3")
+    assert (code, output) == (2, "")
+    assert "did you mean peak_lr?" in errors

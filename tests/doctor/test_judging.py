@@ -1,0 +1,249 @@
+"""What facts mean: each finding provoked by facts alone, and what is just good enough passes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.doctor import driver, node_checks
+from raytrain_gpt.doctor.bench import (
+    BENCH_S,
+    BenchFacts,
+    forecast,
+    forecast_check,
+    plan_of_timing,
+    whole_step_s,
+)
+from raytrain_gpt.doctor.check import Check
+from raytrain_gpt.doctor.head import HeadFacts, ask_head, judge_head, judge_token
+from raytrain_gpt.doctor.nodes import NodeFacts, local_versions
+from raytrain_gpt.doctor.rank_checks import judge_all_reduce, judge_devices, judge_sequences
+from raytrain_gpt.doctor.ranks import AllReduceFacts, DeviceFacts, RankIds
+from raytrain_gpt.runtime.ingest import IngestSpec
+
+VERSIONS = {
+    "Python": "3.11.9",
+    "ray": "2.60.0",
+    "torch": "2.13.0",
+    "raytrain-gpt": "0.1.0 (code a)",
+}
+SOUND = NodeFacts("10.0.0.1", versions=VERSIONS, ray_dir="/tmp/ray", ray_dir_free_bytes=10**9)
+OTHER = replace(SOUND, name="10.0.0.2")
+
+
+def fails(check: Check | None, name: str, *words: str) -> None:
+    assert check is not None
+    assert (check.status, check.name) == ("FAIL", name), check.line
+    assert "\n" not in check.line
+    for word in words:
+        assert word in check.line, check.line
+
+
+def passes(check: Check, *words: str) -> None:
+    assert check.status == "PASS", check.line
+    for word in words:
+        assert word in check.line, check.line
+
+
+def test_nobody_listens_at_the_address() -> None:
+    fails(judge_head(ask_head("127.0.0.1:1")), "cluster", "127.0.0.1:1", "refused", "RAY_ADDRESS")
+    fails(judge_head(ask_head("head")), "cluster", "no HOST:PORT")
+
+
+HEAD = HeadFacts(
+    "10.0.0.1:6379",
+    asks_for_token=True,
+    sends_token=True,
+    token_from="RAY_AUTH_TOKEN",
+    takes_token=True,
+    ray_version=ray.__version__,
+)
+
+
+def test_what_keeps_a_driver_out() -> None:
+    assert judge_head(HEAD) is None
+    missing = replace(HEAD, token_from="", takes_token=False, ray_version="")
+    fails(judge_head(missing), "token", "asks for a token and there is none here", "copy")
+    wrong = replace(HEAD, takes_token=False, ray_version="")
+    fails(judge_head(wrong), "token", "refuses the token of RAY_AUTH_TOKEN", "check the token")
+    fails(judge_head(replace(HEAD, sends_token=False)), "token", "set RAY_AUTH_MODE=token")
+    fails(judge_head(replace(HEAD, ray_version="2.59.1")), "versions", "2.59.1", ray.__version__)
+    assert judge_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__)) is None
+
+
+def test_strangers_and_other_users_are_kept_out() -> None:
+    private = [("10.0.0.1", "/root/.ray/auth_token", 0o600)]
+    passes(judge_token(HEAD, private, ours=False), "are refused", "1 token files are private")
+    passes(judge_token(HEAD, [], ours=True))
+    readable = [*private, ("10.0.0.2", "/root/.ray/auth_token", 0o640)]
+    fails(judge_token(HEAD, readable, ours=False), "token", "10.0.0.2 has mode 0640", "chmod 600")
+    is_open = replace(HEAD, asks_for_token=False)
+    fails(judge_token(is_open, private, ours=False), "token", "without a token", "every node")
+    fails(judge_token(is_open, private, ours=True), "token", "unset RAY_AUTH_MODE")
+
+
+def test_a_node_that_does_not_answer() -> None:
+    gone = NodeFacts("10.0.0.2", error="ModuleNotFoundError: No module named 'raytrain_gpt'")
+    fails(
+        node_checks.judge_answers([SOUND, gone]), "nodes", "1 of 2", "10.0.0.2 (Module", "install"
+    )
+    passes(node_checks.judge_answers([SOUND, OTHER]), "10.0.0.1, 10.0.0.2")
+
+
+@pytest.mark.parametrize("what", VERSIONS)
+def test_another_version_of_anything(what: str) -> None:
+    other = replace(OTHER, versions={**VERSIONS, what: "9.9"})
+    check = node_checks.judge_versions([SOUND, other], VERSIONS)
+    fails(check, "versions", f"{what} {VERSIONS[what]} on the driver, 10.0.0.1 but 9.9 on 10.0.0.2")
+    fails(node_checks.judge_versions([other, other], VERSIONS), "versions", "the driver but 9.9")
+    passes(node_checks.judge_versions([SOUND, OTHER], VERSIONS))
+    assert set(local_versions()) == set(VERSIONS)
+
+
+def test_a_clock_that_is_surely_wrong() -> None:
+    def at(offset_s: float, uncertainty_s: float = 0.001) -> NodeFacts:
+        return replace(OTHER, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
+
+    fails(
+        node_checks.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP"
+    )
+    fails(node_checks.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
+    passes(node_checks.judge_clocks([at(-0.4), at(0.4)]))
+    passes(node_checks.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow answer proves nothing
+
+
+def test_storage_that_is_not_shared() -> None:
+    other = replace(OTHER, storage_error="it does not see what the driver wrote")
+    check = node_checks.judge_storage([SOUND, other], "/nfs/runs", "")
+    fails(check, "storage", "/nfs/runs is not shared", "10.0.0.2: it does not see", "s3://")
+    check = node_checks.judge_storage([SOUND], "/nfs/runs", "Read-only file system")
+    fails(check, "storage", "the driver cannot write storage_path /nfs/runs: Read-only")
+
+
+def test_data_and_disk_of_one_node() -> None:
+    other = replace(OTHER, data_error="cannot read row group 3", ray_dir_free_bytes=10**8)
+    check = node_checks.judge_data([SOUND, other], "/nfs/data", "")
+    fails(check, "data", "/nfs/data", "10.0.0.2: cannot read row group 3")
+    fails(node_checks.judge_ray_disk([SOUND, other]), "ray_disk", "10.0.0.2 has 100.0 MB free")
+    passes(node_checks.judge_ray_disk([SOUND, OTHER]), "1.0 GB")
+
+
+GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a", "0,1")
+
+
+def test_ranks_without_a_gpu_and_two_on_one() -> None:
+    second = replace(GPU, rank=1, uuid="GPU-b")
+    passes(judge_devices([GPU, second], use_gpu=True), "a GPU for each rank")
+    fails(
+        judge_devices([GPU, replace(GPU, rank=1)], use_gpu=True), "devices", "ranks 0, 1", "GPU-a"
+    )
+    error = "torch 2.13.0+cpu sees no GPU"
+    without = DeviceFacts(1, "10.0.0.2", "cpu", "", None, error)
+    check = judge_devices([GPU, without], use_gpu=True)
+    fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "not set", "nvidia-smi")
+    passes(judge_devices([without], use_gpu=False), "CPUs")
+
+
+def reduced(backend: str, seconds: float, wrong: int = 0) -> AllReduceFacts:
+    return AllReduceFacts(backend, wrong, {1_000_000: 0.001, 100_000_000: seconds})
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes", "least"),
+    [("gloo", 1, 0.1), ("gloo", 8, 0.1), ("nccl", 1, 2.0), ("nccl", 2, 1.0), ("nccl", 8, 1.0)],
+)
+def test_an_all_reduce_as_slow_as_a_slower_link(backend: str, nodes: int, least: float) -> None:
+    """The slowest of four ranks counts, and its link carries 1.5 times the tensor's bytes."""
+    limit_s = 0.1 / least * 1.5
+    good, slow = reduced(backend, 0.99 * limit_s), reduced(backend, 1.01 * limit_s)
+    passes(judge_all_reduce([good] * 4, nodes), f"4 ranks over {backend}", "1 MB 1.00 GB/s")
+    check = judge_all_reduce([good, good, slow, good], nodes)
+    fails(check, "all_reduce", "slow", f"below {least:g} GB/s", "SOCKET_IFNAME")
+
+
+def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:
+    ranks = [reduced("nccl", 0.001), reduced("nccl", 9.0, wrong=3)]
+    fails(judge_all_reduce(ranks, 1), "all_reduce", "3 sums are wrong")
+
+
+@pytest.fixture
+def ingest(dataset: Path) -> IngestSpec:
+    """Two ranks with 6 of 12 sequences each."""
+    manifest = read_manifest(dataset)
+    return IngestSpec(Location.of(dataset), manifest, 32, 12, 1337, 2, 320)
+
+
+def planned(ingest: IngestSpec) -> list[RankIds]:
+    """What two ranks get when all is right."""
+    shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(3)]
+    val = ingest.eval_ids().reshape(2, -1)
+    return [RankIds(val[r], {b: shares[b][r] for b in range(3)}) for r in range(2)]
+
+
+def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
+    good, other = planned(ingest)
+    passes(judge_sequences([good, other], ingest, range(3)), "2 ranks read 46 sequences")
+    fails(
+        judge_sequences([good, good], ingest, range(3)),
+        "sequences", "5 sequences of the validation", "more than once", "ranks 0, 1",
+    )  # fmt: skip
+    same = replace(other, train={**other.train, 1: good.train[1]})
+    check = judge_sequences([good, same], ingest, range(3))
+    fails(check, "sequences", "6 sequences of global batch 1", "by ranks 0, 1")
+    early = replace(other, train={**other.train, 1: other.train[2]})
+    check = judge_sequences([good, early], ingest, range(3))
+    fails(check, "sequences", "6 of 12 sequences of global batch 1 were read by no rank")
+    fewer = replace(other, train={0: other.train[0], 1: other.train[1]})
+    check = judge_sequences([good, fewer], ingest, range(3))
+    fails(check, "sequences", "6 of 12 sequences of global batch 2")
+    more = replace(other, train={**other.train, 0: np.append(other.train[0], 10**6)})
+    fails(
+        judge_sequences([good, more], ingest, range(3)), "sequences", "0 of 12", "1 are not of it"
+    )
+
+
+def test_a_step_of_many_micro_batches_is_reckoned_from_shorter_ones() -> None:
+    assert plan_of_timing(4, 0.01) == (4, 50)
+    assert plan_of_timing(512, 0.1) == (33, 3)
+    assert plan_of_timing(512, 60.0) == (2, 3)
+    for micro_batches, one_s in [(1, 2.0), (8, 0.2), (64, 0.01), (1000, 0.001)]:
+        several, steps = plan_of_timing(micro_batches, one_s)
+        assert 1 <= several <= micro_batches
+        assert several * steps * one_s <= max(BENCH_S, 3 * several * one_s) + 1e-9
+    # 0.3 s for reducing and updating, 0.1 s for each micro-batch
+    assert whole_step_s(0.4, 0.3 + 33 * 0.1, 33, 512) == pytest.approx(0.3 + 512 * 0.1)
+
+
+def test_the_slowest_rank_decides_when_it_is_done() -> None:
+    config = Config().updated({"max_steps": 600, "global_batch_tokens": 4096})
+    ranks = [BenchFacts(0.5, 2, 64, 3, 989e12, 2 * 10**9), BenchFacts(2.0, 2, 64, 3, 989e12, 10**9)]
+    found = forecast(config, 257, ranks)
+    assert (found.tokens_per_s, found.step_time_s, found.run_s) == (2048, 2.0, 1200)
+    assert found.mfu is not None
+    check = forecast_check(config, ranks, found)
+    passes(
+        check, "2,048 tokens/s", "600 steps in 20m 0s", "2 instead of 64 micro-batches", "2.0 GB"
+    )
+    unknown = [ranks[0], replace(ranks[1], peak_flops=None)]
+    assert forecast(config, 257, unknown).mfu is None
+
+
+def test_a_firewall_that_drops_what_fetches_a_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server that takes connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(driver, "FETCH_WITHIN_S", 0.5)
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        check = driver.check_named_tokenizer("p50k_base")
+    fails(check, "tokenizer", "p50k_base", "not there within 0.5 s", "TIKTOKEN_CACHE_DIR")
+    passes(driver.check_named_tokenizer("bytes"))

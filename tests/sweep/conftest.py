@@ -1,0 +1,57 @@
+"""The cluster and data of the other tests, and small sweeps over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
+    SMALL,
+    cluster,
+    dataset,
+    run_cli,
+    storage,
+)
+
+BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
+DECIDED = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
+
+WriteSweep = Callable[..., Path]
+
+
+@pytest.fixture
+def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:  # noqa: F811
+    """Writes a sweep file over runs of seconds; tokens are given in steps of `BATCH_TOKENS`."""
+
+    def write(name: str, space: dict[str, Any], *, steps: int, report: int, **more: Any) -> Path:
+        overrides = {k: v for k, v in SMALL.items() if k not in (*DECIDED, *space)}
+        overrides |= {"data_path": str(dataset), "storage_path": str(tmp_path / "runs")}
+        overrides |= {"warmup_steps": 0, "num_samples": 0, "mlflow_uri": None, "max_failures": 0}
+        content = {
+            "base": {"preset": "quickstart"},
+            "overrides": {**overrides, **more.pop("overrides", {})},
+            "space": space,
+            "budget_tokens": steps * BATCH_TOKENS,
+            "report_every_tokens": report * BATCH_TOKENS,
+            **more,
+        }
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def make_sweep(write_sweep: WriteSweep) -> Callable[..., Sweep]:
+    """The sweep of such a file."""
+
+    def make(name: str, space: dict[str, Any], **more: Any) -> Sweep:
+        return load_sweep(write_sweep(name, space, **more), {})
+
+    return make

@@ -1,0 +1,246 @@
+"""Who is the best, and what the tables and files of a sweep say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt import cli
+from raytrain_gpt.config import load_config_file, load_preset
+from raytrain_gpt.sweep.results import (
+    MAX_PROGRESS_ROWS,
+    best_yaml,
+    final_table,
+    progress_table,
+    results_csv,
+)
+from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
+
+BUDGET = 1_000_000
+
+
+def trial(
+    number: int,
+    objective: float | None = 3.0,
+    state: State = "finished",
+    tokens: int = BUDGET,
+    error: str | None = None,
+    **values: Any,
+) -> Trial:
+    """A trial that was evaluated at its newest tokens, unless it has no objective."""
+    values = values or {"peak_lr": 1e-3, "min_lr": 1e-4}
+    curve = () if objective is None else ((tokens // 2, objective + 1), (tokens, objective))
+    rate = None if objective is None else 1234.5
+    return Trial(
+        f"{number:03}",
+        state,
+        values,
+        objective,
+        tokens,
+        rate,
+        rate,
+        f"s3://b/{number}",
+        error,
+        curve,
+    )
+
+
+def names(trials: list[Trial]) -> list[str]:
+    return [t.name for t in ranking(trials, BUDGET)]
+
+
+def best_name(*trials: Trial) -> str | None:
+    best = best_trial(trials, BUDGET)
+    return None if best is None else best.name
+
+
+def test_the_best_is_the_least_of_those_with_the_most_tokens() -> None:
+    full = [trial(0, 3.2), trial(1, 3.1), trial(2, 3.3)]
+    stopped = trial(3, 2.0, "stopped", BUDGET // 2)
+    assert best_name(*full, stopped) == "001"
+    assert best_name(stopped, trial(4, 1.0, "stopped", BUDGET // 4)) == "003"
+
+
+def test_equal_trials_go_by_name() -> None:
+    assert best_name(trial(2, 3.0), trial(1, 3.0)) == "001"
+    assert names([trial(2, 3.0), trial(1, 3.0), trial(0, 4.0)]) == ["001", "002", "000"]
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, None])
+def test_an_objective_that_is_not_finite_is_never_the_best(lost: float | None) -> None:
+    diverged = trial(0, 3.0)
+    diverged = Trial(**{**diverged.__dict__, "objective": lost})
+    assert diverged.diverged
+    assert best_name(diverged) is None
+    assert best_name(diverged, trial(1, 9.0, "stopped", 10)) == "001"
+
+
+def test_a_failed_trial_is_never_the_best_whatever_it_reached() -> None:
+    failed = trial(0, 1.0, "failed")
+    assert best_name(failed) is None
+    assert names([failed, trial(1, math.nan), trial(2, 5.0, "stopped", 10)]) == [
+        "002",
+        "001",
+        "000",
+    ]
+
+
+def test_a_trial_is_compared_where_it_was_evaluated() -> None:
+    """Some steps after its last evaluation do not put a trial before another."""
+    longer = trial(0, 3.5, "stopped", BUDGET // 2)
+    longer = Trial(**{**longer.__dict__, "tokens_seen": BUDGET // 2 + 5000})
+    assert best_name(longer, trial(1, 3.4, "stopped", BUDGET // 2)) == "001"
+
+
+def test_finished_trials_are_equal_though_their_batches_do_not_divide_the_budget() -> None:
+    assert best_name(trial(0, 3.2, tokens=BUDGET), trial(1, 3.1, tokens=BUDGET - 4096)) == "001"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (6e-4, "6e-4"),
+        (1e-05, "1e-5"),
+        (0.00043218, "4.32e-4"),
+        (0.95, "0.95"),
+        (0.0, "0"),
+        (524288, "524,288"),
+        (True, "true"),
+        (None, "null"),
+        ("cosine", "cosine"),
+    ],
+)
+def test_values_are_short(value: Any, text: str) -> None:
+    assert value_text(value) == text
+
+
+MIXED = [
+    trial(0, 3.1416),
+    trial(1, 3.5, "stopped", BUDGET // 4),
+    trial(2, None, "failed", 0, "ValueError: [/red] bad,\n  very bad :smile:"),
+    trial(3, 3.9, "running", BUDGET // 2),
+    trial(4, None, "pending", 0),
+    trial(5, math.nan, "stopped", BUDGET // 4),
+]
+
+
+def line_of(table: str, start: str) -> list[str]:
+    return next(line for line in table.splitlines() if line.split()[:1] == [start]).split()
+
+
+def test_the_progress_table_says_how_far_each_trial_is() -> None:
+    table = progress_table(MIXED, "val/loss", BUDGET)
+    lines = table.splitlines()
+    assert lines[0].startswith(
+        "6 trials: 1 pending, 1 running, 1 finished, 2 stopped, 1 failed | best 000: val/loss 3.1416"
+    )
+    assert [line.split()[0] for line in lines[1:]] == ["trial", "003", "000", "001", "005", "002"]
+    assert line_of(table, "003")[:5] == ["003", "running", "3.9000", "500.0k", "50%"]
+    assert "not finite" in table
+    assert "\x1b" not in table
+    assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("number", [2, 40])
+def test_the_progress_table_stays_short(number: int) -> None:
+    trials = [trial(i, 3.0 + i, "stopped", 1000) for i in range(number)]
+    lines = progress_table(trials, "val/loss", BUDGET).splitlines()
+    assert len(lines) == 2 + min(number, MAX_PROGRESS_ROWS) + (number > MAX_PROGRESS_ROWS)
+    assert max(map(len, lines)) <= 100
+    if number > MAX_PROGRESS_ROWS:
+        assert lines[-1] == f"and {number - MAX_PROGRESS_ROWS} more: 20 stopped"
+
+
+def test_before_the_first_trial_starts_there_is_only_a_count() -> None:
+    waiting = [Trial.pending("000"), Trial.pending("001")]
+    assert progress_table(waiting, "val/loss", BUDGET) == "2 trials: 2 pending"
+
+
+def test_the_final_table_is_by_rank_and_says_what_was_saved() -> None:
+    table = final_table(MIXED, "val/bits_per_byte", BUDGET)
+    lines = table.splitlines()
+    rows = [line.split()[:3] for line in lines[1:7]]
+    assert rows == [
+        ["1", "000", "finished"],
+        ["2", "003", "running"],
+        ["3", "001", "stopped"],
+        ["-", "005", "stopped"],
+        ["-", "004", "pending"],
+        ["-", "002", "failed"],
+    ]
+    assert "val/bits_per_byte" in lines[0]
+    assert lines[7] == "002 failed: ValueError: [/red] bad, very bad :smile:"
+    assert "2.0M of 6.0M tokens trained, stopping early saved 25%" in lines[-1]
+
+
+def test_a_long_error_is_cut_and_stays_on_one_line() -> None:
+    lines = final_table([trial(0, None, "failed", 0, "x\n" * 500)], "val/loss", BUDGET).splitlines()
+    assert len(lines) == 4
+    assert lines[2].endswith("…")
+    assert len(lines[2]) < 200
+
+
+def test_text_in_brackets_stands_in_the_table_as_it_is() -> None:
+    table = final_table([trial(0, data_path="[bold]a[/bold]")], "val/loss", BUDGET)
+    assert "[bold]a[/bold]" in table
+
+
+def test_results_csv_reads_back() -> None:
+    rows = list(csv.DictReader(io.StringIO(results_csv(MIXED, "val/loss", BUDGET))))
+    assert list(rows[0]) == [
+        *("trial", "state", "rank", "val/loss", "tokens_seen", "tokens_per_s", "elapsed_s"),
+        *("peak_lr", "min_lr", "run_dir", "error"),
+    ]
+    found = {row["trial"]: row for row in rows}
+    assert [row["trial"] for row in rows] == [t.name for t in ranking(MIXED, BUDGET)]
+    for wanted in MIXED:
+        row = found[wanted.name]
+        assert row["state"] == wanted.state
+        assert float(row["peak_lr"]) == wanted.values["peak_lr"]
+        assert row["error"] == (wanted.error or "")
+        assert row["run_dir"] == wanted.run_dir
+    assert [row["rank"] for row in rows] == ["1", "2", "3", "", "", ""]
+    assert float(found["000"]["val/loss"]) == 3.1416
+    assert found["002"]["val/loss"] == ""
+    assert math.isnan(float(found["005"]["val/loss"]))
+
+
+def test_results_csv_has_every_leaf_though_a_pending_trial_has_no_values() -> None:
+    some = [trial(0, schedule="wsd", compile=True), Trial.pending("001")]
+    rows = list(csv.DictReader(io.StringIO(results_csv(some, "val/loss", BUDGET))))
+    assert (rows[0]["schedule"], rows[0]["compile"]) == ("wsd", "true")
+    assert (rows[1]["schedule"], rows[1]["compile"]) == ("", "")
+
+
+@pytest.fixture
+def best_file(tmp_path: Path) -> Path:
+    values = {"peak_lr": 1.1e-05, "min_lr": 1e-06, "sample_prompt": "a: #b\nc"}
+    config = load_preset("quickstart").updated({**values, "run_name": "000"})
+    text = best_yaml(config, trial(7, 3.25, **values), "lr-sweep", "val/loss")
+    path = tmp_path / "best.yaml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_best_yaml_is_the_trials_configuration(best_file: Path) -> None:
+    header = [line for line in best_file.read_text("utf-8").splitlines() if line.startswith("#")]
+    assert "sweep lr-sweep: 007, finished, val/loss 3.2500 at 1,000,000 tokens" in header[0]
+    assert "peak_lr=1.1e-05, min_lr=1e-06" in header[1]
+    loaded = load_config_file(best_file)
+    values = {"peak_lr": 1.1e-05, "min_lr": 1e-06, "sample_prompt": "a: #b\nc"}
+    assert loaded == load_preset("quickstart").updated({**values, "run_name": "lr-sweep-best"})
+
+
+def test_train_takes_best_yaml_as_it_is(
+    best_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", str(best_file), "--dry_run"])
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert load_config_file(best_file).to_yaml().rstrip() in shown

@@ -1,0 +1,124 @@
+"""Halving decides after a restart what it would have decided without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.tune.schedulers import TrialScheduler
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.schedulers import TokenHalving
+from raytrain_gpt.sweep.spec import Asha
+
+BUDGET = 90
+
+
+class Named:
+    """As much of Ray Tune's trial as halving looks at: it is called by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trial_id = f"another id of {name}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def halving() -> TokenHalving:
+    """Rungs at 10 and 30 tokens."""
+    return TokenHalving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), BUDGET)
+
+
+def decisions(scheduler: TokenHalving, reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What it decides on each report, until it stops a trial."""
+    known: dict[str, Named] = {}
+    stopped: set[str] = set()
+    decided = []
+    for report in reports:
+        name = report["trial"]
+        if name in stopped:
+            continue
+        if name not in known:
+            known[name] = Named(name)
+            scheduler.on_trial_add(None, known[name])
+        action = scheduler.on_trial_result(None, known[name], report)
+        if action == TrialScheduler.STOP:
+            stopped.add(name)
+        decided.append((name, action))
+    return decided
+
+
+def made_reports(losses: list[list[float]], order: list[int]) -> list[dict[str, Any]]:
+    """Reports of trials at every 10 tokens, in some order of the trials."""
+    reached = [0] * len(losses)
+    reports = []
+    for number in order:
+        trial = number % len(losses)
+        if reached[trial] < len(losses[trial]):
+            objective = losses[trial][reached[trial]]
+            reached[trial] += 1
+            tokens = 10 * reached[trial]
+            reports.append({"trial": f"{trial:03d}", "tokens_seen": tokens, "objective": objective})
+    return reports
+
+
+@given(
+    losses=st.lists(st.lists(st.floats(0, 10), min_size=9, max_size=9), min_size=2, max_size=6),
+    order=st.lists(st.integers(0, 5), min_size=10, max_size=60),
+    cut=st.integers(0, 60),
+)
+def test_a_new_scheduler_that_is_told_the_reports_goes_on_alike(
+    losses: list[list[float]], order: list[int], cut: int, tmp_path_factory: Any
+) -> None:
+    reports = made_reports(losses, order)
+    whole = decisions(halving(), reports)
+    made = [r for r in reports if r["trial"] in {name for name, _ in whole}]
+    before, after = made[:cut], made[cut:]
+    history = History(Location.of(tmp_path_factory.mktemp("history")))
+    first = decisions(halving(), before)
+    counts: dict[str, int] = {}
+    for report in before:
+        name = report["trial"]
+        counts[name] = counts.get(name, 0) + 1
+        if counts[name] <= sum(one == name for one, _ in first):
+            history.add("report", **report)
+    again = halving()
+    stopped = again.tell(history)
+    assert set(stopped) == {name for name, action in first if action == TrialScheduler.STOP}
+    left = [report for report in after if report["trial"] not in stopped]
+    assert first + decisions(again, left) == whole
+
+
+def test_a_trial_is_stopped_at_a_rung_only_if_others_were_better_there() -> None:
+    reports = made_reports([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [0.5, 3.0, 3.0]], [0, 1, 2, 2, 0, 2])
+    assert decisions(halving(), reports) == [
+        ("000", TrialScheduler.CONTINUE),
+        ("001", TrialScheduler.STOP),
+        ("002", TrialScheduler.CONTINUE),
+        ("002", TrialScheduler.CONTINUE),  # 20 tokens are no rung
+        ("000", TrialScheduler.CONTINUE),
+        ("002", TrialScheduler.CONTINUE),  # the first one at 30 tokens
+    ]
+
+
+def test_the_history_is_there_again_after_a_restart(tmp_path: Path) -> None:
+    history = History(Location.of(tmp_path))
+    history.add("started", "000", values={"peak_lr": 1e-3})
+    history.add(
+        "report",
+        "000",
+        step=5,
+        tokens_seen=50,
+        objective=2.5,
+        tokens_per_s=None,
+        elapsed_s=1.0,
+        run_dir="runs/000",
+        values={"peak_lr": 1e-3},
+    )
+    history.add("ended", "000", state="stopped")
+    (trial,) = History(Location.of(tmp_path)).trials()
+    assert (trial.state, trial.objective, trial.curve) == ("stopped", 2.5, ((50, 2.5),))

@@ -1,0 +1,295 @@
+"""Domains draw what they say, and an expression is arithmetic and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.space import (
+    KINDS,
+    Choice,
+    Expression,
+    LogUniform,
+    RandInt,
+    Uniform,
+    expression_order,
+    leaf_value,
+    parse_domain,
+    with_expressions,
+)
+
+FRACTIONS = st.floats(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "value"),
+    [
+        ("peak_lr", "1e-3", 1e-3),
+        ("peak_lr", 1, 1.0),
+        ("eval_tokens", "10_485_760", 10_485_760),
+        ("num_layers", 4.0, 4),
+        ("compile", "true", True),
+        ("schedule", "wsd", "wsd"),
+        ("num_workers", "2", 2),
+        ("num_workers", "auto", "auto"),
+        ("hang_timeout_s", None, None),
+        ("hang_timeout_s", "1e2", 100.0),
+    ],
+)
+def test_a_value_becomes_what_its_leaf_has(name: str, raw: Any, value: Any) -> None:
+    assert leaf_value(name, raw) == value
+    assert type(leaf_value(name, raw)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("peak_lr", "abc", ["peak_lr='abc'", "valid number", "Learning rate after warm-up"]),
+        ("peak_lr", -1, ["peak_lr=-1", "greater than 0"]),
+        ("peak_lr", ".inf", ["peak_lr='.inf'"]),
+        ("peak_lr", float("nan"), ["peak_lr=nan", "finite"]),
+        ("peak_lr", [1e-3], ["peak_lr=[0.001]"]),
+        ("num_layers", 1.5, ["num_layers=1.5", "integer"]),
+        ("schedule", {"eval": "1"}, ["schedule={'eval': '1'}"]),
+        ("peek_lr", 1e-3, ["unknown", "peek_lr", "did you mean peak_lr?"]),
+    ],
+)
+def test_a_value_that_its_leaf_cannot_have_is_one_line(
+    name: str, raw: Any, words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        leaf_value(name, raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "argument"),
+    [
+        ("peak_lr", {"grid": ["1e-3", "3e-3"]}, (1e-3, 3e-3)),
+        ("beta2", {"choice": [0.9, "95e-2"]}, (0.9, 0.95)),
+        ("schedule", {"choice": ["cosine", "wsd"]}, ("cosine", "wsd")),
+        ("hang_timeout_s", {"choice": [None, 5]}, (None, 5.0)),
+        ("dropout", {"uniform": [0, "1e-1"]}, (0.0, 0.1)),
+        ("peak_lr", {"loguniform": ["1e-4", "1e-2"]}, (1e-4, 1e-2)),
+        ("num_layers", {"randint": ["2", 4.0]}, (2, 4)),
+        ("min_lr", {"expression": "peak_lr / 10"}, "peak_lr / 10"),
+    ],
+)
+def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: Any) -> None:
+    domain = parse_domain(name, raw)
+    assert domain.kind == next(iter(raw))
+    assert type(domain) is KINDS[domain.kind]
+    assert domain.model_dump() == {domain.kind: argument}
+    assert parse_domain(name, domain.model_dump(mode="json")) == domain
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("peek_lr", {"grid": [1]}, ["unknown", "did you mean peak_lr?"]),
+        ("peak_lr", 1e-3, ["peak_lr=0.001", "no domain", "loguniform"]),
+        ("peak_lr", [1e-3, 1e-2], ["no domain"]),
+        ("peak_lr", None, ["no domain"]),
+        ("peak_lr", {}, ["no domain"]),
+        ("peak_lr", {"grid": [1e-3], "choice": [1e-3]}, ["no domain"]),
+        ("peak_lr", {"eval": "1 + 1"}, ["unknown domain eval of peak_lr", "expression"]),
+        ("peak_lr", {"logunifrom": [1, 2]}, ["did you mean loguniform?"]),
+        ("peak_lr", {1: 2}, ["unknown domain 1"]),
+        ("peak_lr", {"grid": []}, ["grid of peak_lr has no values"]),
+        ("peak_lr", {"grid": 1e-3}, ["grid of peak_lr has no values", "write a list"]),
+        ("peak_lr", {"grid": "1e-3"}, ["has no values"]),
+        ("peak_lr", {"grid": [1e-3, "1e-3"]}, ["peak_lr has a value twice", "0.001, 0.001"]),
+        ("peak_lr", {"choice": [1e-3, "x"]}, ["peak_lr='x'"]),
+        ("peak_lr", {"grid": [{"eval": "1"}]}, ["peak_lr={'eval': '1'}"]),
+        ("peak_lr", {"loguniform": [1e-2, 1e-4]}, ["[0.01, 0.0001]", "low below high"]),
+        ("peak_lr", {"uniform": [1e-2]}, ["[low, high]"]),
+        ("peak_lr", {"uniform": [1e-3, 1e-2, 1e-1]}, ["[low, high]"]),
+        ("dropout", {"loguniform": [0, 0.1]}, ["starts at 0", "above 0"]),
+        ("dropout", {"uniform": [0, 1]}, ["dropout=1", "less than 1"]),
+        ("num_layers", {"uniform": [2, 4]}, ["needs real numbers", "use randint, choice or grid"]),
+        ("peak_lr", {"randint": [1, 2]}, ["needs whole numbers", "use uniform or loguniform, "]),
+        ("schedule", {"uniform": ["cosine", "wsd"]}, ["needs real numbers", "use choice or grid"]),
+        ("compile", {"randint": [False, True]}, ["compile does not have", "use choice or grid"]),
+        ("schedule", {"expression": "peak_lr"}, ["schedule is no number", "use grid or choice"]),
+        ("compile", {"expression": "1"}, ["compile is no number"]),
+        ("min_lr", {"expression": "peek_lr / 10"}, ["uses peek_lr", "did you mean peak_lr?"]),
+        ("min_lr", {"expression": "min / 10"}, ["uses min", "no configuration key"]),
+        ("min_lr", {"expression": None}, ["None", "is not an expression"]),
+    ],
+)
+def test_a_domain_that_is_not_one_is_one_line(
+    name: str, raw: Any, words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        parse_domain(name, raw)
+
+
+@given(low=st.floats(1e-9, 1e6), ratio=st.floats(1.001, 1e6), fraction=FRACTIONS)
+def test_a_range_has_its_ends_and_nothing_beyond(low: float, ratio: float, fraction: float) -> None:
+    high = low * ratio
+    for domain in (Uniform(uniform=(low, high)), LogUniform(loguniform=(low, high))):
+        assert low <= domain.at(fraction) <= high
+        assert domain.at(0.0) == low
+        assert domain.at(1.0) == pytest.approx(high)
+
+
+@given(low=st.integers(-50, 50), size=st.integers(2, 20), fraction=FRACTIONS)
+def test_whole_numbers_and_choices_are_equally_likely(low: int, size: int, fraction: float) -> None:
+    whole = RandInt(randint=(low, low + size - 1))
+    choice = Choice(choice=tuple(range(low, low + size)))
+    middles = [(i + 0.5) / size for i in range(size)]
+    for domain in (whole, choice):
+        assert [domain.at(middle) for middle in middles] == list(range(low, low + size))
+        assert domain.at(fraction) in range(low, low + size)
+        assert domain.at(1.0) == low + size - 1
+
+
+def test_the_logarithm_of_loguniform_is_uniform() -> None:
+    domain = LogUniform(loguniform=(1e-4, 1e-2))
+    assert domain.at(0.5) == pytest.approx(1e-3)
+    assert domain.at(0.25) == pytest.approx(10**-3.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("peak_lr / 10", 3e-4),
+        ("0.1 * peak_lr + 1", 1.0003),
+        ("max_steps // 7 % 4", 2.0),
+        ("-max_steps + 1", -99.0),
+        ("2 ** 10", 1024.0),
+        ("budget_tokens ** 0.5", 32_000.0),
+        ("sqrt(budget_tokens)", 32_000.0),
+        ("min(max_steps, 20, 30)", 20.0),
+        ("max(max_steps / 3, 1e-3)", 100 / 3),
+        ("round(max_steps / 3)", 33.0),
+        ("log(max_steps)", math.log(100)),
+        ("log(8, 2)", 3.0),
+        (" 5 ", 5.0),
+    ],
+)
+def test_an_expression_is_arithmetic(text: str, value: float) -> None:
+    values = {"peak_lr": 3e-3, "max_steps": 100, "budget_tokens": 1_024_000_000}
+    assert Expression(expression=text).value(values) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "peak_lr /", "a = 1", "1; 2", "1\n2", "import os", "x := 1", "\0", "(" * 300),
+        *("peak_lr.real", "(1).__class__", "().__class__.__bases__", "min.__self__"),
+        *("__import__('os')", "eval('1')", "open('x')", "print(1)", "int(1)", "rand()", "str(1)"),
+        *("(lambda: 1)()", "[x for x in (1, 2)]", "[1][0]", "(1, 2)", "{}", "f'{1}'", "'a'"),
+        *("b'a'", "'a' * 9", "True", "None", "...", "1j", "max(1, 2, key=abs)", "max(*x)"),
+        *("1 if 1 else 2", "1 < 2", "1 and 2", "not 1", "~1", "1 << 9", "1 ^ 2", "await x"),
+        *("max(1)(2)", "(min)(1, 2) @ 3", "peak_lr[0]"),
+    ],
+)
+def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(
+    text: str, raises_line
+) -> None:
+    with raises_line(ConfigError, "is not an expression", "+ - * /", "sqrt"):
+        parse_domain("min_lr", {"expression": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / (max_steps - 100)", ["at max_steps=100", "division by zero"]),
+        ("9 ** 9 ** 9 ** 9", ["no value"]),
+        ("(max_steps * 10000) ** (max_steps * 10000)", ["no value"]),
+        ("round(4e6) ** round(4e6)", ["no value"]),
+        ("1e308 * 10", ["1e+308 * 10 is not a finite number"]),
+        ("(-8) ** 0.5", ["(-8) ** 0.5 is not a finite number"]),
+        ("sqrt(-1)", ["no value"]),
+        ("log(0)", ["no value"]),
+        ("min(1)", ["no value"]),
+        ("round(1, 2)", ["no value"]),
+        ("max_steps + min", ["no value"]),
+        ("-" * 500 + "1", ["no value"]),
+        ("9" * 400, ["no value"]),
+        ("schedule + 1", ["uses schedule='cosine'", "not a number"]),
+        ("compile + 1", ["uses compile=True", "not a number"]),
+    ],
+)
+def test_an_expression_without_a_value_is_one_line(
+    text: str, words: list[str], raises_line
+) -> None:
+    values = {"max_steps": 100, "schedule": "cosine", "compile": True, "min": 1e400}
+    with raises_line(ConfigError, repr(text), *words):
+        Expression(expression=text).value(values)
+
+
+NUMBERS = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)
+TERMS = st.recursive(
+    st.just("peak_lr") | NUMBERS.map(str),
+    lambda terms: (
+        st.tuples(terms, st.sampled_from(["+", "-", "*", "/", "//", "%", "**"]), terms).map(
+            lambda t: f"({t[0]} {t[1]} {t[2]})"
+        )
+        | st.tuples(st.sampled_from(["sqrt", "log", "round", "-"]), terms).map(
+            lambda t: f"{t[0]}({t[1]})"
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(TERMS)
+def test_an_expression_has_a_finite_value_or_is_refused(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert math.isfinite(Expression(expression=text).value({"peak_lr": 1e-3}))
+
+
+def test_names_are_what_an_expression_needs() -> None:
+    assert Expression(expression="max(peak_lr, min_lr) * max_steps").names == {
+        *("peak_lr", "min_lr", "max_steps")
+    }
+
+
+def test_expressions_are_worked_out_behind_those_they_use() -> None:
+    texts = {
+        "warmup_steps": "max_steps * dropout",
+        "min_lr": "peak_lr / 10",
+        "dropout": "min_lr * 50",
+    }
+    space = {name: parse_domain(name, {"expression": text}) for name, text in texts.items()}
+    order = expression_order(space)
+    assert order.index("min_lr") < order.index("dropout") < order.index("warmup_steps")
+    values = with_expressions(space, {"peak_lr": 0.1, "max_steps": 126, "seed": 1})
+    assert values["min_lr"] == pytest.approx(0.01)
+    assert values["dropout"] == pytest.approx(0.5)
+    assert values["warmup_steps"] == 63
+    assert values["seed"] == 1
+
+
+def test_a_whole_number_is_rounded() -> None:
+    space = {"warmup_steps": Expression(expression="max_steps / 3")}
+    value = with_expressions(space, {"max_steps": 200})["warmup_steps"]
+    assert value == 67
+    assert type(value) is int
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ({"min_lr": "min_lr / 2"}, ["min_lr -> min_lr"]),
+        ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["circle", "min_lr", "peak_lr"]),
+    ],
+)
+def test_a_circle_of_expressions_is_one_line(
+    texts: dict[str, str], words: list[str], raises_line
+) -> None:
+    space = {name: Expression(expression=text) for name, text in texts.items()}
+    with raises_line(ConfigError, *words):
+        expression_order(space)
+
+
+def test_a_value_that_its_leaf_cannot_have_is_refused_when_it_is_worked_out(raises_line) -> None:
+    with raises_line(ConfigError, "peak_lr=-0.9", "greater than 0"):
+        with_expressions({"peak_lr": Expression(expression="dropout - 1")}, {"dropout": 0.1})

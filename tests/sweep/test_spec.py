@@ -1,0 +1,361 @@
+"""A sweep file: what it may say, and one line for each thing that it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raytrain_gpt.config import LEAVES, Config
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.rules import MUTABLE
+from raytrain_gpt.sweep.spec import (
+    DECIDED,
+    SWEEP_FLAGS,
+    Asha,
+    Base,
+    NoScheduler,
+    Pbt,
+    Sweep,
+    load_sweep,
+)
+
+FILE: dict[str, Any] = {
+    "base": {"preset": "quickstart"},
+    "space": {"peak_lr": {"grid": [1e-3, 3e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
+    "budget_tokens": 40_960,
+    "report_every_tokens": 4096,
+}
+DRAWN = {"peak_lr": {"loguniform": [1e-3, 1e-2]}}
+ASHA = {"kind": "asha", "grace_tokens": 4096}
+PBT = {"kind": "pbt", "perturb_every_tokens": 8192, "mutate": ["peak_lr"]}
+
+Load = Callable[..., Sweep]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Load a small sweep file with some of its keys changed; None leaves a key out."""
+
+    def load_changed(flags: dict[str, Any] | None = None, **changes: Any) -> Sweep:
+        tree = {k: v for k, v in {**FILE, **changes}.items() if v is not None}
+        path = tmp_path / "small.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False), "utf-8")
+        return load_sweep(path, flags or {})
+
+    return load_changed
+
+
+def test_fields_and_leaves_have_names_of_their_own() -> None:
+    assert not set(Sweep.model_fields) & set(LEAVES)
+    assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
+    assert {*DECIDED, *MUTABLE} <= set(LEAVES)
+
+
+@pytest.mark.parametrize("part", [Sweep, Base, Asha, Pbt])
+def test_every_field_says_why_it_exists(part: type[Sweep]) -> None:
+    fields = part.model_fields
+    assert all(field.description for name, field in fields.items() if name != "kind")
+
+
+def test_what_a_file_leaves_out_has_a_default(load: Load) -> None:
+    sweep = load()
+    assert sweep.sweep_name == "small"
+    assert (sweep.objective, sweep.searcher, sweep.sweep_seed) == ("val/loss", "random", 0)
+    assert (sweep.num_trials, sweep.max_concurrent_trials) == (None, None)
+    assert sweep.scheduler == NoScheduler()
+    assert sweep.searched == ["peak_lr"]
+
+
+def test_a_part_with_nothing_below_it_counts_as_left_out(tmp_path: Path) -> None:
+    text = yaml.safe_dump(FILE, sort_keys=False) + "overrides:\nscheduler:\nnum_trials:\n"
+    (tmp_path / "small.yaml").write_text(text, "utf-8")
+    assert load_sweep(tmp_path / "small.yaml", {}).overrides == {}
+
+
+def test_values_are_as_their_leaves_have_them(load: Load) -> None:
+    sweep = load(
+        overrides={"weight_decay": "1e-2", "seed": "7"}, space={"peak_lr": {"grid": ["1e-3"]}}
+    )
+    assert sweep.overrides == {"weight_decay": 0.01, "seed": 7}
+    assert sweep.space["peak_lr"].model_dump() == {"grid": (1e-3,)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheduler": ASHA, "overrides": {"mlflow_uri": "x", "compile": False}},
+        {"scheduler": PBT, "space": DRAWN, "num_trials": 4},
+        {"searcher": "optuna", "space": DRAWN, "num_trials": 4, "sweep_seed": 3},
+    ],
+)
+def test_a_sweep_comes_back_from_its_own_yaml(load: Load, changes: dict[str, Any]) -> None:
+    sweep = load(**changes)
+    assert load(**sweep.model_dump(mode="json")) == sweep
+
+
+def test_a_configuration_file_is_looked_for_beside_the_sweep_file(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base.yaml").write_text(Config().updated({"num_layers": 3}).to_yaml(), "utf-8")
+    monkeypatch.chdir("/")
+    assert load(base={"config": "base.yaml"}).base.load().model.num_layers == 3
+    assert load(base={"config": str(tmp_path / "base.yaml")}).base.load().model.num_layers == 3
+
+
+def test_flags_win_over_the_file(load: Load) -> None:
+    sweep = load(
+        {"num_trials": "6", "sweep_name": "other", "seed": "5", "mlflow_uri": "null"},
+        space=DRAWN,
+        num_trials=4,
+        overrides={"seed": 1, "weight_decay": 0.0},
+    )
+    assert (sweep.num_trials, sweep.sweep_name) == (6, "other")
+    assert sweep.overrides == {"seed": 5, "weight_decay": 0.0, "mlflow_uri": None}
+    assert load({"max_concurrent_trials": "null"}, max_concurrent_trials=3) == load()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_trails": "3"}, ["num_trails", "command line", "did you mean num_trials?"]),
+        ({"grace_tokens": "3"}, ["grace_tokens", "command line"]),
+        ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
+        ({"weight_decay": "much"}, ["weight_decay='much'", "valid number"]),
+        ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
+        ({"max_steps": "9"}, ["max_steps is decided by the sweep; set budget_tokens"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    load: Load, flags: dict[str, str], words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        load(flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"budget": 1}, ["unknown key budget in", "small.yaml", "did you mean budget_tokens?"]),
+        (
+            {"budget_token": 1, "budget_tokens": None},
+            ["unknown key budget_token", "did you mean budget_tokens?"],
+        ),
+        ({"peak_lr": 1}, ["unknown key peak_lr", "below overrides or space"]),
+        ({"budget_tokens": None}, ["small.yaml has no budget_tokens", "not stopped"]),
+        ({"base": None}, ["has no base"]),
+        ({"base": {}}, ["either preset or config"]),
+        ({"base": {"preset": "quickstart", "config": "a.yaml"}}, ["either preset or config"]),
+        ({"base": {"presett": "quickstart"}}, ["unknown key presett", "did you mean preset?"]),
+        ({"base": "quickstart"}, ["base='quickstart'"]),
+        ({"budget_tokens": 0}, ["budget_tokens=0", "greater than or equal to 1"]),
+        ({"budget_tokens": 1.5}, ["budget_tokens=1.5", "integer"]),
+        ({"budget_tokens": "much"}, ["budget_tokens='much'", "integer"]),
+        ({"report_every_tokens": 81_920}, ["report_every_tokens=81920", "budget_tokens=40960"]),
+        ({"objective": "val/los"}, ["objective='val/los'", "'val/loss'"]),
+        ({"sweep_name": "../up"}, ["sweep_name='../up'"]),
+        ({"sweep_seed": -1}, ["sweep_seed=-1"]),
+        ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
+        ({"max_concurrent_trials": 0}, ["max_concurrent_trials=0"]),
+        ({"overrides": ["peak_lr"]}, ["overrides are leaf: value", "peak_lr"]),
+        ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
+        ({"overrides": {1: 1}}, ["unknown configuration key 1"]),
+        ({"overrides": {"num_layers": "abc"}}, ["num_layers='abc'", "integer"]),
+        ({"overrides": {"model": {"num_layers": 1}}}, ["unknown configuration key model"]),
+        ({"overrides": {"peak_lr": 1e-3}}, ["peak_lr", "overrides (0.001)", "leave out one"]),
+        ({"space": None}, ["nothing is searched"]),
+        ({"space": {}}, ["nothing is searched"]),
+        ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["nothing is searched"]),
+        ({"space": "peak_lr"}, ["space is leaf: domain"]),
+        ({"space": {"model": {"num_layers": {"grid": [1]}}}}, ["unknown", "key model"]),
+        ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
+        ({"space": {"peak_lr": {"eval": "1"}}}, ["unknown domain eval of peak_lr"]),
+        (
+            {"space": {"global_batch_tokens": {"randint": [2048, 4096]}}, "num_trials": 2},
+            ["global_batch_tokens has the domain randint", "use grid or choice"],
+        ),
+        (
+            {"space": {**DRAWN, "seq_len": {"expression": "64"}}, "num_trials": 2},
+            ["seq_len has the domain expression", "use grid or choice"],
+        ),
+        (
+            {"space": {"peak_lr": {"expression": "min_lr"}, "min_lr": {"expression": "peak_lr"}}},
+            ["nothing is searched"],
+        ),
+        (
+            {
+                "space": {
+                    "dropout": {"grid": [0, 0.1]},
+                    "peak_lr": {"expression": "min_lr"},
+                    "min_lr": {"expression": "peak_lr"},
+                }
+            },
+            ["in a circle"],
+        ),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    load: Load, changes: dict[str, Any], words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        load(**changes)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("place", ["overrides", "space"])
+def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
+    value = LEAVES[name][1].default
+    entry = {name: value if place == "overrides" else {"grid": [value]}}
+    with raises_line(ConfigError, f"{name} is decided by the sweep; {DECIDED[name]}"):
+        load(**{place: {**FILE.get(place, {}), **entry}})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_workers", [1, 2]),
+        ("cpus_per_worker", [1, 2]),
+        ("gpus_per_worker", [0.5, 1.0]),
+        ("use_gpu", [True, False]),
+        ("storage_path", ["a", "b"]),
+        ("experiment", ["a", "b"]),
+        ("eval_tokens", [100, 200]),
+    ],
+)
+def test_resources_places_and_the_measure_are_the_same_in_all_trials(
+    load: Load, name: str, values: list[Any], raises_line
+) -> None:
+    with raises_line(ConfigError, f"{name} is the same in all trials; set it in overrides"):
+        load(space={name: {"grid": values}})
+    assert load(overrides={name: values[0]}).overrides == {name: values[0]}
+
+
+GRID = {"peak_lr": {"grid": [1e-3, 2e-3, 3e-3]}}
+BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
+
+
+@pytest.mark.parametrize(
+    ("space", "num_trials", "searcher"),
+    [
+        *((GRID, None, "random"), (GRID, 3, "random"), (BOTH, 3, "random"), (BOTH, 9, "random")),
+        *((DRAWN, 1, "random"), (DRAWN, 7, "random"), (DRAWN, 5, "optuna")),
+    ],
+)
+def test_numbers_of_trials_that_fit_the_space(
+    load: Load, space: Any, num_trials: int | None, searcher: str
+) -> None:
+    assert load(space=space, num_trials=num_trials, searcher=searcher).num_trials == num_trials
+
+
+@pytest.mark.parametrize(
+    ("space", "num_trials", "searcher", "words"),
+    [
+        (GRID, 6, "random", ["num_trials=6", "3 points", "leave num_trials out"]),
+        (GRID, 2, "random", ["num_trials=2", "3 points"]),
+        (BOTH, None, "random", ["set num_trials", "weight_decay"]),
+        (BOTH, 10, "random", ["num_trials=10", "3 points", "nearest: 9, 12"]),
+        (BOTH, 2, "random", ["num_trials=2", "nearest: 3"]),
+        (DRAWN, None, "random", ["set num_trials", "peak_lr"]),
+        (DRAWN, None, "optuna", ["set num_trials"]),
+        (BOTH, 3, "optuna", ["optuna knows no grid (peak_lr); use choice"]),
+    ],
+)
+def test_numbers_of_trials_that_do_not_fit_the_space(
+    load: Load, space: Any, num_trials: int | None, searcher: str, words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        load(space=space, num_trials=num_trials, searcher=searcher)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        ({"kind": "asah"}, ["scheduler={'kind': 'asah'}", "'asha'"]),
+        ({}, ["scheduler={}", "kind"]),
+        ("asha", ["scheduler='asha'"]),
+        ({"kind": "none", "grace_tokens": 1}, ["unknown key grace_tokens"]),
+        ({"kind": "asha"}, ["no grace_tokens", "first rung"]),
+        ({**ASHA, "grace_token": 1}, ["unknown key grace_token", "did you mean grace_tokens?"]),
+        ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
+        ({**ASHA, "grace_tokens": 1000}, ["grace_tokens=1000", "nearest: 4096"]),
+        ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
+        ({**ASHA, "reduction_factor": 1}, ["reduction_factor=1", "One of so many"]),
+        ({**ASHA, "reduction_factor": 2.5}, ["reduction_factor=2.5", "integer"]),
+        ({**PBT, "perturb_every_tokens": 6000}, ["perturb_every_tokens=6000", "4096, 8192"]),
+        ({**PBT, "perturb_every_tokens": 81_920}, ["perturb_every_tokens=81920", "below"]),
+        ({**PBT, "quantile_fraction": 0.6}, ["quantile_fraction=0.6", "0.5"]),
+        ({**PBT, "resample_probability": 2}, ["resample_probability=2"]),
+        ({**PBT, "mutate": []}, ["mutate=[]"]),
+        ({**PBT, "mutate": ["weight_decay"]}, ["mutate names weight_decay", "in the space"]),
+        ({**PBT, "mutate": ["peek_lr"]}, ["peek_lr cannot change", "peak_lr"]),
+        ({**PBT, "mutate": ["warmup_steps"]}, ["warmup_steps cannot change", "mutate only"]),
+        ({**PBT, "mutate": ["global_batch_tokens"]}, ["global_batch_tokens cannot change"]),
+        ({**PBT, "mutate": ["num_layers"]}, ["num_layers cannot change"]),
+    ],
+)
+def test_a_scheduler_that_does_not_fit_is_one_line(
+    load: Load, scheduler: Any, words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        load(space=DRAWN, num_trials=4, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_trials": 1}, ["num_trials to 2 or more"]),
+        ({"searcher": "optuna"}, ["set searcher to random"]),
+        ({"space": GRID, "num_trials": 3}, ["mutate names peak_lr", "choice, uniform"]),
+        (
+            {"space": {**DRAWN, "warmup_steps": {"expression": "peak_lr * 1000"}}},
+            ["warmup_steps follows from peak_lr", "tie it to something else"],
+        ),
+        (
+            {
+                "space": {
+                    **DRAWN,
+                    "warmup_steps": {"expression": "dropout * 10"},
+                    "dropout": {"expression": "peak_lr"},
+                }
+            },
+            ["warmup_steps follows from dropout"],
+        ),
+    ],
+)
+def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
+    load: Load, changes: dict[str, Any], words: list[str], raises_line
+) -> None:
+    changes = {"space": DRAWN, "num_trials": 4, **changes}
+    with raises_line(ConfigError, *words):
+        load(scheduler=PBT, **changes)
+    tied = {**DRAWN, "min_lr": FILE["space"]["min_lr"]}
+    assert load(scheduler=PBT, space=tied, num_trials=4).searched == ["peak_lr"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["has no keys", "budget_tokens"]),
+        ("- a", ["has no keys"]),
+        ("1: 2", ["has no base"]),
+        (f"{yaml.safe_dump(FILE)}\n1: 2", ["a key=1", "should be strings"]),
+        ("a: [", ["is not YAML"]),
+        ("a: !!python/object/apply:os.getcwd []", ["is not YAML", "python/object"]),
+    ],
+)
+def test_what_is_no_sweep_file_is_one_line(
+    tmp_path: Path, text: str, words: list[str], raises_line
+) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, "utf-8")
+    with raises_line(ConfigError, *words):
+        load_sweep(path, {})
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, raises_line) -> None:
+    with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
+        load_sweep(tmp_path / "no.yaml", {})

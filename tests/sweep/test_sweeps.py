@@ -1,0 +1,306 @@
+"""Whole sweeps on a real cluster: what is stopped, what fails, what is killed, what is found."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from raytrain_gpt.config import load_config_file
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.run_files import Row, read_rows
+from raytrain_gpt.runtime.worker import WorkerSpec, train_worker
+from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.launch import run_sweep
+from raytrain_gpt.sweep.plan import planned_trials
+from raytrain_gpt.sweep.spec import Sweep
+from tests.faults.gates import wait_until
+from tests.runtime.conftest import command, environment
+
+from .conftest import BATCH_TOKENS, WriteSweep
+
+pytestmark = [pytest.mark.ray, pytest.mark.sweeps, pytest.mark.usefixtures("cluster")]
+
+MakeSweep = Callable[..., Sweep]
+BROKEN_LR, GOOD_LR, IDLE_LR = 3e-3, 2e-3, 1e-12
+
+
+def breaks_at_one_rate(spec: WorkerSpec) -> None:
+    """What the workers of a sweep run when one of its trials is to fail."""
+    if spec.config.optim.peak_lr == BROKEN_LR:
+        raise RuntimeError("this rate is not for training")
+    train_worker(spec)
+
+
+def steps_of(run_dir: str) -> list[int]:
+    """Steps that a run's metrics have."""
+    return [row["step"] for row in read_rows(Path(run_dir)) if "train/loss" in row]
+
+
+def running(run_dir: str) -> tuple[float, float]:
+    """When a run's first attempt began, and when its last one ended."""
+    events: list[Row] = [row for row in read_rows(Path(run_dir)) if "event" in row]
+    times = [row["time"] for row in events]
+    return min(times), max(times)
+
+
+def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
+    make_sweep: MakeSweep, tmp_path: Path, run_cli: Callable[..., Any]
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    sweep = make_sweep(
+        "halving",
+        {
+            "peak_lr": {"grid": [GOOD_LR, BROKEN_LR, 1e-5, 3e-5]},
+            "min_lr": {"expression": "peak_lr / 10"},
+        },
+        steps=40,
+        report=10,
+        scheduler={"kind": "asha", "grace_tokens": 10 * BATCH_TOKENS, "reduction_factor": 2},
+        max_concurrent_trials=1,  # of two at once the worse one may come first, and is not stopped
+        overrides={"mlflow_uri": uri, "schedule": "constant"},
+    )
+    lines: list[str] = []
+    summary = run_sweep(sweep, goes_on=False, log=lines.append, train_loop=breaks_at_one_rate)
+
+    good, broken, *others = summary.trials
+    assert [t.state for t in summary.trials] == ["finished", "failed", "stopped", "stopped"]
+    assert broken.error is not None
+    assert "this rate is not for training" in broken.error
+    assert summary.best == good
+    assert good.values == {"peak_lr": GOOD_LR, "min_lr": GOOD_LR / 10}
+    assert [tokens for tokens, _ in good.curve] == [n * 10 * BATCH_TOKENS for n in (1, 2, 3, 4)]
+    # A stopped trial has trained exactly what it was compared by, and can be gone on with.
+    for trial in others:
+        assert steps_of(trial.run_dir) == list(range(1, trial.tokens_seen // BATCH_TOKENS + 1))
+        newest = Catalogue(Location.of(trial.run_dir)).complete()[-1]
+        newest.verify()
+        assert newest.state.tokens_seen == trial.tokens_seen
+
+    directory = summary.directory.path
+    with (directory / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["trial"], r["state"]) for r in rows[:1]] == [("000", "finished")]
+    assert {r["trial"] for r in rows} == {t.name for t in summary.trials}
+    best = load_config_file(directory / "best.yaml")
+    assert (best.optim.peak_lr, best.run.run_name) == (GOOD_LR, "halving-best")
+    assert best.run.storage_path == str(tmp_path / "runs")
+    code, out, _ = run_cli("train", "--config", directory / "best.yaml", "--dry_run")
+    assert (code, "peak_lr: 0.002" in out) == (0, True)
+    pictures = {"loss_by_lr.png", "curves.png"}
+    assert pictures <= {path.name for path in directory.glob("*.png")}
+    assert any("running" in line for line in lines)
+    assert any(line.startswith("rank") for line in lines[-1].splitlines())
+
+    client = MlflowClient(uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'raytrain-gpt'")
+    runs = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
+    parent = runs.pop("halving")
+    assert {name: run.info.status for name, run in runs.items()} == {
+        "000": "FINISHED",
+        "001": "FAILED",
+        "002": "KILLED",
+        "003": "KILLED",
+    }
+    assert {r.data.tags["mlflow.parentRunId"] for r in runs.values()} == {parent.info.run_id}
+    artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert pictures | {"results.csv", "best.yaml"} <= artifacts
+
+
+def test_two_trials_run_at_once_and_queue_where_one_fits(
+    make_sweep: MakeSweep, tmp_path: Path
+) -> None:
+    def intervals(name: str, **overrides: int) -> tuple[list[tuple[float, float]], str]:
+        lines: list[str] = []
+        space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
+        sweep = make_sweep(name, space, steps=10, report=5, overrides=overrides)
+        summary = run_sweep(sweep, goes_on=False, log=lines.append)
+        assert [t.state for t in summary.trials] == ["finished", "finished"]
+        return sorted(running(t.run_dir) for t in summary.trials), lines[0]
+
+    # Of the cluster's 6 CPUs a trial of 1 + 1 leaves room for another, one of 4 + 1 does not.
+    (_, first_end), (second_begin, _) = (both := intervals("both"))[0]
+    assert "2 at once" in both[1]
+    assert second_begin < first_end
+    (_, first_end), (second_begin, _) = (one := intervals("one", cpus_per_worker=4))[0]
+    assert "1 at once" in one[1]
+    assert first_end <= second_begin
+
+
+@pytest.mark.timeout(900)  # four commands, six trials one after the other
+def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
+    write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: Callable[..., Any]
+) -> None:
+    """One trial at a time, so that the order of reports, which halving depends on, is the same."""
+    file = write_sweep(
+        "killed",
+        {
+            "peak_lr": {"grid": [2e-3, 1e-5, 3e-3]},
+            "min_lr": {"expression": "peak_lr / 10"},
+        },
+        steps=20,
+        report=5,
+        scheduler={"kind": "asha", "grace_tokens": 5 * BATCH_TOKENS, "reduction_factor": 2},
+        max_concurrent_trials=1,
+    )
+
+    def start(*flags: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command("tune", str(file), *flags),
+            env=environment(cluster),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def results(name: str) -> list[tuple[Any, ...]]:
+        trials = History(Location.of(tmp_path / "runs" / name)).trials()
+        return [(t.name, t.state, t.values, t.curve) for t in trials]
+
+    def ended(number: int) -> Callable[[], bool]:
+        def condition() -> bool:
+            assert process.poll() is None, process.communicate()
+            events = History(Location.of(tmp_path / "runs" / "killed")).events
+            return sum(event["event"] == "ended" for event in events) == number
+
+        return condition
+
+    process = start("--sweep_name", "whole")
+    assert process.wait(200) == 0, process.communicate()
+
+    process = start()
+    wait_until(ended(1), "the end of a trial")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "interrupted, all trials saved" in output
+    process = start("--resume")
+    wait_until(ended(2), "the end of two trials")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    process = start("--resume")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert results("killed") == results("whole")
+    assert {state for _, state, *_ in results("whole")} == {"finished", "stopped"}
+
+    before = (tmp_path / "runs" / "killed" / "results.csv").read_text()
+    code, output, _ = run_cli("tune", file, "--resume")
+    assert code == 0
+    assert "has ended before" in output
+    assert (tmp_path / "runs" / "killed" / "results.csv").read_text() == before
+
+
+def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(
+    make_sweep: MakeSweep,
+) -> None:
+    """The rates next to the good one are so small that nothing is learnt with them."""
+
+    def planned(seed: int) -> Sweep:
+        return make_sweep(
+            "population",
+            {
+                "peak_lr": {"choice": [IDLE_LR, GOOD_LR, 2 * IDLE_LR]},
+                "min_lr": {"expression": "peak_lr / 10"},
+            },
+            steps=20,
+            report=10,
+            num_trials=2,
+            sweep_seed=seed,
+            scheduler={
+                "kind": "pbt",
+                "perturb_every_tokens": 10 * BATCH_TOKENS,
+                "mutate": ["peak_lr"],
+                "quantile_fraction": 0.5,
+                "resample_probability": 0.0,
+            },
+            overrides={"schedule": "constant"},
+        )
+
+    wanted = [{"peak_lr": GOOD_LR}, {"peak_lr": IDLE_LR}]
+    seed = next(s for s in range(1000) if planned_trials(planned(s)) == wanted)
+    summary = run_sweep(planned(seed), goes_on=False, log=print)
+
+    good, copied = summary.trials
+    assert good.values["peak_lr"] == GOOD_LR
+    assert good.run_dir.endswith("/trials/000")
+    rate = copied.values["peak_lr"]
+    assert rate in (IDLE_LR, 2 * IDLE_LR)
+    assert "/trials/001-from-000-00000010-" in copied.run_dir
+    rows = [row for row in read_rows(Path(copied.run_dir)) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(11, 21))
+    assert {row["optim/lr"] for row in rows} == {rate}
+    # It started from the loss that the good one had then, far from its own, and has kept it.
+    (_, at_copy), (_, good_end) = good.curve
+    (_, own), (_, end) = copied.curve
+    assert end == pytest.approx(at_copy, abs=1e-4)
+    assert good_end < at_copy < own - 0.1
+
+
+def test_optuna_chooses_rates_and_knows_them_when_it_goes_on(make_sweep: MakeSweep) -> None:
+    space = {"peak_lr": {"loguniform": [1e-4, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}}
+    sweep = make_sweep(
+        "chosen", space, steps=10, report=10, num_trials=3, searcher="optuna", sweep_seed=1
+    )
+    summary = run_sweep(sweep, goes_on=False, log=print)
+    rates = [trial.values["peak_lr"] for trial in summary.trials]
+    assert [trial.state for trial in summary.trials] == ["finished"] * 3
+    assert len({*rates}) == 3
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+
+    history = summary.directory / "sweep.jsonl"
+    kept = [event for event in History(summary.directory).events if event["trial"] != "002"]
+    unended = [e for e in kept if (e["trial"], e["event"]) != ("001", "ended")]
+    history.write_text("".join(json.dumps(event) + "\n" for event in unended))
+    again = run_sweep(sweep, goes_on=True, log=print)
+    assert [t.values["peak_lr"] for t in again.trials][:2] == rates[:2]
+    assert [t.objective for t in again.trials][:2] == [t.objective for t in summary.trials][:2]
+    assert again.trials[2].state == "finished"
+
+
+def test_what_cannot_run_is_said_before_the_first_trial(
+    make_sweep: MakeSweep, tmp_path: Path
+) -> None:
+    space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
+    sizes = {"steps": 10, "report": 5}
+    many = make_sweep("many", space, **sizes, overrides={"num_workers": 6})
+    with pytest.raises(ClusterError, match=r"do not fit the cluster"):
+        run_sweep(many, goes_on=False, log=print)
+    population = make_sweep(
+        "crowd",
+        {"peak_lr": {"uniform": [1e-3, 2e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
+        **sizes,
+        num_trials=4,
+        scheduler={
+            "kind": "pbt",
+            "perturb_every_tokens": 5 * BATCH_TOKENS,
+            "mutate": ["peak_lr"],
+        },
+    )
+    with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.*room for 3"):
+        run_sweep(population, goes_on=False, log=print)
+    indivisible = make_sweep(
+        "odd",
+        {**space, "global_batch_tokens": {"grid": [BATCH_TOKENS, BATCH_TOKENS // 6]}},
+        **sizes,
+        overrides={"num_workers": 3},
+    )
+    with pytest.raises(
+        ConfigError, match=r"global_batch_tokens=64 .* does not divide over 3 workers"
+    ):
+        run_sweep(indivisible, goes_on=False, log=print)
+    assert not list(tmp_path.glob("runs/*/trials"))
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="is a run already"):
+        run_sweep(make_sweep("taken", space, **sizes), goes_on=False, log=print)
