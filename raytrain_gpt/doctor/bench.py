@@ -22,8 +22,8 @@ from raytrain_gpt.core.loop import Autocast, settle_gradient_buckets, train_step
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.schedule import learning_rate
-from raytrain_gpt.doctor.check import Check, passed, size
-from raytrain_gpt.runtime.console import duration
+from raytrain_gpt.doctor.check import Check, passed
+from raytrain_gpt.runtime.console import duration, size
 from raytrain_gpt.runtime.feed import RankChunk, TrainFeed
 
 BENCH_S = 10.0

@@ -28,13 +28,6 @@ class Check:
         return f"{self.status} {self.name}: {' '.join(self.text.split())}"
 
 
-def size(num_bytes: float) -> str:
-    """`80.4 GB`, `104.9 MB`."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.1f} GB"
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
 def passed(name: str, seen: str) -> Check:
     """It is as it must be."""
     return Check(name, "PASS", seen)

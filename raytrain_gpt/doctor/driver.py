@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.doctor.check import Check, failed, passed, size, skipped
+from raytrain_gpt.doctor.check import Check, failed, passed, skipped
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.runtime import preflight
 from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.console import size
 from raytrain_gpt.runtime.failures import root_cause
 from raytrain_gpt.runtime.locations import location, run_location
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from raytrain_gpt.doctor.check import Check, failed, passed, size
+from raytrain_gpt.doctor.check import Check, failed, passed
 from raytrain_gpt.doctor.nodes import NodeFacts
+from raytrain_gpt.runtime.console import size
 from raytrain_gpt.runtime.preflight import RAY_FILES_BYTES
 
 MAX_CLOCK_SKEW_S = 1.0

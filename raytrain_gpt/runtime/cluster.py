@@ -42,6 +42,8 @@ _OWN_CLUSTER_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Sweeps have more processes than CPUs on purpose, of which Ray would warn on the console.
     "RAY_worker_maximum_startup_concurrency": "16",
+    # Else gloo listens where the machine's name leads to.
+    "GLOO_SOCKET_IFNAME": "lo",
     # One machine is not preempted node by node.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
@@ -143,6 +145,11 @@ def _join_given_cluster(quiet: dict[str, Any]) -> bool:
             knock(address)
         with _sigterm_is_ours():
             ray.init(address, **quiet)
+    except ray.exceptions.AuthenticationError:
+        raise ClusterError(
+            f"the Ray cluster at {address} takes no call without its token; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN or the file ~/.ray/auth_token to the cluster's"
+        ) from None
     except (OSError, ValueError):
         if not named:
             return False

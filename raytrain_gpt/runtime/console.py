@@ -26,6 +26,14 @@ def amount(value: float) -> str:
     return f"{value:g}"
 
 
+def size(num_bytes: float) -> str:
+    """`850.7 kB`, `1.5 GB`."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes:g} B"
+
+
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of a training step."""
     loss, norm, mfu = row["train/loss"], row["optim/grad_norm"], row["perf/mfu"]

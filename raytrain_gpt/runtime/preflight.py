@@ -18,7 +18,7 @@ from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, check
 from raytrain_gpt.data.storage import Location, is_url
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
-from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.runtime.console import size
 from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.locations import location
@@ -120,8 +120,8 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(
-            f"{run_dir} has {amount(free)}B free, {num} checkpoints of {amount(each)}B need "
-            f"{amount(needed)}B; make room, set storage_path, or lower keep_checkpoints"
+            f"{run_dir} has {size(free)} free, {num} checkpoints of {size(each)} need "
+            f"{size(needed)}; make room, set storage_path, or lower keep_checkpoints"
         )
 
 
@@ -164,7 +164,7 @@ def check_ray_disk(directory: Path, node: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < RAY_FILES_BYTES:
         raise ClusterError(
-            f"node {node} has {amount(free)}B free in {directory}, Ray needs {amount(RAY_FILES_BYTES)}B "
+            f"node {node} has {size(free)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} "
             "for its own files; make room there, or start Ray with another --temp-dir"
         )
 

@@ -16,7 +16,7 @@ from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
-from raytrain_gpt.runtime.console import amount, duration
+from raytrain_gpt.runtime.console import amount, duration, size
 from raytrain_gpt.runtime.goodput import goodput
 from raytrain_gpt.runtime.lease import LEASE_FILE, live_holder
 from raytrain_gpt.runtime.mirror import Mirror
@@ -47,7 +47,7 @@ def dataset(directory: Location, manifest: Manifest, say: Say) -> dict[str, Any]
     for name, facts in splits.items():
         say(
             f"  {name:5} {amount(facts['tokens'])} tokens in {facts['documents']} documents, "
-            f"{facts['shards']} shards of {amount(facts['file_bytes'])}B in all"
+            f"{facts['shards']} shards of {size(facts['file_bytes'])} in all"
         )
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]

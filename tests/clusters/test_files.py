@@ -1,0 +1,262 @@
+"""The cluster files: taken by Ray's own checks, with everything pinned and nothing open to the world."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parents[2]
+RAY_UP = ["cluster.yaml", "clusters/gcp.yaml", "clusters/on-premise.yaml"]
+KUBERNETES = ["raycluster", "rayjob", "base"]
+NODE_SCRIPTS = sorted((ROOT / "clusters" / "node").glob("*.sh"))
+PUBLIC = re.compile(r"0\.0\.0\.0|LoadBalancer|NodePort|::/0")
+
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "command": list,
+    "args": list,
+    "env": [{"name": str, "value": str}],
+    "resources": {"requests": dict, "limits": dict},
+    "volumeMounts": [{"name": str, "mountPath": str}],
+    "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": dict},
+}
+POD = {
+    "metadata": {"annotations": dict},
+    "spec": {
+        "terminationGracePeriodSeconds": int,
+        "automountServiceAccountToken": bool,
+        "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
+        "containers": [CONTAINER],
+        "volumes": [
+            {
+                "name": str,
+                "persistentVolumeClaim": {"claimName": str},
+                "emptyDir": {"medium": str, "sizeLimit": str},
+            }
+        ],
+    },
+}
+CLUSTER_SPEC = {
+    "rayVersion": str,
+    "authOptions": {"mode": str},
+    "enableInTreeAutoscaling": bool,
+    "autoscalerOptions": {"idleTimeoutSeconds": int},
+    "headGroupSpec": {
+        "serviceType": str,
+        "enableIngress": bool,
+        "rayStartParams": dict,
+        "template": POD,
+    },
+    "workerGroupSpecs": [
+        {
+            "groupName": str,
+            "replicas": int,
+            "minReplicas": int,
+            "maxReplicas": int,
+            "rayStartParams": dict,
+            "template": POD,
+        }
+    ],
+}
+JOB_SPEC = {
+    "entrypoint": str,
+    "shutdownAfterJobFinishes": bool,
+    "ttlSecondsAfterFinished": int,
+    "backoffLimit": int,
+    "rayClusterSpec": CLUSTER_SPEC,
+}
+"""Of the published ray.io/v1 types and of Kubernetes, the fields that the manifests use."""
+
+
+def text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+@pytest.fixture(params=RAY_UP)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Each cluster file, with Ray's defaults filled in."""
+    loaded = yaml.safe_load(text(request.param))
+    prepared: dict[str, Any] = prepare_config(copy.deepcopy(loaded))
+    assert set(loaded) <= set(prepared) | {"provider"}
+    return prepared
+
+
+def test_ray_takes_the_file(config: dict[str, Any]) -> None:
+    validate_config(config)
+
+
+def test_ray_refuses_a_misspelt_field() -> None:
+    """The check before checks something."""
+    config = prepare_config(yaml.safe_load(text("cluster.yaml")))
+    with pytest.raises(Exception, match="worker_start_commands"):
+        validate_config({**config, "worker_start_commands": []})
+
+
+def test_both_start_commands_want_the_token_and_the_dashboard_stays_local(
+    config: dict[str, Any],
+) -> None:
+    head = config["head_start_ray_commands"][-1]
+    worker = config["worker_start_ray_commands"][-1]
+    for command in (head, worker):
+        assert "export RAY_AUTH_MODE=token" in command
+        assert "~/.ray/auth_token" in config["file_mounts"]
+    assert "ray start --head" in head
+    assert "--dashboard-host=127.0.0.1" in head
+    assert "--address $RAY_HEAD_IP:6379" in worker
+    assert "raytrain-gpt node" in worker or "spot-node.sh" in worker
+
+
+def test_nothing_but_our_wheel_and_pinned_versions_is_installed(config: dict[str, Any]) -> None:
+    """Ray fills a missing list with commands of its own, which install a nightly build."""
+    assert config["setup_commands"] == ["bash ~/raytrain-gpt-setup/install.sh"]
+    assert config["worker_setup_commands"] == config["setup_commands"]
+    pinned = {line.split("==")[0] for line in text("constraints.txt").splitlines() if "==" in line}
+    for command in config["head_setup_commands"][len(config["setup_commands"]) :]:
+        _, _, packages = command.partition("constraints.txt ")
+        assert packages
+        assert all("==" in package or package in pinned for package in packages.split())
+    mounts = config["file_mounts"]
+    assert mounts["~/raytrain-gpt-dist"] == "dist"
+    assert (ROOT / mounts["~/raytrain-gpt-setup"] / "install.sh").is_file()
+
+
+@pytest.mark.parametrize("file", ["cluster.yaml", "clusters/gcp.yaml"])
+def test_workers_come_and_go_and_are_spot_machines_by_one_line(file: str) -> None:
+    config = yaml.safe_load(text(file))
+    gpu = config["available_node_types"]["gpu"]
+    assert (gpu["min_workers"], gpu["max_workers"]) == (0, config["max_workers"])
+    assert config["idle_timeout_minutes"]
+    (line,) = (line for line in text(file).splitlines() if re.search("spot}|SPOT,", line))
+    without = yaml.safe_load(text(file).replace(line + "\n", ""))
+    left = without["available_node_types"]["gpu"]["node_config"]
+    assert set(gpu["node_config"]) - set(left) <= {"InstanceMarketOptions", "scheduling"}
+    assert set(gpu["node_config"]) != set(left)
+
+
+def test_on_aws_ray_makes_no_group_that_opens_ssh_to_all() -> None:
+    config = prepare_config(yaml.safe_load(text("cluster.yaml")))
+    for kind in config["available_node_types"].values():
+        assert kind["node_config"]["SecurityGroupIds"]
+        assert kind["node_config"]["ImageId"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [*RAY_UP, *(f"clusters/kubernetes/{name}.yaml" for name in KUBERNETES)]
+    + [str(path.relative_to(ROOT)) for path in NODE_SCRIPTS],
+)
+def test_nothing_is_public(file: str) -> None:
+    assert not PUBLIC.search(text(file))
+
+
+@pytest.mark.parametrize("script", NODE_SCRIPTS, ids=lambda path: path.name)
+def test_node_scripts_are_bash(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def conforms(value: Any, schema: Any, where: str = "spec") -> Iterator[str]:
+    """What of a value is not in a schema of nested dicts, lists and types."""
+    if isinstance(schema, type):
+        if type(value) is not schema:
+            yield f"{where} is a {type(value).__name__}, not a {schema.__name__}"
+    elif isinstance(schema, list):
+        for number, item in enumerate(value):
+            yield from conforms(item, schema[0], f"{where}[{number}]")
+    else:
+        for name, item in value.items():
+            if name not in schema:
+                yield f"{where}.{name} is unknown"
+            else:
+                yield from conforms(item, schema[name], f"{where}.{name}")
+
+
+def manifest(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(text(f"clusters/kubernetes/{name}.yaml"))
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "schema"),
+    [("raycluster", "RayCluster", CLUSTER_SPEC), ("rayjob", "RayJob", JOB_SPEC)],
+)
+def test_kubernetes_manifests_use_published_fields(name: str, kind: str, schema: Any) -> None:
+    loaded = manifest(name)
+    assert (loaded["apiVersion"], loaded["kind"]) == ("ray.io/v1", kind)
+    assert list(conforms(loaded["spec"], schema)) == []
+
+
+def cluster_spec(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = manifest(name)["spec"]
+    return spec if name == "raycluster" else spec["rayClusterSpec"]
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
+def test_kubernetes_pods_share_storage_have_the_token_and_time_to_save(name: str) -> None:
+    spec = cluster_spec(name)
+    assert spec["rayVersion"] == ray.__version__
+    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert not spec["headGroupSpec"]["enableIngress"]
+    (group,) = spec["workerGroupSpecs"]
+    pods = [spec["headGroupSpec"]["template"]["spec"], group["template"]["spec"]]
+    claim = next(yaml.safe_load_all(text("clusters/kubernetes/base.yaml")))
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in pods:
+        (container,) = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        (volume,) = (v for v in pod["volumes"] if "persistentVolumeClaim" in v)
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert volume["name"] in [mount["name"] for mount in container["volumeMounts"]]
+    (worker,) = pods[1]["containers"]
+    command = worker["command"]
+    assert command[:2] == ["raytrain-gpt", "node"]
+    grace_s = int(command[command.index("--grace-s") + 1])
+    assert pods[1]["terminationGracePeriodSeconds"] > grace_s
+    assert f"--num-cpus={worker['resources']['limits']['cpu']}" in worker["args"]
+    assert f"--num-gpus={worker['resources']['limits']['nvidia.com/gpu']}" in worker["args"]
+
+
+def test_both_kubernetes_manifests_run_the_same_pods() -> None:
+    cluster, job = cluster_spec("raycluster"), cluster_spec("rayjob")
+    assert cluster["workerGroupSpecs"][0]["template"] == job["workerGroupSpecs"][0]["template"]
+    containers = [s["headGroupSpec"]["template"]["spec"]["containers"] for s in (cluster, job)]
+    assert containers[0] == containers[1]
+    assert manifest("rayjob")["spec"]["shutdownAfterJobFinishes"]
+
+
+def test_a_job_uploads_the_program_and_nothing_else(tmp_path: Path) -> None:
+    """Ray's own packing of a checkout, with data, runs, an environment and secrets in it."""
+    checkout = tmp_path / "checkout"
+    litter = ["data/a.parquet", "runs/b", "dist/c.whl", ".venv/d", ".env", ".git/e", "build/f"]
+    litter += ["raytrain_gpt.egg-info/g", "raytrain_gpt/__pycache__/h.pyc"]
+    for name in ("raytrain_gpt", "tests", "docs", "clusters"):
+        shutil.copytree(ROOT / name, checkout / name)
+    for name in ("train.py", "cluster.yaml", ".gitignore", ".rayignore"):
+        shutil.copy(ROOT / name, checkout)
+    for name in litter:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_bytes(bytes(1000))
+    excludes = get_runtime_env_default_excludes()
+    uri = get_uri_for_directory(str(checkout), include_gitignore=True, excludes=excludes)
+    package = tmp_path / uri.removeprefix("gcs://")
+    create_package(str(checkout), package, include_gitignore=True, excludes=excludes)
+    with zipfile.ZipFile(package) as archive:
+        uploaded = {name for name in archive.namelist() if not name.endswith("/")}
+    assert {"train.py", "raytrain_gpt/cli.py", "raytrain_gpt/presets/quickstart.yaml"} <= uploaded
+    assert not uploaded & set(litter)
+    assert not [name for name in uploaded if name.split("/")[0] in ("tests", "docs", "clusters")]
+    assert package.stat().st_size < 2**20, package.stat().st_size
