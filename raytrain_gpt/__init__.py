@@ -1,3 +1,24 @@
-"""Pretrain GPT-2-class language models on Ray, from raw text to a trained model."""
+"""Pretrain GPT-2-class language models on Ray, from raw text to a trained model.
+
+In a notebook: `from raytrain_gpt import train`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytrain_gpt.notebook import TrainedRun as TrainedRun
+    from raytrain_gpt.notebook import train as train
 
 __version__ = "0.1.0"
+__all__ = ["TrainedRun", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """`train` when it is asked for: Ray's tasks import this package and need none of it."""
+    if name in __all__:
+        from raytrain_gpt import notebook
+
+        return getattr(notebook, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
@@ -59,11 +58,10 @@ def check_tracking(config: Config) -> Check:
                 "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri",
             )
         return passed("tracking", "MLflow's SQLite file goes into storage_path")
-    shown = without_userinfo(uri)
     if "://" not in uri or uri.startswith(preflight.SQLITE):
         directory = Path(uri.removeprefix(preflight.SQLITE)).parent
         if not os.access(directory, os.W_OK):
-            wrong = f"mlflow_uri {shown}: cannot write in {directory}"
+            wrong = f"mlflow_uri {uri}: cannot write in {directory}"
             return failed("tracking", f"{wrong}; make it, or set mlflow_uri")
         return passed("tracking", f"{directory} can be written")
     from mlflow import MlflowClient
@@ -72,18 +70,12 @@ def check_tracking(config: Config) -> Check:
         with _environment(TRACKER_ENVIRONMENT):
             MlflowClient(uri).search_experiments(max_results=1)
     except Exception as error:
-        reason = root_cause(error).replace(uri, shown)
         return failed(
             "tracking",
-            f"MLflow does not answer at {shown} ({reason}); start it, open its port to the driver, or set "
-            "mlflow_uri (null: no MLflow)",
+            f"MLflow does not answer at {uri} ({root_cause(error)}); start it, open its port to "
+            "the driver, or set mlflow_uri (null: no MLflow)",
         )
-    return passed("tracking", f"MLflow answers at {shown}")
-
-
-def without_userinfo(uri: str) -> str:
-    """A URI without name and password."""
-    return uri.replace(f"{urlsplit(uri).netloc.rpartition('@')[0]}@", "", 1)
+    return passed("tracking", f"MLflow answers at {uri}")
 
 
 @contextmanager

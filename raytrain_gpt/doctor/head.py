@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
 import ray
@@ -19,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
 from raytrain_gpt.doctor.check import Check, failed, passed
-from raytrain_gpt.runtime.cluster import ANSWER_WITHIN_S, knock
+from raytrain_gpt.runtime.cluster import ANSWER_WITHIN_S, knock, token_file
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
@@ -106,14 +105,6 @@ def _channel(address: str) -> grpc.Channel:
     certificate, key, authority = load_certs_from_env()
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return grpc.secure_channel(address, credentials)
-
-
-def token_file() -> Path | None:
-    """The file that Ray reads the token from in this process, None if there is none."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return None
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    return path if path.is_file() else None
 
 
 def _token_source() -> str:

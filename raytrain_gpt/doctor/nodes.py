@@ -23,8 +23,8 @@ import raytrain_gpt
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split, read_manifest
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.doctor.head import token_file
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.runtime.cluster import token_file
 from raytrain_gpt.runtime.failures import root_cause
 
 NODE_WITHIN_S = 60.0

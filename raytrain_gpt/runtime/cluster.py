@@ -211,12 +211,21 @@ def _loopback_only() -> Iterator[None]:
 
 def keep_token_private() -> None:
     """Take the rights of all others from the file with Ray's token, which Ray makes for all to read."""
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):  # there is none, or it belongs to somebody else
+    path = token_file()
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # it belongs to somebody else
         mode = path.stat().st_mode
         if mode & 0o077 and path.stat().st_uid == os.getuid():
             path.chmod(mode & 0o700)
+
+
+def token_file() -> Path | None:
+    """The file that Ray reads the token from in this process, None if there is none."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path if path.is_file() else None
 
 
 def cpus_to_start(config: Config) -> int:

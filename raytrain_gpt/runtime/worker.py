@@ -408,9 +408,9 @@ class Worker:
         """In a trial, wait with the last evaluation for the sweep's decision; else True at once."""
         if not self.spec.is_trial:
             return True
-        started = time.perf_counter()
         if self.saver.in_flight:
             self._collect()
+        started = time.perf_counter()
         if self.ranks.rank == 0:
             self.link.call("evaluated", self._evaluated)
         goes_on = self.link.may_go_on()

@@ -1,0 +1,153 @@
+"""`train` in a notebook's cell: real kernels run it, the example as it is first of all."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+from raytrain_gpt.config import resolve
+from raytrain_gpt.data.tokenize import prepare_here
+from raytrain_gpt.errors import ConfigError, TrainingFailed
+from raytrain_gpt.notebook import Progress, TrainedRun
+from raytrain_gpt.runtime.console import eval_line, step_line
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+SMALL = "num_layers=1, num_heads=1, embd_size=16, num_workers=1, mlflow_uri=None, num_samples=0"
+
+STEP = {
+    "step": 10,
+    "data/epoch": 0,
+    "train/loss": 3.25,
+    "optim/lr": 1e-3,
+    "optim/grad_norm": 1.0,
+    "perf/step_time_s": 0.1,
+    "perf/tokens_per_s": 1000.0,
+    "perf/mfu": None,
+}
+EVALUATION = {"step": 20, "val/loss": 3.5, "val/perplexity": 33.1, "val/bits_per_byte": 5.05}
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys; from raytrain_gpt import train; print({'ray', 'torch', 'mlflow'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_progress_reads_the_consoles_own_lines() -> None:
+    progress = Progress("<run>", 5)
+    assert "<svg" not in progress._repr_html_()
+    spike = "step 15/40 | spike | loss 9.0000 | norm 2.00 | batch 3"
+    for line in ("<two>\nlines", step_line(STEP, 40), eval_line(EVALUATION, 40), spike):
+        progress.add(line)
+    progress.add(step_line({**STEP, "step": 30, "train/loss": 3.0}, 40))
+    shown = progress._repr_html_()
+    assert "&lt;run&gt;" in shown
+    assert "&lt;two&gt;\nlines" in shown
+    assert 'value="30" max="40"' in shown
+    assert "loss 3.000 to 3.500, steps 10 to 30" in shown.replace(
+        "3.500 to 3.000", "3.000 to 3.500"
+    )
+    assert shown.count("<polyline") == 2
+    assert repr(progress).splitlines()[0] == "<two>"
+
+
+def test_a_curve_has_the_steps_of_its_metric() -> None:
+    rows: list[dict[str, Any]] = [STEP, EVALUATION, {"step": 21, "train/loss": None}]
+    run = TrainedRun("runs/a", 21, "runs/a/c", None, 3.5, "runs/a/report.html", rows)
+    assert run.curve("train/loss") == ([10], [3.25])
+    with pytest.raises(KeyError, match=r"no metric loss; there are .*val/loss"):
+        run.curve("loss")
+    assert "metrics" not in repr(run)
+
+
+def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path, raises_line: Any) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {max_steps: 7}")
+    assert resolve(None, file, {"seed": 3}).leaves()["run_name"] == "mine"
+    with raises_line(ConfigError, "preset quickstart", str(file)):
+        resolve("quickstart", file, {})
+
+
+def test_an_error_of_the_users_is_shown_as_one_line() -> None:
+    assert ConfigError("no")._render_traceback_() == ["ConfigError: no"]
+    error = TrainingFailed("failed")
+    error.__cause__ = ValueError("why")
+    assert error._render_traceback_()[-2:] == ["ValueError: why", "TrainingFailed: failed"]
+
+
+class Client(nbclient.NotebookClient):
+    """Runs a notebook; interrupts its kernel when a cell that is named so shows its first step.
+
+    Attributes:
+        updates: How often an output was drawn again.
+    """
+
+    updates = 0
+    interrupt: asyncio.Task[None] | None = None
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        if msg["msg_type"] == "update_display_data":
+            self.updates += 1
+            shown = msg["content"]["data"]["text/plain"]
+            if "interrupted" in cell.source and "| loss" in shown and self.interrupt is None:
+                self.interrupt = asyncio.ensure_future(self.km.interrupt_kernel())
+        return super().process_message(msg, cell, cell_index)
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """For the example in an empty directory, which has the quickstart's data, but little of it."""
+    text = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.rglob("*.py")))
+    (tmp_path / "text.txt").write_text(text, "utf-8")
+    prepare_here([str(tmp_path / "text.txt")], tmp_path / "data/stdlib", "bytes", val_fraction=0.1)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    notebook = nbformat.read(EXAMPLE, as_version=4)
+    return Client(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+
+
+def texts(cell: Any, kind: str = "text/plain") -> str:
+    return "\n".join(output.get("data", {}).get(kind, "") for output in cell.outputs)
+
+
+@pytest.mark.tools
+@pytest.mark.timeout(600)
+def test_the_example_trains_draws_samples_goes_on_and_is_interrupted(client: Client) -> None:
+    add = [
+        "train(max_step=5)",
+        f"train(run_name='interrupted', max_steps=100_000, {SMALL})",
+        f"train(run_name='interrupted', max_steps=1, {SMALL})",
+    ]
+    assert not any(cell.get("outputs") for cell in client.nb.cells)
+    for source in add:
+        client.nb.cells.append(nbformat.v4.new_code_cell(source))
+    for cell in client.nb.cells[-3:-1]:
+        cell.metadata["tags"] = ["raises-exception"]
+    client.execute()
+
+    codes = [cell for cell in client.nb.cells if cell.cell_type == "code"]
+    first, plot, sample, second, wrong, interrupted, again = codes
+    assert "step 40 of 40" in texts(first, "text/html")
+    assert texts(first, "text/html").count("<polyline") == 2
+    assert len(first.outputs) == 1, "the progress is drawn in place"
+    assert client.updates > 20
+    assert "image/png" in plot.outputs[-1].data
+    assert sample.outputs[0].text.startswith("def ")
+    assert "step=60" in texts(second)
+    (error,) = wrong.outputs
+    assert error.traceback == [
+        "ConfigError: unknown configuration key max_step; did you mean max_steps?"
+    ]
+    (message,) = interrupted.outputs[-1].traceback
+    found = re.match(
+        r"Interrupted: interrupted at step (\d+), saved: \S+; the same command", message
+    )
+    assert found, message
+    assert f"step={found[1]}" in texts(again), "the same kernel has the saved step"
