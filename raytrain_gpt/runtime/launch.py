@@ -42,8 +42,9 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
-        make_data = needs_default_data(config)
+        is_default_data = config.data.data_path == DEFAULT_DATA
         config = preflight.absolute_paths(config)
+        make_data = needs_data(config, is_default_data)
         resources = cluster.connect(cluster.cpus_to_start(config))
         try:
             config, world_size = cluster.fit_to_cluster(config, resources)
@@ -55,14 +56,18 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
                 ray.shutdown()
 
 
-def needs_default_data(config: Config) -> bool:
-    """Whether the data is the quickstart's, and not there yet.
+def needs_data(config: Config, is_default_data: bool) -> bool:
+    """Whether the data has to be made, which only the quickstart's is.
+
+    Args:
+        config: With absolute paths.
+        is_default_data: Its data is DEFAULT_DATA.
 
     Raises:
         DataError: other data is missing.
     """
     data = data_location(config)
-    if config.data.data_path == DEFAULT_DATA and not (data / MANIFEST_FILE).is_file():
+    if is_default_data and not (data / MANIFEST_FILE).is_file():
         return True
     read_manifest(data)
     return False

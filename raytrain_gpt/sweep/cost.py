@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -11,6 +12,7 @@ from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.runtime.cluster import DATA_CPUS
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.launch import DEFAULT_DATA
 from raytrain_gpt.runtime.locations import data_location
@@ -48,9 +50,10 @@ def cost_lines(sweep: Sweep) -> list[str]:
     else:
         lines = [f"{count} trials, whose values Optuna chooses as it goes"]
     gpus = "" if c.use_gpu is False else f" (with GPUs: {c.gpus_per_worker:g} each)"
+    at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
         f"a trial: {c.num_workers} workers × {c.cpus_per_worker} CPUs{gpus}, 1 CPU for its data | "
-        f"on this machine alone: {cpus_to_start(sweep, base) // trial_cpus(base)} at once"
+        f"on this machine alone: {at_once} at once"
     )
     full = count * sweep.budget_tokens
     least = halved_tokens(sweep, count)
@@ -60,10 +63,12 @@ def cost_lines(sweep: Sweep) -> list[str]:
     lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed = c.num_workers * measured_tokens_per_s(configs[0] if configs else base, device)
-    at_once = cpus_to_start(sweep, base) // trial_cpus(base)
+    if device.type == "cpu":  # more of them share the same cores
+        at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(
         f"time: {duration(full / speed / at_once)} at most for the steps, at {speed:,.0f} tok/s a trial "
-        f"and {at_once} at once; measured here ({device.type}), start-up and evaluations not counted"
+        f"and {at_once} at full speed at once; measured here ({device.type}), start-up and "
+        "evaluations not counted"
     )
     return lines
 

@@ -1,7 +1,8 @@
 """The `tune` command: check, connect, let Ray Tune run the trials, and say what was found.
 
-`<storage_path>/<sweep_name>/` has `sweep.yaml` (the sweep as it is run), `sweep.jsonl` (its history),
-`trials/` with a whole run for each trial, and at the end `results.csv`, `best.yaml` and the plots.
+`<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the sweep as it is run),
+`sweep.jsonl` (its history), `trials/` with a whole run for each trial, and at the end `results.csv`,
+`best.yaml` and the plots.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable
 import ray
 import yaml
 
+from raytrain_gpt.config import SAFE_ON_RESUME, Config, changed_leaves, parse_config
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.runtime import cluster, preflight
-from raytrain_gpt.runtime.launch import make_default_data, needs_default_data
+from raytrain_gpt.runtime.launch import DEFAULT_DATA, make_default_data, needs_data
 from raytrain_gpt.runtime.lease import LEASE_FILE, held_lease
 from raytrain_gpt.runtime.locations import location
 from raytrain_gpt.runtime.run_files import CONFIG_FILE
@@ -27,7 +29,11 @@ from raytrain_gpt.sweep.search import Search, SweepSummary
 from raytrain_gpt.sweep.spec import Sweep
 
 SWEEP_FILE = "sweep.yaml"
-MAY_CHANGE = frozenset({"max_concurrent_trials", "base"})
+BASE_FILE = "base.yaml"
+MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
+"""Of base and overrides the configuration that they come to is compared."""
+HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
+"""Leaves that change no trial's loss."""
 
 Log = Callable[[str], None]
 
@@ -50,10 +56,11 @@ def run_sweep(
     """
     with StopSignals("interrupted before the first trial") as signals:
         base = one_worker_for_auto(base_config(sweep))
-        make_data = needs_default_data(base)
+        is_default_data = base.data.data_path == DEFAULT_DATA
         base = preflight.absolute_paths(base)
+        make_data = needs_data(base, is_default_data)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
-        check_known(sweep, directory, goes_on)
+        check_known(sweep, base, directory, goes_on)
         resources = cluster.connect(cpus_to_start(sweep, base))
         try:
             fitted, _ = cluster.fit_to_cluster(base, resources)
@@ -62,9 +69,11 @@ def run_sweep(
             check_sweep(sweep, fitted.cluster.num_workers)
             if make_data:
                 make_default_data(fitted, log)
-            with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log):
+            with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
+                (directory / BASE_FILE).write_text(base.to_yaml())
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
-                return Search(sweep, base, fitted, directory, log).run(at_once, signals, train_loop)
+                search = Search(sweep, base, fitted, directory, log)
+                return search.run(at_once, signals, lease, train_loop)
         finally:
             if resources.ours:
                 ray.shutdown()
@@ -75,7 +84,7 @@ def to_yaml(sweep: Sweep) -> str:
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def check_known(sweep: Sweep, directory: Location, goes_on: bool) -> None:
+def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) -> None:
     """See that a sweep neither begins on another one's results nor goes on as another one.
 
     Raises:
@@ -97,6 +106,9 @@ def check_known(sweep: Sweep, directory: Location, goes_on: bool) -> None:
         for key in now
         if before.get(key) != now.get(key) and key not in MAY_CHANGE
     ]
+    leaves = parse_config(yaml.safe_load((directory / BASE_FILE).read_text()), BASE_FILE).leaves()
+    differs = changed_leaves(leaves, base.leaves())
+    changed += [f"{leaf} {values}" for leaf, values in differs.items() if leaf not in HARMLESS]
     if changed:
         raise ConfigError(
             f"sweep {sweep.sweep_name} cannot go on with changed {', '.join(changed)}; put it back, or "

@@ -87,9 +87,8 @@ class ParentRun:
         self._client = MlflowClient(uri)
         file = self._directory / PARENT_FILE
         known = json.loads(file.read_text()) if file.is_file() else {}
-        if known.get("uri") == uri:
+        if known.get("uri") == uri and self._reopened(known["run_id"]):
             self._run_id = known["run_id"]
-            self._client.update_run(self._run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = (
@@ -102,6 +101,18 @@ class ParentRun:
         self._run_id = run.info.run_id
         params = [Param(key, str(value)[:_PARAMETER_LENGTH]) for key, value in parameters.items()]
         self._client.log_batch(self._run_id, params=params)
+
+    def _reopened(self, run_id: str) -> bool:
+        """Whether the run of before is still there."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
 
     def _close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
         for name, value in metrics.items():

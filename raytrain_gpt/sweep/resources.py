@@ -43,7 +43,8 @@ def cpus_to_start(sweep: Sweep, config: Config) -> int:
         fit = (os.cpu_count() or 1) // (trial_cpus(config) - DATA_CPUS)
     if isinstance(sweep.scheduler, Pbt):
         fit = num_trials(sweep)
-    return max(1, sweep.max_concurrent_trials or fit) * trial_cpus(config)
+    at_once = min(sweep.max_concurrent_trials or fit, num_trials(sweep))
+    return max(1, at_once) * trial_cpus(config)
 
 
 def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:

@@ -131,6 +131,37 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         super().on_trial_add(tune_controller, trial)
         self._trial_state[trial].last_perturbation_time = self._synced_tokens
 
+    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> str:
+        action: str = super().on_trial_result(_WithoutEnded(tune_controller), trial, result)
+        return action
+
+    def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
+        """All others may be waiting for this one: then they go on without the comparison."""
+        super().on_trial_error(tune_controller, trial)
+        others = [
+            state
+            for other, state in self._trial_state.items()
+            if other is not trial and not other.is_finished()
+        ]
+        if all(state.last_train_time >= self._next_perturbation_sync for state in others):
+            for state in others:
+                state.last_perturbation_time = self._next_perturbation_sync
+            self._next_perturbation_sync += self._every_tokens
+
+
+class _WithoutEnded:
+    """Ray Tune counts a failed trial as live, for which a synchronous comparison waits for ever."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+    def get_live_trials(self) -> list[TuneTrial]:
+        """Trials that may still report."""
+        return [t for t in self._controller.get_live_trials() if not t.is_finished()]
+
 
 def _mutation(domain: Any) -> Any:
     """Values in a list are stepped through, those of a range are multiplied by 0.8 or 1.2."""
@@ -180,7 +211,7 @@ def optuna_search(sweep: Sweep, history: History) -> Any:
         else:
             assert isinstance(domain, Choice), "a grid is not searched by Optuna"
             space[f"values/{name}"] = CategoricalDistribution(domain.choice)
-    trials = history.trials()
+    trials = [trial for trial in history.trials() if trial.values]
     points = {t.name: {f"values/{name}": t.values[name] for name in sweep.searched} for t in trials}
     search = OptunaSearch(
         space,

@@ -18,6 +18,8 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.runtime.cluster import DATA_CPUS
+from raytrain_gpt.runtime.failures import user_error_in
+from raytrain_gpt.runtime.lease import Lease
 from raytrain_gpt.runtime.signals import StopSignals
 from raytrain_gpt.runtime.supervisor import TrainLoop
 from raytrain_gpt.runtime.trackers import mlflow_store
@@ -103,10 +105,9 @@ class Search:
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)
-        uri, artifacts = mlflow_store(base)
-        self._parent = ParentRun(
-            directory, uri, base.tracking.experiment, artifacts, sweep.model_dump(), log
-        )
+        uri, _ = mlflow_store(base)
+        if uri is None and base.tracking.mlflow_uri == "auto":
+            log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
         changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
         if isinstance(sweep.scheduler, Pbt):
             # A copy may begin when the trial that it copies has come to the next comparison.
@@ -114,22 +115,27 @@ class Search:
             changes["keep_checkpoints"] = max(fitted.train.keep_checkpoints, needed)
         self._fitted = fitted.updated(changes)
 
-    def run(self, at_once: int, signals: StopSignals, train_loop: TrainLoop) -> SweepSummary:
+    def run(
+        self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
+    ) -> SweepSummary:
         """Run what is left of the sweep.
 
         Args:
             at_once: Trials at the same time.
             signals: Ask it to stop.
+            lease: On the sweep's name.
             train_loop: What every worker of every trial runs.
 
         Raises:
             Interrupted: a signal came, and all trials have saved.
             TrainingFailed: no trial came to a result.
+            UserError: the storage is full, or the sweep was taken over.
         """
+        parent = self._open_parent()
         todo = self._todo()
         if not todo.names:
             self._log(f"sweep {self._sweep.sweep_name} has ended before")
-            return self._end()
+            return self._end(parent)
         self._log(
             f"sweep {self._sweep.sweep_name}: {len(todo.names)} trials of "
             f"{self._sweep.budget_tokens:,} tokens to run, {at_once} at once, each "
@@ -139,27 +145,39 @@ class Search:
         part = SweepPart(
             sweep=self._sweep,
             base=self._fitted,
-            mlflow_tags=self._parent.child_tags,
+            mlflow_tags=parent.child_tags,
             bell=bell,
             begun=todo.begun,
             train_loop=train_loop,
         )
-        watch = Watch(self._sweep, self._history, bell, signals.stop, self._tied, self._log)
+        watch = Watch(self._sweep, self._history, bell, signals.stop, self._tied, lease, self._log)
         signals.defer()
         status = "FAILED"
         try:
             self._tune(todo, part, watch, at_once)
+            lease.verify()
+            if any(trial.state == "running" for trial in self._history.trials()):
+                raise Stopped  # Ray Tune ends at once on SIGUSR1, which some batch systems send
             status = "FINISHED"
         except Stopped:
             status = "KILLED"
             raise Interrupted(
                 "interrupted, all trials saved; the same command with --resume goes on"
             ) from None
+        except Exception as error:
+            raise user_error_in(error) or error from None
         finally:
             ray.kill(bell)
             if status != "FINISHED":
-                self._parent.close(status, {}, {})
-        return self._end()
+                parent.close(status, {}, {})
+        return self._end(parent)
+
+    def _open_parent(self) -> ParentRun:
+        base = self._base
+        uri, artifacts = mlflow_store(base)
+        parameters = self._sweep.model_dump()
+        experiment = base.tracking.experiment
+        return ParentRun(self._directory, uri, experiment, artifacts, parameters, self._log)
 
     def _tied(self, values: Values) -> Values:
         return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
@@ -167,11 +185,11 @@ class Search:
     def _todo(self) -> _Todo:
         sweep = self._sweep
         scheduler: Any = no_scheduler()
+        done = [t.name for t in self._history.trials() if t.tokens_seen >= sweep.budget_tokens]
+        self._end_if_open(done, "finished")
         if isinstance(sweep.scheduler, Asha):
             scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens)
             self._end_if_open(scheduler.tell(self._history), "stopped")
-        done = [t.name for t in self._history.trials() if t.tokens_seen >= sweep.budget_tokens]
-        self._end_if_open(done, "finished")
         ended = self._ended()
         reports = {t.name: self._history.last_report(t.name) for t in self._history.trials()}
         begun: dict[str, tuple[int, str | None]] = {
@@ -180,8 +198,9 @@ class Search:
             if report is not None and name not in ended
         }
         if sweep.searcher == "optuna":
-            started = [name for name in reports if name not in ended]
-            new = [f"{number:03d}" for number in range(len(reports), num_trials(sweep))]
+            started = [t.name for t in self._history.trials() if t.values and t.name not in ended]
+            names = [f"{number:03d}" for number in range(num_trials(sweep))]
+            new = [name for name in names if name not in ended and name not in started]
             return _Todo(
                 scheduler=scheduler,
                 names=[*started, *new],
@@ -193,6 +212,12 @@ class Search:
             for number, values in enumerate(planned_trials(sweep))
             if f"{number:03d}" not in ended
         }
+        if isinstance(sweep.scheduler, Pbt):
+            # The others are past the comparisons that one which failed would have to make.
+            for trial in self._history.trials():
+                if trial.state == "failed":
+                    planned.pop(trial.name, None)
+                    begun.pop(trial.name, None)
         if isinstance(sweep.scheduler, Pbt) and planned:
             scheduler = Population(sweep, sweep.scheduler)
             synced = scheduler.tell([begun.get(name, (0, None))[0] for name in planned])
@@ -245,7 +270,7 @@ class Search:
             verbose=0,
         )
 
-    def _end(self) -> SweepSummary:
+    def _end(self, parent: ParentRun) -> SweepSummary:
         """Write down what was found."""
         sweep, trials = self._sweep, self._history.trials()
         about = (sweep.objective, sweep.budget_tokens)
@@ -254,18 +279,23 @@ class Search:
         best, metrics = best_trial(trials, sweep.budget_tokens), {}
         if best is not None:
             values = {leaf: best.values[leaf] for leaf in sweep.searched}
-            config = trial_config(sweep, self._base, values)
+            config = trial_config(sweep, self._base, values).updated(self._for_one_run())
             files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, sweep.objective).encode()
             metrics = {f"best/{sweep.objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        self._parent.close("FINISHED" if best else "FAILED", metrics, files)
+        parent.close("FINISHED" if best else "FAILED", metrics, files)
         (self._directory / TUNE_DIR).remove()
         self._log(final_table(trials, *about))
         if best is None:
             errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
             raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
         return SweepSummary(self._directory, trials, best, tuple(files))
+
+    def _for_one_run(self) -> Values:
+        """Leaves that a sweep sets for its own sake, as they are without one."""
+        given = self._sweep.base.load().leaves() | self._sweep.overrides
+        return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}
 
 
 def _checkpoint_of(report: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from that checkpoint: Tune's checkpoint is a pointer to ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import queue
@@ -37,6 +38,8 @@ from raytrain_gpt.runtime.supervisor import Run, TrainLoop, TrialPart
 from raytrain_gpt.sweep.plan import tied_values, trial_config
 from raytrain_gpt.sweep.spec import Sweep
 
+LEAVE_WITHIN_S = 120.0
+"""How long a run may take to save and leave; then Ray Tune ends its processes."""
 POINTER_FILE = "pointer.json"
 OBJECTIVE = "objective"
 TOKENS_SEEN = "tokens_seen"
@@ -66,7 +69,7 @@ class SweepPart:
     train_loop: TrainLoop
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=10_000)
 class Bell:
     """Rung when the sweep is to stop; knows which runs have not left yet."""
 
@@ -76,8 +79,13 @@ class Bell:
         self._left = asyncio.Condition()
 
     async def enter(self, name: str) -> None:
-        """A run begins."""
-        self._inside.add(name)
+        """A run begins; the one of the same name before it has to be out first."""
+        async with self._left:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._left.wait_for(lambda: name not in self._inside), LEAVE_WITHIN_S
+                )
+            self._inside.add(name)
 
     async def leave(self, name: str) -> None:
         """A run has ended, and all its processes."""
@@ -93,14 +101,14 @@ class Bell:
         """Returns when the bell rings."""
         await self._rung.wait()
 
-    async def all_left(self, within_s: float) -> bool:
-        """Whether all runs have left, waiting for a while."""
+    async def still_inside(self) -> list[str]:
+        """Names of the runs that have not left, after waiting for them for a while."""
         async with self._left:
-            try:
-                await asyncio.wait_for(self._left.wait_for(lambda: not self._inside), within_s)
-            except TimeoutError:
-                return False
-            return True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._left.wait_for(lambda: not self._inside), LEAVE_WITHIN_S
+                )
+            return sorted(self._inside)
 
 
 class TrialRun:
@@ -182,6 +190,8 @@ class TrialRun:
                     raise Interrupted("stopped before the run went on")
                 self._go()
                 self._report_new()
+                if self._reported_tokens < self._all_tokens:
+                    raise TrainingFailed(f"{self.run_dir} has no evaluation of its last step")
         except BaseException as error:
             self._reports.put(self._error or error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.runtime.failures import root_cause
+from raytrain_gpt.runtime.lease import Lease
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.spec import Sweep
@@ -20,8 +23,6 @@ from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
-LEAVE_WITHIN_S = 120.0
-"""How long runs may take to save and leave; then Ray Tune ends their processes."""
 
 REPORTED = ("step", TOKENS_SEEN, OBJECTIVE, "tokens_per_s", "elapsed_s", "run_dir", "values")
 
@@ -39,6 +40,7 @@ class Watch(tune.Callback):  # type: ignore[misc]
         bell: Of the sweep.
         stop: Set by a signal.
         tied_values: All values of a trial, of its searched ones.
+        lease: On the sweep's name.
         log: Gets the table of trials.
     """
 
@@ -49,16 +51,19 @@ class Watch(tune.Callback):  # type: ignore[misc]
         bell: Any,
         stop: threading.Event,
         tied_values: Callable[[dict[str, Any]], dict[str, Any]],
+        lease: Lease,
         log: Callable[[str], None],
     ) -> None:
         self._sweep, self._history, self._bell, self._stop = sweep, history, bell, stop
-        self._tied_values, self._log = tied_values, log
+        self._tied_values, self._lease, self._log = tied_values, lease, log
         self._changed, self._shown_at = False, 0.0
 
     def on_trial_start(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
     ) -> None:
-        values = self._tied_values(trial.config["values"])
+        values = trial.config["values"]
+        with contextlib.suppress(ConfigError):  # the trial itself will fail with it
+            values = self._tied_values(values)
         self._add("started", trial, values=values)
 
     def on_trial_result(
@@ -80,6 +85,7 @@ class Watch(tune.Callback):  # type: ignore[misc]
         self._bell.leave.remote(str(trial))
 
     def on_step_end(self, iteration: int, trials: list[TuneTrial], **_info: Any) -> None:
+        self._lease.check()
         if self._stop.is_set():
             self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")
             ray.get(self._bell.ring.remote())
@@ -96,7 +102,9 @@ class Watch(tune.Callback):  # type: ignore[misc]
         self._changed = True
 
     def _wait_until_left(self) -> None:
-        ray.get(self._bell.all_left.remote(LEAVE_WITHIN_S))
+        inside = ray.get(self._bell.still_inside.remote())
+        if inside:
+            self._log(f"trials {', '.join(inside)} do not leave, and lose what is not saved")
 
     def _show(self, trials: list[TuneTrial]) -> None:
         self._changed, self._shown_at = False, time.monotonic()

@@ -83,6 +83,7 @@ def test_a_population_has_to_fit_as_a_whole() -> None:
 
 
 def test_a_cluster_of_its_own_has_a_trial_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpus_to_start(sweep(max_concurrent_trials=99), base_config(sweep())) == 8 * 2
     monkeypatch.setattr(resources.os, "cpu_count", lambda: 6)
     one = sweep({"num_workers": 2})
     assert cpus_to_start(one, base_config(one)) == 3 * (2 + 1)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
 
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.schedulers import TokenHalving
-from raytrain_gpt.sweep.spec import Asha
+from raytrain_gpt.sweep.schedulers import Population, TokenHalving
+from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 
 BUDGET = 90
 
@@ -122,3 +125,99 @@ def test_the_history_is_there_again_after_a_restart(tmp_path: Path) -> None:
     history.add("ended", "000", state="stopped")
     (trial,) = History(Location.of(tmp_path)).trials()
     assert (trial.state, trial.objective, trial.curve) == ("stopped", 2.5, ((50, 2.5),))
+
+
+class Member:
+    """As much of Ray Tune's trial as a population looks at."""
+
+    def __init__(self, number: int, rate: float) -> None:
+        self.status, self.checkpoint = TuneTrial.RUNNING, f"checkpoint-{number}"
+        self.config = {"values": {"peak_lr": rate}}
+        self.trial_id = self.experiment_tag = str(number)
+        self.evaluated_params: dict[str, Any] = {}
+        self.run_metadata = MagicMock()
+        self.run_metadata.checkpoint_manager.checkpoint_config.num_to_keep = None
+        self.temporary_state = MagicMock(saving_to=None)
+
+    def is_finished(self) -> bool:
+        return self.status in (TuneTrial.TERMINATED, TuneTrial.ERROR)
+
+
+class Tune:
+    """A controller whose failed trials stay live, as Ray Tune's do."""
+
+    search_alg = None
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        self._schedule_trial_save = MagicMock(return_value="saved")
+
+    def get_trials(self) -> list[Member]:
+        return self.members
+
+    get_live_trials = get_trials
+
+
+@pytest.fixture
+def population() -> tuple[Population, Tune]:
+    """Three trials that are compared at every 40 tokens."""
+    sweep = Sweep.model_validate(
+        {
+            "sweep_name": "three",
+            "base": {"preset": "quickstart"},
+            "space": {"peak_lr": {"uniform": [1e-3, 2e-3]}},
+            "budget_tokens": 120,
+            "report_every_tokens": 40,
+            "num_trials": 3,
+            "scheduler": {
+                "kind": "pbt",
+                "perturb_every_tokens": 40,
+                "mutate": ["peak_lr"],
+                "quantile_fraction": 0.5,
+            },
+        }
+    )
+    assert isinstance(sweep.scheduler, Pbt)
+    scheduler = Population(sweep, sweep.scheduler)
+    scheduler._exploit = MagicMock()
+    tune = Tune([Member(n, 1e-3) for n in range(3)])
+    scheduler.tell([0])
+    for member in tune.members:
+        scheduler.on_trial_add(tune, member)
+    return scheduler, tune
+
+
+def report(scheduler: Population, tune: Tune, number: int, objective: float) -> None:
+    """A trial reports at 40 tokens, and is paused as all are."""
+    member = tune.members[number]
+    scheduler.on_trial_result(tune, member, {"tokens_seen": 40, "objective": objective})
+    member.status = TuneTrial.PAUSED
+
+
+def fail(scheduler: Population, tune: Tune, number: int) -> None:
+    """A trial fails, in the order in which Ray Tune says so."""
+    scheduler.on_trial_error(tune, tune.members[number])
+    tune.members[number].status = TuneTrial.ERROR
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_population_goes_on_without_one_that_failed(
+    population: tuple[Population, Tune], fails_first: bool
+) -> None:
+    scheduler, tune = population
+    if fails_first:
+        fail(scheduler, tune, 2)
+    report(scheduler, tune, 0, 1.0)
+    report(scheduler, tune, 1, 2.0)
+    if not fails_first:
+        assert scheduler.choose_trial_to_run(tune) is None  # the two wait for it
+        fail(scheduler, tune, 2)
+    assert scheduler.choose_trial_to_run(tune) is not None
+    assert scheduler._exploit.called == fails_first  # a comparison of two, or none
+
+
+def test_what_is_mutated_stays_in_its_domain(population: tuple[Population, Tune]) -> None:
+    scheduler, tune = population
+    for _ in range(50):
+        config, _operations = scheduler._get_new_config(tune.members[0], tune.members[1])
+        assert 1e-3 <= config["values"]["peak_lr"] <= 2e-3

@@ -1,0 +1,102 @@
+"""What a trial reports of its run, and that it ends where there is nothing to report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.runtime.run_files import Row
+from raytrain_gpt.sweep.trial_actor import SweepPart, TrialRun
+
+BATCH_TOKENS, STEPS = 4096, 4
+
+
+def evaluation(step: int, loss: float | None) -> Row:
+    return {"step": step, "val/loss": loss, "perf/eval_s": 0.5}
+
+
+def training(step: int) -> Row:
+    return {"step": step, "train/loss": 1.0, "perf/step_time_s": 0.25}
+
+
+class Replayed(TrialRun):
+    """A run whose rows are known: some before it goes on, more when it has gone on."""
+
+    before: list[Row]
+    after: list[Row]
+
+    def _kept_rows(self) -> list[Row]:
+        return self.before
+
+    def _go(self) -> None:
+        self.before = self.before + self.after
+
+
+@pytest.fixture
+def run(tmp_path: Any) -> Callable[..., TrialRun]:
+    """A trial of four steps with an evaluation at every second one."""
+
+    def make(before: list[Row], after: list[Row], reported_tokens: int = 0) -> TrialRun:
+        kind = type("Known", (Replayed,), {"before": before, "after": after})
+        changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
+        part: Any = SweepPart
+        made: TrialRun = kind(Config().updated(changes), "val/loss", part, None, reported_tokens)
+        return made
+
+    return make
+
+
+ALL = [training(1), training(2), evaluation(2, 3.0), training(3), training(4), evaluation(4, 2.0)]
+
+
+def test_evaluations_of_before_are_reported_first_and_each_waits(
+    run: Callable[..., TrialRun],
+) -> None:
+    trial = run(ALL[:3], ALL[3:])
+    first = trial.next_report()
+    assert (first["step"], first["tokens_seen"], first["objective"]) == (2, 2 * BATCH_TOKENS, 3.0)
+    assert first["tokens_per_s"] == BATCH_TOKENS / 0.25
+    assert not first["done"]
+    trial.go_on()
+    last = trial.next_report()
+    assert (last["step"], last["done"], last["elapsed_s"]) == (4, True, 4 * 0.25 + 2 * 0.5)
+    trial.join()
+
+
+def test_what_the_sweep_knows_is_not_reported_again(run: Callable[..., TrialRun]) -> None:
+    trial = run(ALL[:3], ALL[3:], reported_tokens=2 * BATCH_TOKENS)
+    assert trial.next_report()["step"] == 4
+
+
+def go_to_the_end(trial: TrialRun) -> None:
+    """Take reports until there is an error."""
+    while True:
+        trial.next_report()
+        trial.go_on()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*ALL[:5], evaluation(4, None)], "val/loss is not finite at step 4, after 16384 tokens"),
+        ([*ALL[:2], evaluation(2, None)], "val/loss is not finite at step 2, after 8192 tokens"),
+        (ALL[:5], "has no evaluation of its last step"),
+    ],
+)
+def test_a_trial_without_a_result_fails_and_does_not_hang(
+    run: Callable[..., TrialRun], rows: list[Row], message: str
+) -> None:
+    with pytest.raises(TrainingFailed, match=message):
+        go_to_the_end(run([], rows))
+
+
+def test_a_trial_that_is_stopped_does_not_go_on(run: Callable[..., TrialRun]) -> None:
+    trial = run(ALL[:3], ALL[3:])
+    trial.next_report()
+    trial.stop()
+    with pytest.raises(Interrupted):
+        trial.next_report()
