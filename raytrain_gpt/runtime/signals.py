@@ -43,9 +43,10 @@ class StopSignals:
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
-        self.stop.set()
         if self._count >= _FORCED_AFTER:
             os._exit(Interrupted.exit_code)
+        if self._count == 1:  # the next one may come while this one is in set(), which locks
+            self.stop.set()
         if not self._deferred:
             raise KeyboardInterrupt
 

@@ -254,7 +254,7 @@ def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
         return command.process.poll() is not None
 
     wait_until(interrupted, "the end", within_s=10)
-    assert command.ends() == 130
+    assert command.ends() == 130, command.output
     newest = Catalogue(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
     assert newest is not None
     assert newest.state.step == 10

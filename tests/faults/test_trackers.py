@@ -35,7 +35,7 @@ def test_rows_wait_for_a_server_that_is_down(
     lines: queue.Queue[str] = queue.Queue()
     rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]
     (tmp_path / "run").mkdir()
-    tracker = MLflow(tmp_path / "run", uri, "down", None, 0, {"seed": 1}, lines.put)
+    tracker = MLflow(tmp_path / "run", uri, "down", None, 0, {"seed": 1}, {}, lines.put)
     started = time.monotonic()
     tracker.add_rows(rows[:20])
     assert time.monotonic() - started < 1, "a tracker that is down must not hold up anybody"

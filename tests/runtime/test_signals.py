@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,30 @@ def test_a_second_run_of_the_same_name_is_refused(
     assert code == 2
     assert f"run twice is in use (process {process.pid} on" in errors
     assert errors.count("\n") == 1
+
+
+IN_A_ROW = """
+import os, signal, threading
+from raytrain_gpt.runtime.signals import StopSignals
+
+class Interrupted(threading.Event):
+    lock = threading.Lock()
+
+    def set(self):
+        with self.lock:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().set()
+
+with StopSignals("") as signals:
+    signals.defer()
+    signals.stop = Interrupted()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.stop.is_set()
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_signal_that_comes_while_the_one_before_is_handled_locks_nothing() -> None:
+    """The second of the three comes inside the handler of the first."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=20)
+    assert ended.returncode == 130
