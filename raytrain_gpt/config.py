@@ -245,7 +245,7 @@ class Config(_Section):
         if batch % seq_len:
             raise ValueError(
                 f"global_batch_tokens={batch} is not a multiple of seq_len={seq_len}; "
-                f"nearest: {_nearest_multiples(batch, seq_len)}"
+                f"nearest: {nearest_multiples(batch, seq_len)}"
             )
         return self
 
@@ -452,7 +452,7 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     sequences = config.batch_sequences
     workers = [w for w in range(1, sequences + 1) if sequences % (w * micro) == 0]
     micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
-    ways = [f"global_batch_tokens {_nearest_multiples(tokens, unit)}"]
+    ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
     ways += [f"num_workers {_nearest(workers, world_size)}"] * bool(workers)
     ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
     raise ConfigError(
@@ -461,7 +461,8 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     )
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` next to a value, for messages."""
     below = value // unit * unit
     return ", ".join(str(v) for v in (below, below + unit) if v > 0)
 

@@ -15,9 +15,8 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raytrain_gpt.config import LEAVES, Config, micro_batches_per_step
+from raytrain_gpt.config import LEAVES, Config, micro_batches_per_step, nearest_multiples
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.rules import multiples_near
 from raytrain_gpt.sweep.space import Drawn, Grid, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
@@ -69,7 +68,7 @@ def base_config(sweep: Sweep) -> Config:
         if tokens % unit:
             raise ConfigError(
                 f"{name}={tokens} is not a whole number of steps of {', '.join(map(str, batches))} "
-                f"tokens; nearest: {multiples_near(tokens, unit)}"
+                f"tokens; nearest: {nearest_multiples(tokens, unit)}"
             )
     lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}
     return _settled(sweep, leaves, next(iter(planned_trials(sweep)), lowest))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_gpt.config import leaf_section
+from raytrain_gpt.config import leaf_section, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
 
@@ -59,7 +59,7 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
     elif num_trials % points:
         raise ConfigError(
             f"num_trials={num_trials} is not a multiple of the grid's {points} points; nearest: "
-            f"{multiples_near(num_trials, points)}"
+            f"{nearest_multiples(num_trials, points)}"
         )
 
 
@@ -68,7 +68,7 @@ def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens
     if tokens % report_every_tokens:
         raise ConfigError(
             f"{name}={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
-            f"{multiples_near(tokens, report_every_tokens)}"
+            f"{nearest_multiples(tokens, report_every_tokens)}"
         )
     if tokens >= budget_tokens:
         raise ConfigError(
@@ -98,9 +98,3 @@ def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> Non
                 "middle of a trial; tie it to something else"
             )
         moving |= {name} if causes else set()
-
-
-def multiples_near(value: int, unit: int) -> str:
-    """The multiples of `unit` next to a value, for messages."""
-    below = value // unit * unit
-    return ", ".join(str(v) for v in (below, below + unit) if v > 0)
