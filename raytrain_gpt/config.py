@@ -399,15 +399,28 @@ def load_config_file(path: Path) -> Config:
     Raises:
         ConfigError: it is missing, not YAML, or has unknown keys or impossible values.
     """
-    try:
-        tree = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(path, "configuration")
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has no sections; expected {', '.join(Config.model_fields)}")
     return parse_config(tree, str(path))
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """The content of a YAML file, whatever it is.
+
+    Args:
+        path: The file.
+        what: It is meant to be, for messages.
+
+    Raises:
+        ConfigError: it is missing or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def resolve(preset: str | None, file: Path | None, leaves: Mapping[str, Any]) -> Config:

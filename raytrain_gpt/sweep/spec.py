@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
@@ -27,6 +26,7 @@ from raytrain_gpt.config import (
     Config,
     load_config_file,
     load_preset,
+    read_yaml,
     suggestion,
 )
 from raytrain_gpt.errors import ConfigError
@@ -205,12 +205,7 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
     Raises:
         ConfigError: the file is missing or not YAML, or says something impossible.
     """
-    try:
-        raw = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read sweep {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    raw = read_yaml(path, "sweep")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} has no keys; expected {', '.join(Sweep.model_fields)}")
     empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}
