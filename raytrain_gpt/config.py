@@ -141,12 +141,16 @@ class SpikesSection(_Section):
 
 
 class EvalSection(_Section):
-    """Validation loss and samples during training."""
+    """Validation loss, HellaSwag and samples during training."""
 
     eval_every_steps: int = Field(250, ge=1)
     """Steps between evaluations; the last step always has one."""
     eval_tokens: int = Field(10_485_760, ge=1)
     """Upper limit of validation tokens; the first of the val split, the same every time."""
+    eval_mode: Literal["inline", "beside"] = "inline"
+    """inline: training waits; beside: a task with resources of its own evaluates checkpoints."""
+    hellaswag_path: str | None = None
+    """HellaSwag as .jsonl, to score in every evaluation; download: the public file; null: none."""
     sample_prompt: str = "Hello, I am a language model,"
     """What the samples start with."""
     num_samples: int = Field(5, ge=0)

@@ -11,20 +11,21 @@ import torch
 
 from raytrain_gpt.config import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, resolve_precision
-from raytrain_gpt.core.evaluate import eval_result, evaluation_sums
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.data.tokenizer import read_tokenizer, token_bytes
+from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
+from raytrain_gpt.runtime.evaluation import Evaluation
 from raytrain_gpt.runtime.feed import EvalFeed
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.locations import data_location
 from raytrain_gpt.runtime.preflight import check_vocabulary
+from raytrain_gpt.runtime.ranks import Ranks
 
 
 def open_checkpoint(
@@ -83,10 +84,9 @@ def evaluate_checkpoint(
         raise DataError(f"the val split of {directory} has no sequence of {spec.seq_len} tokens")
     tokens, delivered = read_sequences(directory, manifest, "val", spec.seq_len, ids)
     feed = EvalFeed(tokens, delivered, config.train.micro_batch_sequences, device)
-    lengths = torch.from_numpy(token_bytes(tokenizer, model.shape.padded_vocab_size)).to(device)
     autocast = autocast_of(resolve_precision(config.train.precision, device), device)
-    result = eval_result(evaluation_sums(model, feed.micro_batches(), lengths, autocast))
-    return checkpoint.path, {"step": checkpoint.state.step, **result.metrics()}
+    evaluation = Evaluation(config, model, tokenizer, feed, Ranks(rank=0, world_size=1), autocast)
+    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.validate().metrics()}
 
 
 def sample_checkpoint(

@@ -20,18 +20,16 @@ from ray.train import CheckpointUploadMode
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
-from raytrain_gpt.core.evaluate import eval_result, evaluation_sums
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.core.spikes import SpikeDetector
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_bytes, tokenizer_json
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.runtime.checkpoints import (
     ROWS_FILE,
@@ -40,6 +38,7 @@ from raytrain_gpt.runtime.checkpoints import (
     CheckpointState,
     read_checkpoint,
 )
+from raytrain_gpt.runtime.evaluation import Evaluation
 from raytrain_gpt.runtime.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.lease import LEASE_FILE, still_held
@@ -186,8 +185,6 @@ class Worker:
                     load_optimizer(directory, self.raw_model, self.optimizer)
         if source is None:
             self._prepare_model()
-        lengths = token_bytes(self.tokenizer, shape.padded_vocab_size)
-        self.token_bytes = torch.from_numpy(lengths).to(self.device)
 
     def _prepare_model(self) -> None:
         if self.config.train.compile:
@@ -205,7 +202,10 @@ class Worker:
         )
         chunks = rank_chunks(tables, self.spec.ingest, self.ranks.rank)
         val = next(chunks)
-        self.eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
+        eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
+        self.evaluation = Evaluation(
+            self.config, self.raw_model, self.tokenizer, eval_feed, self.ranks, self.autocast
+        )
         self.feed = TrainFeed(chunks, micro, self.device)
 
     def _step_log(self, flops: float, peak: float | None) -> StepLog:
@@ -279,9 +279,7 @@ class Worker:
     def evaluate(self) -> None:
         """Validation loss over all ranks, and samples; not counted as training time."""
         started = time.perf_counter()
-        batches = self._watched(self.eval_feed.micro_batches())
-        own = evaluation_sums(self.raw_model, batches, self.token_bytes, self.autocast)
-        result = eval_result(self.ranks.summed(own))
+        result = self.evaluation.validate(self.link.progress)
         self._val_loss = (self.step, result.loss)
         metrics = {name: finite(value) for name, value in result.metrics().items()}
         row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
@@ -289,25 +287,8 @@ class Worker:
         self._evaluated = row
         self.link.rows([row], force=True)
         if self.ranks.rank == 0 and self.config.eval.num_samples:
-            self.link.call("add_samples", self.step, self._samples())
+            self.link.call("add_samples", self.step, self.evaluation.samples())
         self.log.leave_out(time.perf_counter() - started)
-
-    def _samples(self) -> str:
-        e = self.config.eval
-        eot = self.tokenizer.eot_token
-        prompt = torch.tensor(self.tokenizer.encode_ordinary(e.sample_prompt) or [eot])
-        with self.autocast():
-            drawn = sample_tokens(
-                self.raw_model,
-                prompt.to(self.device),
-                num_samples=e.num_samples,
-                max_new_tokens=e.max_new_tokens,
-                top_k=e.top_k,
-                temperature=e.temperature,
-                seed=self.config.train.seed,
-            )
-        texts = [e.sample_prompt + self.tokenizer.decode(ids) for ids in drawn.tolist()]
-        return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))
 
     def save_checkpoint(self) -> None:
         """Copy the state; it is written while training goes on."""

@@ -1,0 +1,97 @@
+"""`prepare` and `data`: make a dataset, look at one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from raytrain_gpt.commands.flags import json_flag, say
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the parsers of these commands."""
+    prepare = commands.add_parser("prepare", help="tokenize text into a dataset")
+    prepare.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help=".txt, .jsonl or .parquet files, directories or globs, local or s3://…, or stdlib "
+        "(Python's own source)",
+    )
+    prepare.add_argument(
+        "--out", required=True, metavar="DIR", help="where the dataset goes, or s3://bucket/prefix"
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, or a tiktoken encoding: gpt2, cl100k_base, … (default: bytes)",
+    )
+    prepare.add_argument(
+        "--text_field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSON line, column of a parquet file (default: text)",
+    )
+    split = prepare.add_mutually_exclusive_group()
+    split.add_argument(
+        "--val_fraction",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="share of documents that validate; of fewer than 100, the end of the text (default: 0.01)",
+    )
+    split.add_argument(
+        "--val_tokens",
+        type=int,
+        metavar="N",
+        help="the first documents validate, about N tokens of them",
+    )
+    prepare.add_argument(
+        "--shard_tokens",
+        type=int,
+        default=100_000_000,
+        metavar="N",
+        help="tokens of a shard, about (default: 100000000)",
+    )
+    prepare.set_defaults(command=_prepare)
+
+    data = commands.add_parser("data", help="show a dataset, or verify every byte of it")
+    data.add_argument("action", choices=("show", "verify"))
+    data.add_argument("directory", metavar="DIR", help="a dataset, or s3://bucket/prefix")
+    json_flag(data, _data)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from raytrain_gpt.data.storage import Location
+    from raytrain_gpt.runtime import show
+    from raytrain_gpt.runtime.launch import prepare_dataset
+
+    out = Location.of(args.out)
+    options = {"text_field": args.text_field, "val_fraction": args.val_fraction}
+    options |= {"val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens}
+    manifest = prepare_dataset(args.sources, out, args.tokenizer, say, **options)
+    show.dataset(out, manifest, say)
+    say(f"next: raytrain-gpt train --data_path {args.out} --run_name my-run")
+
+
+def _data(args: argparse.Namespace) -> None:
+    from raytrain_gpt.data.shards import check_shard, check_tokenizer, read_manifest
+    from raytrain_gpt.data.storage import Location
+    from raytrain_gpt.runtime import show
+
+    directory = Location.of(args.directory)
+    manifest = read_manifest(directory)
+    if args.action == "verify":
+        check_tokenizer(directory, manifest)
+        for shard in manifest.shards:
+            check_shard(directory, manifest, shard, content=True)
+            if not args.json:
+                say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
+        say(f"all {len(manifest.shards)} shards of {directory} are whole")
+    facts = show.dataset(directory, manifest, say)
+    if args.json:
+        say(json.dumps(facts | {"verified": args.action == "verify"}))
+    else:
+        say(f"next: raytrain-gpt train --data_path {args.directory} --run_name my-run")

@@ -1,0 +1,81 @@
+"""`train` and `tune`: one run, and many."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.commands.flags import add_config, add_flag, add_leaves, config_of, say
+from raytrain_gpt.config import DEFAULT_PRESET, LEAVES, micro_batches_per_step
+from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the parsers of these commands."""
+    train = commands.add_parser(
+        "train",
+        help="train a model, or go on with a run",
+        description="Train a model. Defaults < preset < configuration file < flags; without --preset and "
+        f"--config the preset is {DEFAULT_PRESET}. The same run_name goes on where it stopped.",
+    )
+    add_config(train)
+    train.add_argument(
+        "--dry_run", action="store_true", help="print the resolved configuration and stop"
+    )
+    add_leaves(train)
+    train.set_defaults(command=_train)
+
+    tune = commands.add_parser(
+        "tune",
+        help="search learning rate, batch size or anything else over many runs",
+        description="Run the trials of a sweep file, compare them at equal tokens, and write down the best "
+        "configuration. Flags win over the file.",
+    )
+    tune.add_argument("file", type=Path, metavar="FILE", help="a sweep file, as in tune_configs/")
+    tune.add_argument(
+        "--resume", action="store_true", help="go on with a sweep that was stopped or killed"
+    )
+    tune.add_argument(
+        "--dry_run", action="store_true", help="print the trials and what they cost, and stop"
+    )
+    search = tune.add_argument_group("sweep")
+    for name in SWEEP_FLAGS:
+        field = Sweep.model_fields[name]
+        add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
+    add_leaves(tune, without=DECIDED)
+    tune.set_defaults(command=_tune)
+
+
+def _train(args: argparse.Namespace) -> None:
+    config = config_of(args)
+    if isinstance(config.cluster.num_workers, int):
+        micro_batches_per_step(config, config.cluster.num_workers)
+    if args.dry_run:
+        say(config.to_yaml().rstrip())
+        say("next: the same command without --dry_run")
+        return
+    from raytrain_gpt.runtime import show
+    from raytrain_gpt.runtime.launch import train
+
+    show.run_end(train(config, say), say)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    names = [*SWEEP_FLAGS, *LEAVES]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    flags = {name: value for name, value in given.items() if name not in DECIDED}
+    sweep = load_sweep(args.file, flags)
+    if args.dry_run:
+        from raytrain_gpt.sweep.cost import cost_lines
+
+        for line in cost_lines(sweep):
+            say(line)
+        say("next: the same command without --dry_run")
+        return
+    from raytrain_gpt.sweep.launch import run_sweep
+
+    summary = run_sweep(sweep, goes_on=args.resume, log=say)
+    for name in summary.files:
+        say(f"{name:<16}{summary.directory / name}")
+    say(f"next: raytrain-gpt train --config {summary.directory / 'best.yaml'}")
