@@ -313,7 +313,9 @@ LEAVES = _collect_leaves()
 
 _STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _URL_LEAVES = {
-    **dict.fromkeys(("init_from", "data_path", "storage_path", "s3_endpoint"), _STORE_KEYS),
+    **dict.fromkeys(
+        ("init_from", "data_path", "hellaswag_path", "storage_path", "s3_endpoint"), _STORE_KEYS
+    ),
     "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
 }
 """Leaf that may be a URL -> variables for what must not stand in it."""

@@ -76,7 +76,8 @@ class TrainedRun:
         *,
         num_samples: int = 1,
         max_new_tokens: int = 100,
-        top_k: int = 50,
+        top_k: int | None = 50,
+        top_p: float = 1.0,
         temperature: float = 1.0,
         seed: int = 42,
     ) -> list[str]:
@@ -85,8 +86,9 @@ class TrainedRun:
         Args:
             prompt: What they start with.
             num_samples: How many.
-            max_new_tokens: Of each.
-            top_k: Draw from the k most likely tokens.
+            max_new_tokens: Of each, unless the text ends before.
+            top_k: Draw from the k most likely tokens; None: from all.
+            top_p: Draw from the most likely tokens that have this probability together.
             temperature: 0: always the most likely token.
             seed: Of the draws.
         """
@@ -99,6 +101,7 @@ class TrainedRun:
             num_samples=num_samples,
             max_new_tokens=max_new_tokens,
             top_k=top_k,
+            top_p=top_p,
             temperature=temperature,
             seed=seed,
         )

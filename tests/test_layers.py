@@ -1,4 +1,4 @@
-"""Dependencies point one way: cli -> commands -> sweep | doctor -> runtime -> core | data -> config."""
+"""Dependencies point one way: cli -> commands -> serve | sweep | doctor -> runtime -> core | data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BELOW = {
     "runtime": {"core", "data", "config", "errors", "redact"},
     "sweep": {"runtime", "core", "data", "config", "errors"},
     "doctor": {"runtime", "core", "data", "config", "errors"},
-    "commands": {"doctor", "sweep", "runtime", "core", "data", "config", "errors", "redact"},
+    "serve": {"runtime", "core", "data", "config", "errors", "redact"},
+    "commands": {"serve", "doctor", "sweep", "runtime", "core", "data", "config", "errors", "redact"},
     "cli": {"commands", "config", "errors", "redact"},
     "notebook": {"runtime", "config", "errors", "redact"},
     "__main__": {"cli"},

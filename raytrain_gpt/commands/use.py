@@ -7,11 +7,12 @@ import json
 from typing import Any
 
 from raytrain_gpt.commands.flags import checkpoint_argument, json_flag, say
+from raytrain_gpt.errors import ConfigError
 
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    evaluate = commands.add_parser("eval", help="validation loss of a checkpoint")
+    evaluate = commands.add_parser("eval", help="validation loss and HellaSwag of a checkpoint")
     checkpoint_argument(evaluate)
     evaluate.add_argument(
         "--data", metavar="DIR", help="dataset (default: the one it was trained on)"
@@ -22,16 +23,37 @@ def add_parsers(commands: Any) -> None:
         metavar="N",
         help="upper limit of tokens (default: as in training)",
     )
+    evaluate.add_argument(
+        "--hellaswag",
+        metavar="FILE|download",
+        help="ask HellaSwag too: its .jsonl, or the public file (default: not asked)",
+    )
     json_flag(evaluate, _eval)
 
-    sample = commands.add_parser("sample", help="continue a prompt with a checkpoint")
+    sample = commands.add_parser("sample", help="continue prompts with a checkpoint")
     checkpoint_argument(sample)
-    sample.add_argument("--prompt", required=True, metavar="TEXT")
-    sample.add_argument(
-        "--num_samples", type=int, default=5, metavar="N", help="continuations (default: 5)"
+    prompts = sample.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT")
+    prompts.add_argument(
+        "--batch",
+        metavar="FILE",
+        help='JSON lines {"prompt": TEXT, …}, continued on all of a cluster',
     )
     sample.add_argument(
-        "--max_new_tokens", type=int, default=32, metavar="N", help="tokens of each (default: 32)"
+        "--out", metavar="FILE", help="the lines of --batch with their continuations (JSON lines)"
+    )
+    sample.add_argument(
+        "--num_samples",
+        type=int,
+        metavar="N",
+        help="continuations of a prompt (default: 5, with --batch 1)",
+    )
+    sample.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of each, unless its text ends before (default: 32)",
     )
     sample.add_argument(
         "--top_k",
@@ -39,6 +61,13 @@ def add_parsers(commands: Any) -> None:
         default=50,
         metavar="K",
         help="draw from the k most likely tokens (default: 50)",
+    )
+    sample.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="of them, from the most likely that have this probability together (default: 1.0)",
     )
     sample.add_argument(
         "--temperature",
@@ -57,19 +86,36 @@ def _eval(args: argparse.Namespace) -> None:
     from raytrain_gpt.runtime import show
     from raytrain_gpt.runtime.use import evaluate_checkpoint
 
-    path, metrics = evaluate_checkpoint(args.checkpoint, args.data, args.eval_tokens)
+    path, metrics = evaluate_checkpoint(
+        args.checkpoint,
+        say,
+        data=args.data,
+        eval_tokens=args.eval_tokens,
+        hellaswag=args.hellaswag,
+    )
     show.evaluation(path, metrics, say)
     if args.json:
         say(json.dumps({"checkpoint": str(path), **metrics}))
 
 
 def _sample(args: argparse.Namespace) -> None:
+    if (args.batch is None) != (args.out is None):
+        raise ConfigError(
+            "--batch FILE and --out FILE belong together; give both, or --prompt TEXT"
+        )
+    options = {
+        name: getattr(args, name)
+        for name in ("max_new_tokens", "top_k", "top_p", "temperature", "seed")
+    }
+    if args.batch is not None:
+        from raytrain_gpt.runtime.batch_sample import sample_batch
+
+        num = 1 if args.num_samples is None else args.num_samples
+        sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num, **options)
+        return
     from raytrain_gpt.runtime.use import sample_checkpoint
 
-    options = {
-        n: getattr(args, n)
-        for n in ("num_samples", "max_new_tokens", "top_k", "temperature", "seed")
-    }
-    for text in sample_checkpoint(args.checkpoint, args.prompt, say, **options):
+    num = 5 if args.num_samples is None else args.num_samples
+    for text in sample_checkpoint(args.checkpoint, args.prompt, say, num_samples=num, **options):
         say(f"{text}\n{'-' * 40}")
     say(f"next: raytrain-gpt eval {args.checkpoint}")

@@ -7,6 +7,7 @@ are those of the released model. Shapes: B sequences, T tokens, D channels, H he
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from raytrain_gpt.config import Config, padded_vocab_size
 INIT_STD = 0.02
 IGNORED = -100
 """Target of a place that does not count."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,22 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(shape.embd_size, 3 * shape.embd_size)
         self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D).
+
+        Args:
+            x: (B, T, D)
+            attend: None: causal attention among the T tokens.
+        """
         b, t, d = x.shape
         q, k, v = self.c_attn(x).view(b, t, 3, self.num_heads, -1).unbind(2)  # (B, T, H, D/H)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-        )  # (B, H, T, D/H)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)
+        if attend is None:
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+            )  # (B, H, T, D/H)
+        else:
+            y = attend(q, k, v)  # (B, H, T, D/H)
         out: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, d))
         return F.dropout(out, self.dropout, self.training)
 
@@ -103,9 +112,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(shape.embd_size)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D), with the attention of `Attention.forward`."""
+        x = x + self.attn(self.ln_1(x), attend)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -148,6 +157,25 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def hidden_after(
+        self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[Attend]
+    ) -> Tensor:
+        """Final hidden states of tokens that may attend to more than each other, as a cache has it.
+
+        Args:
+            ids: int64 (B, T).
+            positions: int64 (B, T) or (T,), below seq_len.
+            attend_by_layer: The attention of each block.
+
+        Returns:
+            (B, T, D)
+        """
+        x = self.wte(ids) + self.wpe(positions)  # (B, T, D)
+        for block, attend in zip(self.h, attend_by_layer, strict=True):
+            x = block(x, attend)
         out: Tensor = self.ln_f(x)
         return out
 

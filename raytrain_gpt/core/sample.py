@@ -1,52 +1,67 @@
-"""Draw text from a model."""
+"""Continue given prompts to their ends."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.generate import DecodingBatch, FinishReason, SamplingOptions
+from raytrain_gpt.core.model import GPT, GPTShape
+
+MAX_SEQUENCES = 64
+CACHE_BYTES = 2**31
+"""Of keys and values in float32; a single sequence may need more."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Continuation:
+    """What was drawn after a prompt, without the end of the text, and why it ended."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
 def sample_tokens(
     model: GPT,
-    prompt: Tensor,
-    *,
-    num_samples: int,
-    max_new_tokens: int,
-    top_k: int,
-    temperature: float,
-    seed: int,
-) -> Tensor:
-    """Continue a prompt several times.
-
-    The generator is its own, so sampling never changes training; padded ids are never drawn. Where
-    prompt and continuation outgrow the context, its last seq_len tokens are what the model sees.
+    eot_token: int,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    first_stream: int = 0,
+) -> list[Continuation]:
+    """Continue prompts, as many at a time as fit; see `DecodingBatch`.
 
     Args:
-        model: Not wrapped; it runs eagerly, so that growing shapes compile nothing.
-        prompt: int64 (tokens,), at least one.
-        num_samples: Continuations.
-        max_new_tokens: Tokens of each.
-        top_k: Draw from the k most likely ids.
-        temperature: Divides the logits; 0 takes the most likely id.
-        seed: Of the generator.
+        model: Not wrapped.
+        eot_token: Ends a text.
+        prompts: Of each the model sees the last seq_len tokens, at least one.
+        options: How to draw.
+        first_stream: Of the first prompt; each other one has the stream after that of the one before.
 
     Returns:
-        int64 (num_samples, max_new_tokens)
+        One for each prompt.
+
+    Raises:
+        DataError: a prompt is empty or has a token that the vocabulary has not.
     """
-    model.eval()
-    generator = torch.Generator(device=prompt.device).manual_seed(seed)
-    ids = prompt.repeat(num_samples, 1)  # (N, T)
-    for _ in range(max_new_tokens):
-        logits = model.logits(ids[:, -model.shape.seq_len :])[:, -1].float()  # (N, V)
-        logits = logits[:, : model.shape.vocab_size]
-        if temperature == 0:
-            drawn = logits.argmax(-1, keepdim=True)  # (N, 1)
-        else:
-            best, at = logits.topk(min(top_k, logits.shape[-1]))  # (N, k)
-            weights = torch.softmax(best / temperature, -1)
-            drawn = at.gather(-1, torch.multinomial(weights, 1, generator=generator))  # (N, 1)
-        ids = torch.cat([ids, drawn], 1)
-    return ids[:, len(prompt) :]
+    longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
+    batch = DecodingBatch(model, eot_token, _max_sequences(model.shape, longest))
+    places: dict[int, int] = {}
+    tokens: list[list[int]] = [[] for _ in prompts]
+    reasons: list[FinishReason] = ["length"] * len(prompts)
+    while len(places) < len(prompts) or batch.num_active:
+        while len(places) < len(prompts) and batch.num_free:
+            place = len(places)
+            places[batch.add(prompts[place], options, first_stream + place)] = place
+        for drawn in batch.step():
+            place = places[drawn.handle]
+            if drawn.token is not None:
+                tokens[place].append(drawn.token)
+            reasons[place] = drawn.finish_reason or reasons[place]
+    return [Continuation(t, reason) for t, reason in zip(tokens, reasons, strict=True)]
+
+
+def _max_sequences(shape: GPTShape, longest: int) -> int:
+    """Sequences of up to so many tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    token_bytes = 2 * 4 * shape.num_layers * shape.embd_size
+    fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
+    return max(1, min(MAX_SEQUENCES, fit))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
+_POSITIONS = "wpe.weight"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -94,14 +95,21 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
-def load_model(directory: Path, model: nn.Module) -> None:
+def load_model(directory: Path, model: nn.Module, crop_context: bool = False) -> None:
     """Read the weights of a checkpoint into a model.
+
+    Args:
+        directory: The checkpoint's files.
+        model: Of the same shape.
+        crop_context: It may have a shorter context: the first positions are taken.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
     """
     tensors = _load(directory / MODEL_FILE)
     ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if crop_context and _POSITIONS in tensors:
+        tensors[_POSITIONS] = tensors[_POSITIONS][: ours[_POSITIONS][0]]
     theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):

@@ -157,7 +157,9 @@ def _fit(
         return None
     c = config.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    found.add(passed("workers", f"{world_size} × {c.cpus_per_worker} CPUs{gpus} fit the cluster"))
+    beside = ", and one more for evaluation beside them," if cluster.evaluators(config) else ""
+    fit = f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{beside} fit the cluster"
+    found.add(passed("workers", fit))
     return cluster.fit_micro_batch(config, world_size), world_size
 
 

@@ -23,11 +23,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.runtime import cluster
+from raytrain_gpt.runtime.beside import Beside
 from raytrain_gpt.runtime.checkpoints import Checkpoint
 from raytrain_gpt.runtime.failures import root_cause
 from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 from raytrain_gpt.runtime.lease import Lease
-from raytrain_gpt.runtime.recorder import RankState, Recorder, RecorderSpec
+from raytrain_gpt.runtime.recorder import RankState, RecorderSpec, start_recorder
 from raytrain_gpt.runtime.run_files import Row
 from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.worker import WorkerSpec
@@ -72,6 +73,8 @@ class Attempt:
         stop: Set by a signal.
         lease: On the run's name.
         log: Gets console lines.
+        choices: Reference to the HellaSwag's `Choices`, or None.
+        beside: Evaluates the checkpoints, or None: the workers do.
         evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
     """
 
@@ -86,6 +89,8 @@ class Attempt:
     stop: threading.Event
     lease: Lease
     log: Log
+    choices: Any
+    beside: Beside | None = None
     evaluated: Callable[[Row], None] | None = None
     _asked_to_stop: bool = field(default=False, init=False)
     _watched_at: float = field(default=0.0, init=False)
@@ -99,8 +104,7 @@ class Attempt:
         Raises:
             ClusterError: another run took the name over.
         """
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        recorder: Any = Recorder.options(scheduling_strategy=here).remote(self.recorder)  # type: ignore[attr-defined]
+        recorder = start_recorder(self.recorder)
         spec = WorkerSpec(
             config=self.config,
             run_dir=self.recorder.run_dir,
@@ -110,6 +114,7 @@ class Attempt:
             attempt=self.number,
             lease_token=self.lease.token,
             recorder=recorder,
+            choices=None if self.beside else self.choices,
             is_trial=self.evaluated is not None,
         )
         error = self._fit_and_watch(self._trainer(spec), recorder)
@@ -157,6 +162,8 @@ class Attempt:
             while thread.is_alive():
                 for news in ray.get(recorder.take_news.remote(POLL_S)):
                     self._take(news, recorder)
+                if self.beside is not None:
+                    self.beside.hand_over(recorder, self.log)
                 if self.stop.is_set() and not self._asked_to_stop:
                     self._asked_to_stop = True
                     if not ray.get(recorder.is_training.remote()):
@@ -174,6 +181,8 @@ class Attempt:
     def _take(self, news: str | Row, recorder: Any) -> None:
         if isinstance(news, str):
             self.log(news)
+        elif self.beside is not None:
+            self.beside.look()
         elif self.evaluated is not None:
             self.evaluated(news)
             if not self.stop.is_set():

@@ -1,7 +1,8 @@
 """The catalogue of a run's checkpoints: complete and hash-verified, or absent.
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
-                                       state.json, rows.jsonl and, last, hashes.json
+                                       state.json, rows.jsonl and, last, hashes.json;
+                                       later evaluation.json, if it is evaluated beside training
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -30,6 +32,7 @@ from typing import Any
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.runtime.evaluated import Evaluated, read_evaluated
 
 CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
@@ -81,11 +84,39 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint (its files' hashes are checked by `verify`)."""
+    """A complete checkpoint (its files' hashes are checked by `verify`).
+
+    Attributes:
+        path: Its directory.
+        state: The content of `state.json`.
+        size_bytes: Of all files that it was committed with.
+        hash: SHA-256 over the sizes and hashes of these, in hex.
+        evaluated: What was found beside training; None: nothing yet.
+    """
 
     path: Location
     state: CheckpointState
     size_bytes: int
+    hash: str = ""
+    evaluated: Evaluated | None = None
+
+    @property
+    def val_loss(self) -> float | None:
+        """Validation loss, nats per token; None if it was not evaluated, or not finite."""
+        if self.evaluated_row is None:
+            return self.state.val_loss
+        loss: float | None = self.evaluated_row["val/loss"]
+        return loss
+
+    @property
+    def evaluated_row(self) -> dict[str, Any] | None:
+        """The row of its evaluation beside training; None: there was none."""
+        return self.evaluated.row if self.evaluated else None
+
+    @property
+    def waits_for_evaluation(self) -> bool:
+        """Whether it is to be evaluated beside training, and was not yet, nor was given up."""
+        return self.evaluated is None and evaluated_beside(self.state)
 
     def verify(self) -> None:
         """Compare every file with its size and hash.
@@ -125,12 +156,30 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl since the checkpoint before; none where they are damaged."""
+        """Lines of metrics.jsonl since the checkpoint before, and of its evaluation beside training.
+
+        None of those that are damaged.
+        """
+        later = [self.evaluated_row] if self.evaluated_row else []
         try:
             text = (self.path / ROWS_FILE).read_text()
-            return [json.loads(line) for line in text.splitlines()]
+            return [json.loads(line) for line in text.splitlines()] + later
         except (OSError, ValueError):
-            return []
+            return later
+
+
+def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
+    """Whether a run evaluates at a step: every so many, and at the last one."""
+    return step % eval_every_steps == 0 or step == max_steps
+
+
+def evaluated_beside(state: CheckpointState) -> bool:
+    """Whether a checkpoint is to be evaluated beside training, by the configuration that wrote it."""
+    evaluation = state.config.get("eval", {})
+    if evaluation.get("eval_mode") != "beside":
+        return False
+    every, last = evaluation["eval_every_steps"], state.config["train"]["max_steps"]
+    return is_evaluated(state.step, every, last)
 
 
 @dataclass(frozen=True)
@@ -142,7 +191,7 @@ class FileEntry:
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
-    """A checkpoint directory's state; its files are not read yet.
+    """A checkpoint directory's state and evaluation; its other files are not read yet.
 
     Raises:
         CheckpointError: it is no complete checkpoint, or of a newer version.
@@ -159,7 +208,12 @@ def read_checkpoint(path: Location) -> Checkpoint:
             )
         skipped = tuple((int(a), int(b)) for a, b in content.pop("skipped_batches", ()))
         state = CheckpointState(**content, skipped_batches=skipped)
-        return Checkpoint(path, state, sum(entry.size_bytes for entry in hashes.values()))
+        size_bytes = sum(entry.size_bytes for entry in hashes.values())
+        listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
+        own_hash = hashlib.sha256(listed.encode()).hexdigest()
+        # Only where there may be one: in an object store every look takes a request.
+        evaluated = read_evaluated(path, own_hash) if evaluated_beside(state) else None
+        return Checkpoint(path, state, size_bytes, own_hash, evaluated)
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
 
@@ -343,8 +397,7 @@ class Catalogue:
 
     def best(self) -> Checkpoint | None:
         """The complete checkpoint with the lowest validation loss."""
-        evaluated = [c for c in self.complete() if c.state.val_loss is not None]
-        return min(evaluated, key=lambda c: (c.state.val_loss or 0.0, c.state.step), default=None)
+        return _best(self.complete())
 
     def clean(self, good_until: int) -> None:
         """Remove what an interrupted writer left, and set aside what lies above a good step."""
@@ -366,10 +419,12 @@ class Catalogue:
                 (path / HASHES_FILE).remove()
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` and the best."""
-        best = self.best()
-        for checkpoint in self.complete()[:-keep]:
-            if best is not None and checkpoint.path == best.path:
+        """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
+        complete = self.complete()
+        best = _best(complete)
+        beside = complete and complete[-1].state.config.get("eval", {}).get("eval_mode") == "beside"
+        for checkpoint in complete[:-keep]:
+            if checkpoint is best or (beside and checkpoint.waits_for_evaluation):
                 continue
             if self._dir.is_local:
                 removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
@@ -378,6 +433,11 @@ class Catalogue:
             else:
                 (checkpoint.path / HASHES_FILE).remove()
                 checkpoint.path.remove()
+
+
+def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
+    return min(losses, key=lambda found: found[:2], default=(0.0, 0, None))[2]
 
 
 def _step(path: Location) -> int:

@@ -229,17 +229,26 @@ def token_file() -> Path | None:
 
 
 def cpus_to_start(config: Config) -> int:
-    """Logical CPUs that a cluster started for this run needs: its workers and two for data."""
-    c = config.cluster
+    """Logical CPUs that a cluster started for this run needs.
+
+    Its workers', as many again for an evaluation beside them, and two for data.
+    """
+    c, beside = config.cluster, evaluators(config)
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    num_workers = max(1, gpus) if c.num_workers == "auto" else c.num_workers
-    cpus = _shared_cores(num_workers) if c.cpus_per_worker == "auto" else c.cpus_per_worker
-    return num_workers * cpus + 2
+    num_workers = max(1, gpus - beside) if c.num_workers == "auto" else c.num_workers
+    shares = num_workers + beside
+    cpus = _shared_cores(shares) if c.cpus_per_worker == "auto" else c.cpus_per_worker
+    return shares * cpus + 2
 
 
-def _shared_cores(num_workers: int) -> int:
+def evaluators(config: Config) -> int:
+    """Tasks that evaluate beside the workers at the same time; each takes as much as a worker."""
+    return int(config.eval.eval_mode == "beside")
+
+
+def _shared_cores(shares: int) -> int:
     """CPUs of each worker when this machine's cores are shared out."""
-    return max(1, (os.cpu_count() or 1) // num_workers)
+    return max(1, (os.cpu_count() or 1) // shares)
 
 
 def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
@@ -254,23 +263,29 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     gpus = c.gpus_per_worker if use_gpu else 0
     if use_gpu and resources.gpus == 0:
         raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
+    beside = evaluators(config)
     num_workers = c.num_workers
     if num_workers == "auto":
-        num_workers = resources.gpus if gpus == 1 else 1
+        free_gpus = resources.gpus - beside
+        num_workers = free_gpus if gpus == 1 and free_gpus else 1
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
-        cpus = _shared_cores(num_workers) if resources.ours else 1
+        cpus = _shared_cores(num_workers + beside) if resources.ours else 1
     config = config.updated(
         {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
     )
-    room = resources.room_for(cpus, gpus)
+    room = resources.room_for(cpus, gpus) - beside
     least = c.min_workers or num_workers
     if room < least:
         have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
-        ways = f"set num_workers to at most {room}" if room else "use a larger cluster"
+        free = f"{DATA_CPUS} CPU must stay free for data"
+        ways = [f"set num_workers to at most {room}"] if room > 0 else []
+        if beside:
+            free += ", and as much as a worker has for eval_mode=beside"
+            ways += ["set eval_mode to inline"] if room + beside >= least else []
         raise ClusterError(
             f"{least} workers × {cpus} CPUs{f' and {gpus:g} GPU' if gpus else ''} do not fit the cluster "
-            f"({have}; {DATA_CPUS} CPU must stay free for data); {ways}"
+            f"({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
         )
     if room >= num_workers:
         micro_batches_per_step(config, num_workers)
@@ -295,7 +310,8 @@ def largest_world_size(config: Config, resources: Resources) -> int | None:
     assert isinstance(c.num_workers, int), "fit_to_cluster decides num_workers"
     assert isinstance(c.cpus_per_worker, int), "fit_to_cluster decides cpus_per_worker"
     gpus = c.gpus_per_worker if c.use_gpu else 0
-    most = min(c.num_workers, resources.room_for(c.cpus_per_worker, gpus))
+    room = resources.room_for(c.cpus_per_worker, gpus) - evaluators(config)
+    most = min(c.num_workers, room)
     for workers in range(most, (c.min_workers or c.num_workers) - 1, -1):
         if config.batch_sequences % workers == 0:
             return workers

@@ -53,11 +53,14 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
 
 def eval_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of an evaluation."""
-    return (
+    line = (
         f"step {row['step']}/{max_steps} | val loss {number(row['val/loss'], '.4f')} | "
         f"perplexity {number(row['val/perplexity'], '.2f')} | "
         f"{number(row['val/bits_per_byte'], '.4f')} bits/byte"
     )
+    if "hellaswag/acc_norm" in row:
+        line += f" | hellaswag {row['hellaswag/acc_norm']:.4f} (acc {row['hellaswag/acc']:.4f})"
+    return line
 
 
 def event_line(row: dict[str, Any], max_steps: int) -> str | None:

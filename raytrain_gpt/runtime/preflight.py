@@ -12,12 +12,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.hf_config import HF_CONFIG_FILE
+from raytrain_gpt.core.hf_weights import WEIGHTS_SUFFIXES
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
+from raytrain_gpt.data.hellaswag import DOWNLOAD
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, check_tokenizer
 from raytrain_gpt.data.storage import Location, is_url
-from raytrain_gpt.errors import ClusterError, ConfigError, DataError
-from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError, DataError
+from raytrain_gpt.runtime.checkpoints import STATE_FILE, resolve_checkpoint
 from raytrain_gpt.runtime.console import size
 from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
@@ -71,15 +74,40 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
 
     Raises:
         CheckpointError: no good checkpoint, or other shapes.
+        ConfigError: a longer context than the checkpoint's, or other heads.
         DataError: another tokenizer.
     """
     if config.model.init_from is None:
         return config
-    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    place = location(config, config.model.init_from)
+    if _is_hugging_face(place):
+        raise CheckpointError(
+            f"init_from={place} holds Hugging Face weights; run: raytrain-gpt import {place} --out "
+            "CHECKPOINT, and set init_from to CHECKPOINT"
+        )
+    checkpoint = resolve_checkpoint(place)
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
+    theirs = checkpoint.state.config
+    if config.data.seq_len > theirs["data"]["seq_len"]:
+        raise ConfigError(
+            f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
+            f"to at most {theirs['data']['seq_len']}"
+        )
+    if config.model.num_heads != theirs["model"]["num_heads"]:  # no tensor's shape tells
+        raise ConfigError(
+            f"num_heads={config.model.num_heads}, {checkpoint.path} has "
+            f"{theirs['model']['num_heads']}; set num_heads to {theirs['model']['num_heads']}"
+        )
     with checkpoint.files() as directory:
-        load_model(directory, GPT(GPTShape.of(config, manifest.vocab_size)))
+        model = GPT(GPTShape.of(config, manifest.vocab_size))
+        load_model(directory, model, crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
+
+
+def _is_hugging_face(place: Location) -> bool:
+    if place.name.endswith(WEIGHTS_SUFFIXES):
+        return True
+    return (place / HF_CONFIG_FILE).is_file() and not (place / STATE_FILE).is_file()
 
 
 def check_compile(config: Config) -> None:
@@ -114,6 +142,8 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     each = GPTShape.of(config, vocab_size).num_parameters * STATE_BYTES_PER_PARAMETER
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
+    if config.eval.eval_mode == "beside":  # every evaluation has a checkpoint, too
+        in_all += -(-train.max_steps // config.eval.eval_every_steps)
     # The best one is kept besides the newest, and one more is there while it is being written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + RUN_FILES_BYTES
@@ -199,9 +229,9 @@ def absolute_paths(config: Config) -> Config:
     """
     changes: dict[str, str] = {}
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    for name in ("data_path", "storage_path", "init_from"):
+    for name in ("data_path", "storage_path", "init_from", "hellaswag_path"):
         value = config.leaves()[name]
-        if value is None or is_url(value) or Path(value).is_absolute():
+        if value in (None, DOWNLOAD) or is_url(value) or Path(value).is_absolute():
             continue
         if in_job:
             raise ConfigError(_relative_in_job(name, value))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
@@ -41,8 +42,9 @@ class RecorderSpec:
         mlflow_tags: Of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
-        attempt: Details of the attempt's row.
+        attempt: Details of the attempt's row; None: nothing is trained, only evaluated.
         saved_rows: Rows that the checkpoints kept.
+        saved_samples: (step, text) of the samples that they kept.
     """
 
     run_dir: Location
@@ -52,8 +54,9 @@ class RecorderSpec:
     mlflow_tags: dict[str, str]
     artifact_location: str | None
     step: int
-    attempt: Row
+    attempt: Row | None
     saved_rows: list[Row]
+    saved_samples: list[tuple[int, str]]
 
 
 @dataclass
@@ -79,6 +82,12 @@ class Outcome:
     bad_stretch: BadStretch | None
 
 
+def start_recorder(spec: RecorderSpec) -> Any:
+    """A recorder on this node; its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Recorder.options(scheduling_strategy=here).remote(spec)  # type: ignore[attr-defined]
+
+
 @ray.remote(num_cpus=0)
 class Recorder:
     """See the module."""
@@ -95,10 +104,12 @@ class Recorder:
         self._unwritten: list[Row] = []
         self._said: set[str] = set()
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(spec.mirror.work_dir, spec.step, spec.saved_rows)
+        self._files = RunFiles(spec.mirror.work_dir, spec.step, spec.saved_rows, spec.saved_samples)
         self._trackers: list[TensorBoard | MLflow] = []
         if spec.config.tracking.tensorboard:
-            self._trackers.append(TensorBoard(spec.mirror.work_dir, spec.step))
+            tensorboard = TensorBoard(spec.mirror.work_dir, spec.step)
+            tensorboard.add_rows(self._files.found_rows)
+            self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
         if spec.mlflow_uri:
             self._mlflow = MLflow(
@@ -114,9 +125,14 @@ class Recorder:
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
+        for step, text in self._files.found_samples:
+            for tracker in self._trackers:
+                tracker.add_samples(step, text)
+        self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
         self._files.kept_rows = []
-        lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
-        self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
+        if spec.attempt is not None:
+            lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
+            self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
         """Rows that the disk does not take wait for the next ones: no metric may end a run."""
@@ -150,6 +166,8 @@ class Recorder:
                     self._news.put(line)
                 if row["event"] == "checkpoint":
                     self._push()
+                    if self._config.eval.eval_mode == "beside":
+                        self._news.put(row)
             elif "val/loss" in row:
                 self._news.put(eval_line(row, train.max_steps))
             elif "train/loss" in row and (row["step"] % train.log_every_steps == 0 or last):
@@ -161,6 +179,15 @@ class Recorder:
             self._files.add_samples(step, text)
             for tracker in self._trackers:
                 tracker.add_samples(step, text)
+
+    async def add_evaluated(self, row: Row, samples: str) -> None:
+        """Write an evaluation beside training, unless a checkpoint has told it already."""
+        if row["step"] in self._evaluated:
+            return
+        self._evaluated.add(row["step"])
+        await self.add_rows([row])
+        if samples:
+            await self.add_samples(row["step"], samples)
 
     def _push(self) -> None:
         """Copy the files into the object store, in the background; next time what fails now."""
@@ -186,9 +213,10 @@ class Recorder:
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
-        """Console lines, and evaluations that a trial waits with, since the last call.
+        """Console lines, and rows, since the last call; waits up to `timeout_s` for the first.
 
-        Waits up to `timeout_s` for the first.
+        Rows are evaluations that a trial waits with and, with evaluation beside training, the events of
+        new checkpoints.
         """
         news: list[str | Row] = []
         with contextlib.suppress(queue.Empty):

@@ -37,6 +37,8 @@ from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, event_text, read_ro
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
 MAX_SAMPLE_SETS = 8
+HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
+"""Accuracies per token to compare with."""
 
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
@@ -49,7 +51,7 @@ class RunStory:
         self.name = self.dir.name
         rows, config_path = read_rows(mirror.work_dir), mirror.work_dir / CONFIG_FILE
         self.rows = [row for row in rows if "train/loss" in row]
-        self.evals = [row for row in rows if "val/loss" in row]
+        self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0))
         self.goodput = goodput(rows)
         config = yaml.safe_load(config_path.read_text("utf-8")) if config_path.exists() else None
@@ -137,6 +139,7 @@ class RunStory:
         return [
             loss,
             *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
+            *self._hellaswag(marks),
             Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
             Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
             Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
@@ -150,6 +153,27 @@ class RunStory:
             return [curve]
         mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
         return [replace(curve, color=_FAINT, width=0.8), mean]
+
+    def _hellaswag(self, marks: list[int]) -> list[Chart]:
+        """Accuracy per token, between chance and a known model, if it was asked."""
+        curves = self.hellaswag("acc_norm", 2, marker="D")
+        if not curves:
+            return []
+        ends = np.array([0, self.last["step"]], np.float64)
+        known = [
+            Curve(f"{name} {value}", ends, np.full(2, value), color, dash)
+            for (name, value), color, dash in zip(
+                HELLASWAG_KNOWN.items(), (_FAINT, 3), _DASHES[1:3], strict=True
+            )
+        ]
+        return [Chart("HellaSwag", "fraction right", [*curves, *known], marks)]
+
+    def hellaswag(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
+        """HellaSwag's accuracies per token, if it was asked."""
+        rows = [row for row in self.evals if "hellaswag/acc_norm" in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        values = np.array([row["hellaswag/acc_norm"] for row in rows], np.float64)
+        return [Curve(label, steps, values, color, dash, marker)] if rows else []
 
     def validation(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
         """The validation losses, if there are any."""
@@ -184,17 +208,19 @@ def write_comparison(mirrors: list[Mirror], out: Path) -> Path:
         for run in runs:
             run.name = str(run.dir)
     window = sorted(run.window for run in runs)[len(runs) // 2]
-    train, val = [], []
+    train, val, hellaswag = [], [], []
     for i, run in enumerate(runs):
         color, dash, marker = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
         if run.rows:
             loss = running_mean(run.column("train/loss"), window)
             train.append(Curve(run.name, run.column("step"), loss, color, dash))
         val += run.validation(run.name, color, dash, marker)
+        hellaswag += run.hellaswag(run.name, color, dash, marker)
     title = f"Train loss, mean of {window} steps" if window > 1 else "Train loss"
     charts = [
         Chart(title, "nats per token", train),
         Chart("Validation loss", "nats per token", val),
+        Chart("HellaSwag", "fraction right", hellaswag),
     ]
     middle = max(run.last["step"] for run in runs) // 2
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def log_lines(row: Row) -> list[str]:
         lines.append(f"{step} train {row['train/loss']:.6f}")
     if row.get("val/loss") is not None:
         lines.append(f"{step} val {row['val/loss']:.4f}")
+    if "hellaswag/acc_norm" in row:
+        lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
     if "event" in row:
         lines.append(f"{step} {event_text(row)}")
     return lines
@@ -106,21 +109,34 @@ class RunFiles:
         run_dir: The run's directory.
         step: Updates done; rows and samples above it are dropped.
         saved_rows: Rows that the checkpoints up to there kept.
+        saved_samples: (step, text) of the samples that they kept.
 
     Attributes:
         kept_rows: What metrics.jsonl holds at the start.
+        found_rows: Evaluations of these that it did not hold before.
+        found_samples: Samples that samples.txt did not hold before.
         lost_steps: Steps that were done above the resumed one and are dropped.
         lost_s: Seconds that they took.
     """
 
-    def __init__(self, run_dir: Path, step: int, saved_rows: list[Row]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        step: int,
+        saved_rows: list[Row],
+        saved_samples: Sequence[tuple[int, str]] = (),
+    ) -> None:
         self._dir = run_dir
         found = read_rows(run_dir)
         rows = merge_rows(found, saved_rows, step)
         lost = [row for row in found if "train/loss" in row and row["step"] > step]
         self.lost_steps = len(lost)
         self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
-        samples = [(at, text) for at, text in read_samples(run_dir) if at <= step]
+        known = {row["step"] for row in found if "val/loss" in row}
+        self.found_rows = [r for r in rows if "val/loss" in r and r["step"] not in known]
+        known_samples = {at: text for at, text in read_samples(run_dir) if at <= step}
+        self.found_samples = [(at, s) for at, s in saved_samples if at not in known_samples]
+        samples = sorted([*known_samples.items(), *self.found_samples])
         run_dir.mkdir(parents=True, exist_ok=True)
         Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
         Location.of(run_dir / LOG_FILE).write_text("".join(map(_log_text, rows)))

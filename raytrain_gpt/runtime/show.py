@@ -88,7 +88,7 @@ def run_end(summary: RunSummary, say: Say) -> None:
     say(f"run         {run_dir}")
     best = Catalogue(run_dir).best()
     if best is not None:
-        say(f"best        {best.path} (val loss {best.state.val_loss:.4f})")
+        say(f"best        {best.path} (val loss {best.val_loss:.4f})")
     say(f"report      {run_dir / REPORT_FILE}")
     if run_dir.is_local and (run_dir / "tensorboard").exists():
         say(f"tensorboard --logdir {run_dir / 'tensorboard'}")
@@ -102,7 +102,10 @@ def run_facts(mirror: Mirror) -> dict[str, Any]:
     """State and last numbers of a run."""
     run_dir, rows = mirror.run_dir, read_rows(mirror.work_dir)
     steps = [row for row in rows if row.get("train/loss") is not None]
-    evaluations = [row for row in rows if row.get("val/loss") is not None]
+    # Evaluations beside training come when they are done, also behind later steps.
+    evaluations = sorted(
+        (row for row in rows if row.get("val/loss") is not None), key=lambda row: row["step"]
+    )
     checkpoints = Catalogue(run_dir).complete()
     newest: Checkpoint | None = checkpoints[-1] if checkpoints else None
     max_steps = newest.state.config["train"]["max_steps"] if newest else None
@@ -121,6 +124,7 @@ def run_facts(mirror: Mirror) -> dict[str, Any]:
         "first_loss": steps[0]["train/loss"] if steps else None,
         "train_loss": steps[-1]["train/loss"] if steps else None,
         "val_loss": evaluations[-1]["val/loss"] if evaluations else None,
+        "hellaswag": evaluations[-1].get("hellaswag/acc_norm") if evaluations else None,
         "order_hash": newest.state.order_hash if newest else None,
         "checkpoints": len(checkpoints),
     }
@@ -199,7 +203,7 @@ def _checkpoints(runs: list[Mirror], say: Say) -> dict[str, Any]:
         {
             "step": c.state.step,
             "tokens_seen": c.state.tokens_seen,
-            "val_loss": c.state.val_loss,
+            "val_loss": c.val_loss,
             "size_bytes": c.size_bytes,
             "age_s": _age_s(c.path),
             "best": best is not None and c.path == best.path,
@@ -232,12 +236,25 @@ def _report(runs: list[Mirror], say: Say) -> dict[str, Any]:
 
 def evaluation(path: Location, metrics: dict[str, Any], say: Say) -> None:
     """Print the result of `eval`."""
-    say(
-        f"{path} | step {metrics['step']} | val loss {metrics['val/loss']:.4f} nats/token | "
-        f"perplexity {metrics['val/perplexity']:.2f} | {metrics['val/bits_per_byte']:.4f} bits/byte | "
-        f"{metrics['val/tokens']} tokens"
-    )
+    start = f"{path} | step {metrics['step']}"
+    if "val/loss" in metrics:
+        say(
+            f"{start} | val loss {metrics['val/loss']:.4f} nats/token | "
+            f"perplexity {metrics['val/perplexity']:.2f} | "
+            f"{metrics['val/bits_per_byte']:.4f} bits/byte | {metrics['val/tokens']} tokens"
+        )
+    if "hellaswag/acc" in metrics:
+        of = {name: metrics[f"hellaswag/{name}"] for name in ("examples", "cut")}
+        say(
+            f"{start} | hellaswag acc_norm {_accuracy(metrics, 'acc_norm')} | "
+            f"acc {_accuracy(metrics, 'acc')} | {of['examples']} examples, {of['cut']} cut"
+        )
     say(f'next: raytrain-gpt sample {path} --prompt "Hello"')
+
+
+def _accuracy(metrics: dict[str, Any], name: str) -> str:
+    value, stderr = metrics[f"hellaswag/{name}"], metrics[f"hellaswag/{name}_stderr"]
+    return f"{value:.4f} ± {stderr:.4f}"
 
 
 def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

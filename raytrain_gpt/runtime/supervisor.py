@@ -9,15 +9,16 @@ Ray's own retries are off, so that there is one place that decides. After every 
 - rolled back: again from the last checkpoint before the bad steps, without their global batches.
 
 Before each one the largest number of workers that fits is chosen; while not even `min_workers` fit,
-it waits.
+it waits. With evaluation beside training, a run is finished when its last checkpoint is evaluated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +29,14 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
+from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.errors import Interrupted, RaytrainGptError, StorageError, TrainingFailed
 from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.attempt import Attempt, End
+from raytrain_gpt.runtime.beside import Beside
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.runtime.evaluation import read_choices
 from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.lease import LEASE_FILE, Lease, held_lease
@@ -116,6 +120,8 @@ class Run:
         self.catalogue = Catalogue(self.run_dir)
         self.manifest: Manifest = read_manifest(data_location(config))
         self.skipped: Skipped = ()
+        self._choices: Any = None
+        self._beside: Beside | None = None
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
 
@@ -123,6 +129,7 @@ class Run:
         """Check, resume, train, and end well."""
         ingest = self._ingest(None)
         preflight.check_data(ingest)
+        self._choices = self._put_choices(ingest)
         preflight.check_compile(self.config)
         preflight.check_storage(self.run_dir, ingest.directory)
         with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
@@ -133,14 +140,26 @@ class Run:
             if resumed is not None:
                 check_changes(self.config, self.manifest, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
-                    return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed, True)
+                    with self._evaluating():
+                        return self._finished(resumed, lease, trained=False)
             else:
                 self.config = preflight.check_init_from(self.config, self.manifest)
                 resumed = self._origin
             self._announce(ingest)
             self._write_config()
             self.skipped = self._read_skipped(resumed)
-            return self._supervise(resumed, lease)
+            with self._evaluating():
+                return self._supervise(resumed, lease)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside, checkpoints are evaluated beside training, if they are to be."""
+        if self.config.eval.eval_mode == "inline":
+            yield
+            return
+        self._beside = Beside(self.config, self.catalogue, self._choices, self.signals.stop)
+        with contextlib.closing(self._beside):
+            yield
 
     @property
     def _origin(self) -> Checkpoint | None:
@@ -163,6 +182,13 @@ class Run:
             skipped=self.skipped,
         )
 
+    def _put_choices(self, ingest: IngestSpec) -> Any:
+        """A reference to HellaSwag, read here so that nodes need not share its file; None: none."""
+        path = self.config.eval.hellaswag_path
+        if path is None:
+            return None
+        return ray.put(read_choices(self.config, path, read_tokenizer(ingest.directory)))
+
     def _announce(self, ingest: IngestSpec) -> None:
         self.log(self.config.to_yaml(compact=True).rstrip())
         order, train = ingest.order(), self.config.train
@@ -183,8 +209,7 @@ class Run:
             started_at = _step_of(resumed)
             end, gone_back_to = self._attempt(resumed, lease)
             if end.kind == "finished":
-                newest = self.catalogue.complete()[-1]
-                return RunSummary(self.run_dir, self.mirror, newest.state.step, newest)
+                return self._finished(self.catalogue.complete()[-1], lease)
             if end.kind == "stopped":
                 raise Interrupted(self._interrupted_message(started_at))
             if end.bad_stretch is not None:
@@ -194,7 +219,7 @@ class Run:
                 continue
             resumed = self.catalogue.newest_good(self.log) or self._origin
             if resumed is not None and resumed.state.step >= self.config.train.max_steps:
-                return RunSummary(self.run_dir, self.mirror, resumed.state.step, resumed)
+                return self._finished(resumed, lease)
             if end.kind == "preempted":
                 preemptions += 1
                 self._check_preemptions(preemptions)
@@ -204,6 +229,41 @@ class Run:
                 self._check_failures(failures, _step_of(resumed), end.error)
                 self._pause(BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1])
             self.log(f"{end.kind}; going on from step {_step_of(resumed)}")
+
+    def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
+        """The end of the training, and of the evaluations that are due beside it."""
+        waited = self._beside is not None and self._evaluate_rest(self._beside, newest, lease)
+        was_finished = not (trained or waited)
+        return RunSummary(self.run_dir, self.mirror, newest.state.step, newest, was_finished)
+
+    def _evaluate_rest(self, beside: Beside, newest: Checkpoint, lease: Lease) -> bool:
+        """Wait until all is evaluated and written everywhere; whether anything was missing.
+
+        Raises:
+            Interrupted: a signal came first; the next command goes on.
+        """
+        told = {row["step"] for row in read_rows(self.mirror.work_dir) if "val/loss" in row}
+        complete = self.catalogue.complete()
+        due = [c.state.step for c in complete if beside.is_due(c)]
+        if not due and not any(c.evaluated_row and c.state.step not in told for c in complete):
+            return False
+        self.signals.defer()
+        if due:
+            steps = ", ".join(map(str, due))
+            self.log(f"all steps are done; waiting for the evaluation of step {steps}")
+        beside.hand_over(None, self.log)
+        spec = self._recorder_spec(newest.state.step, self.catalogue.complete(), attempt=None)
+        beside.finish(spec, newest, lease, self.log)
+        with contextlib.suppress(OSError, RaytrainGptError):
+            self.catalogue.prune(self.config.train.keep_checkpoints)
+        self._write_report()
+        missing = [str(c.state.step) for c in self.catalogue.complete() if beside.is_due(c)]
+        if self.signals.stop.is_set() and missing:
+            raise Interrupted(
+                f"interrupted at step {newest.state.step}, saved: {newest.path}; the same command "
+                f"evaluates step {', '.join(missing)}"
+            )
+        return True
 
     def _choose_workers(self) -> None:
         """Decide the world size; wait while the cluster has too few workers."""
@@ -240,19 +300,30 @@ class Run:
         self.signals.defer()
         self.catalogue.clean(good_until=step)
         ingest = self._ingest(resumed)
-        saved_rows = [row for c in self.catalogue.complete() for row in c.rows()]
+        if self._beside is not None:
+            self._beside.hand_over(None, self.log)
+            self._beside.look()
+        details = {
+            "time": time.time(),
+            "attempt": self._attempts,
+            "num_workers": self.world_size,
+            "session": self._session,
+        }
+        recorder_spec = self._recorder_spec(step, self.catalogue.complete(), details)
         attempt = Attempt(
             config=cluster.fit_micro_batch(self.config, self.world_size),
             ingest=ingest,
             num_batches=self.config.train.max_steps - step,
-            recorder=self._recorder_spec(step, saved_rows),
-            rows_before=self._rows_before(step, saved_rows),
+            recorder=recorder_spec,
+            rows_before=self._rows_before(step, recorder_spec.saved_rows),
             resumed=resumed,
             number=self._attempts,
             train_loop=self.train_loop,
             stop=self.signals.stop,
             lease=lease,
             log=self.log,
+            choices=self._choices,
+            beside=self._beside,
             evaluated=self.trial.evaluated if self.trial else None,
         )
         end, recorder = attempt.run()
@@ -275,16 +346,13 @@ class Run:
             raise known from None
         return end, gone_back_to
 
-    def _recorder_spec(self, step: int, saved_rows: list[Row]) -> RecorderSpec:
+    def _recorder_spec(
+        self, step: int, checkpoints: list[Checkpoint], attempt: Row | None
+    ) -> RecorderSpec:
         uri, artifacts = mlflow_store(self.config)
         if uri is None and self.config.tracking.mlflow_uri == "auto":
             self.log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
-        attempt = {
-            "time": time.time(),
-            "attempt": self._attempts,
-            "num_workers": self.world_size,
-            "session": self._session,
-        }
+        samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             run_dir=self.run_dir,
             mirror=self.mirror,
@@ -294,7 +362,8 @@ class Run:
             artifact_location=artifacts,
             step=step,
             attempt=attempt,
-            saved_rows=saved_rows,
+            saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
+            saved_samples=[(at, text) for at, text in samples if text],
         )
 
     def _rows_before(self, step: int, saved_rows: list[Row]) -> list[Row]:

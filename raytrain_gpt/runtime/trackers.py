@@ -232,9 +232,9 @@ class _Session:
         self._client.log_batch(self._run_id, params=new)
         # After a rollback steps come again, with other batches: the later point counts.
         redone_from = float(found.data.tags.get(REDONE_TAG) or math.inf)
-        self._last = {
-            key: min(self._last_step(key), redone_from) for key in ("train/loss", "val/loss")
-        }
+        self._last_step = min(max(self._steps("train/loss"), default=0), redone_from)
+        # One by one: an evaluation beside training may come behind that of a later step.
+        self._evaluated = {step for step in self._steps("val/loss") if step <= redone_from}
         if redone_from < math.inf:
             self._client.set_tag(self._run_id, REDONE_TAG, "")
         # Events repeat no step, so what is known of them is the time of the last one.
@@ -245,9 +245,8 @@ class _Session:
         found = self._client.search_runs([experiment_id], mine, max_results=1)
         return found[0] if found else None
 
-    def _last_step(self, key: str) -> int:
-        history = self._client.get_metric_history(self._run_id, key)
-        return max((metric.step for metric in history), default=0)
+    def _steps(self, key: str) -> list[int]:
+        return [metric.step for metric in self._client.get_metric_history(self._run_id, key)]
 
     def send(self, rows: list[Row], samples: list[tuple[int, str]]) -> None:
         from mlflow.entities import Metric
@@ -259,18 +258,17 @@ class _Session:
             if row["event"] == "rollback":
                 self._client.set_tag(self._run_id, REDONE_TAG, str(row["to_step"]))
             metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
-        for row in rows:
-            kind = "train/loss" if "train/loss" in row else "val/loss"
-            if kind in row and row["step"] > self._last[kind]:
-                metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
+        steps = [row for row in rows if "train/loss" in row and row["step"] > self._last_step]
+        evaluations = [r for r in rows if "val/loss" in r and r["step"] not in self._evaluated]
+        for row in steps + evaluations:
+            metrics += [Metric(key, value, now, row["step"]) for key, value in points(row)]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH_POINTS])
         if events:
             self._last_event_s = max(row["time"] for row in events)
             self._client.set_tag(self._run_id, EVENTS_TAG, repr(self._last_event_s))
-        for kind in self._last:
-            steps = [row["step"] for row in rows if kind in row]
-            self._last[kind] = max([self._last[kind], *steps])
+        self._last_step = max([self._last_step, *(row["step"] for row in steps)])
+        self._evaluated |= {row["step"] for row in evaluations}
         for step, text in samples:
             self._client.log_text(self._run_id, text, f"samples/step={step:08d}.txt")
 

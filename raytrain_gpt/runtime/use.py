@@ -11,16 +11,18 @@ import torch
 
 from raytrain_gpt.config import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, resolve_precision
+from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
+from raytrain_gpt.data.hellaswag import Choices
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
-from raytrain_gpt.runtime.evaluation import Evaluation
+from raytrain_gpt.runtime.evaluation import Evaluation, read_choices
 from raytrain_gpt.runtime.feed import EvalFeed
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.locations import data_location
@@ -29,7 +31,7 @@ from raytrain_gpt.runtime.ranks import Ranks
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: Place,
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
 
@@ -38,23 +40,42 @@ def open_checkpoint(
     """
     checkpoint = resolve_checkpoint(Location.of(path))
     config = parse_config(checkpoint.state.config, str(checkpoint.path))
-    tokenizer = read_tokenizer(checkpoint.path)
     device = best_device()
+    model, tokenizer = load_checkpoint(checkpoint, config, device)
+    return checkpoint, config, model, tokenizer, device
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, config: Config, device: torch.device
+) -> tuple[GPT, tiktoken.Encoding]:
+    """The model of a checkpoint on a device, and its tokenizer.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model than the configuration's.
+    """
+    tokenizer = read_tokenizer(checkpoint.path)
     model = GPT(GPTShape.of(config, checkpoint.state.vocab_size))
     with checkpoint.files() as directory:
         load_model(directory, model)
-    return checkpoint, config, model.to(device), tokenizer, device
+    return model.to(device), tokenizer
 
 
 def evaluate_checkpoint(
-    path: str | Path, data: str | Path | None, eval_tokens: int | None
+    path: str | Path,
+    log: Callable[[str], None],
+    *,
+    data: str | Path | None = None,
+    eval_tokens: int | None = None,
+    hellaswag: str | None = None,
 ) -> tuple[Location, dict[str, Any]]:
-    """Validation metrics of a checkpoint.
+    """Metrics of a checkpoint.
 
     Args:
         path: A checkpoint or a run.
-        data: Dataset; None: the one it was trained on.
+        log: Gets a line where there is no dataset to validate on.
+        data: Dataset; None: the one it was trained on, which need not be there for HellaSwag.
         eval_tokens: Upper limit of tokens; None: as in training.
+        hellaswag: Its file, or `download`; None: it is not asked.
 
     Returns:
         The checkpoint's path and its metrics, with `step`.
@@ -62,11 +83,53 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: there is none, or it is damaged.
         ConfigError: eval_tokens is below 1.
-        DataError: no dataset, one of another tokenizer, or too little to validate on.
+        DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
     """
     if eval_tokens is not None and eval_tokens < 1:
         raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
+    choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
+    feed = None
+    try:
+        feed = validation_feed(checkpoint, config, device, data, eval_tokens)
+    except DataError as error:
+        if choices is None or data is not None:
+            raise
+        log(f"only HellaSwag is evaluated: {error}")
+    evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
+    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics()}
+
+
+def lone_evaluation(
+    config: Config,
+    model: GPT,
+    tokenizer: tiktoken.Encoding,
+    feed: EvalFeed | None,
+    choices: Choices | None,
+) -> Evaluation:
+    """An `Evaluation` by this process alone, where the model is; arguments as there."""
+    device = model.wte.weight.device
+    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
+    alone = Ranks(rank=0, world_size=1)
+    return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
+
+
+def validation_feed(
+    checkpoint: Checkpoint,
+    config: Config,
+    device: torch.device,
+    data: str | Path | None,
+    eval_tokens: int | None,
+) -> EvalFeed:
+    """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
+
+    Raises:
+        DataError: no dataset, one of another tokenizer, or too little to validate on.
+    """
+    if data is None and not checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
+        )
     directory = data_location(config) if data is None else Location.of(data)
     manifest = read_manifest(directory)
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
@@ -83,10 +146,7 @@ def evaluate_checkpoint(
     if not len(ids):
         raise DataError(f"the val split of {directory} has no sequence of {spec.seq_len} tokens")
     tokens, delivered = read_sequences(directory, manifest, "val", spec.seq_len, ids)
-    feed = EvalFeed(tokens, delivered, config.train.micro_batch_sequences, device)
-    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
-    evaluation = Evaluation(config, model, tokenizer, feed, Ranks(rank=0, world_size=1), autocast)
-    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.validate().metrics()}
+    return EvalFeed(tokens, delivered, config.train.micro_batch_sequences, device)
 
 
 def sample_checkpoint(
@@ -95,36 +155,41 @@ def sample_checkpoint(
     log: Callable[[str], None],
     *,
     num_samples: int,
-    max_new_tokens: int,
-    top_k: int,
-    temperature: float,
-    seed: int,
+    **options: Any,
 ) -> list[str]:
     """Continuations of a prompt, the prompt included.
 
+    Args:
+        path: A checkpoint or a run.
+        prompt: May be empty.
+        log: Gets a line where the prompt is longer than the context.
+        num_samples: Continuations.
+        options: Of `SamplingOptions`.
+
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: num_samples or an option is out of range.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    for name, value, least in (
-        ("num_samples", num_samples, 1),
-        ("max_new_tokens", max_new_tokens, 1),
-        ("top_k", top_k, 1),
-        ("temperature", temperature, 0),
-    ):
-        if value < least:
-            raise ConfigError(f"{name}={value:g} is below {least}; set --{name} to {least} or more")
-    _, _, model, tokenizer, device = open_checkpoint(path)
-    ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+    check_num_samples(num_samples)
+    how = SamplingOptions(**options)
+    _, _, model, tokenizer, _ = open_checkpoint(path)
+    ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
-    drawn = sample_tokens(
-        model,
-        torch.tensor(ids, device=device),
-        num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        temperature=temperature,
-        seed=seed,
-    )
-    return [prompt + tokenizer.decode(row) for row in drawn.tolist()]
+    drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
+    return [prompt + tokenizer.decode(one.tokens) for one in drawn]
+
+
+def check_num_samples(num_samples: int) -> None:
+    """Refuse less than one.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
+
+
+def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
+    """Token ids of a prompt; an empty one is the end of the text before."""
+    return tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]

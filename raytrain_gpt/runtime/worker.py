@@ -36,6 +36,7 @@ from raytrain_gpt.runtime.checkpoints import (
     Catalogue,
     Checkpoint,
     CheckpointState,
+    is_evaluated,
     read_checkpoint,
 )
 from raytrain_gpt.runtime.evaluation import Evaluation
@@ -67,6 +68,7 @@ class WorkerSpec:
         attempt: Number of this attempt of the run.
         lease_token: The driver's, without which nothing may be made final.
         recorder: Handle of the recorder actor.
+        choices: Reference to the HellaSwag's `Choices`; None: it is not asked.
         is_trial: Of a sweep, which decides after every evaluation whether it goes on.
     """
 
@@ -78,6 +80,7 @@ class WorkerSpec:
     attempt: int
     lease_token: str
     recorder: Any
+    choices: Any
     is_trial: bool
 
 
@@ -89,8 +92,10 @@ def train_worker(spec: WorkerSpec) -> None:
         worker.record(result)
         step, last = result.step, result.step == train.max_steps
         leave = worker.leave_agreed()
-        evaluate = last or step % evaluation.eval_every_steps == 0
-        save = last or leave or step % train.checkpoint_every_steps == 0
+        due = is_evaluated(step, evaluation.eval_every_steps, train.max_steps)
+        beside = evaluation.eval_mode == "beside"
+        evaluate = due and not beside
+        save = last or leave or step % train.checkpoint_every_steps == 0 or (due and beside)
         if evaluate or save or step % train.log_every_steps == 0:
             worker.flush()
         if worker.steps_were_bad:
@@ -179,7 +184,7 @@ class Worker:
             self.raw_model.init_weights(config.train.seed)
         else:
             with source.files() as directory:
-                load_model(directory, self.raw_model)
+                load_model(directory, self.raw_model, crop_context=resumed is None)
                 self._prepare_model()
                 if resumed is not None:
                     load_optimizer(directory, self.raw_model, self.optimizer)
@@ -203,9 +208,9 @@ class Worker:
         chunks = rank_chunks(tables, self.spec.ingest, self.ranks.rank)
         val = next(chunks)
         eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
-        self.evaluation = Evaluation(
-            self.config, self.raw_model, self.tokenizer, eval_feed, self.ranks, self.autocast
-        )
+        choices = None if self.spec.choices is None else ray.get(self.spec.choices)
+        parts = (self.config, self.raw_model, self.tokenizer, eval_feed, self.ranks, self.autocast)
+        self.evaluation = Evaluation(*parts, choices)
         self.feed = TrainFeed(chunks, micro, self.device)
 
     def _step_log(self, flops: float, peak: float | None) -> StepLog:
@@ -277,12 +282,12 @@ class Worker:
         return self.log.bad_stretch is not None
 
     def evaluate(self) -> None:
-        """Validation loss over all ranks, and samples; not counted as training time."""
+        """Metrics over all ranks, and samples; not counted as training time."""
         started = time.perf_counter()
-        result = self.evaluation.validate(self.link.progress)
-        self._val_loss = (self.step, result.loss)
-        metrics = {name: finite(value) for name, value in result.metrics().items()}
-        row = {"step": self.step, **metrics, "perf/eval_s": time.perf_counter() - started}
+        metrics = self.evaluation.metrics(self.link.progress)
+        self._val_loss = (self.step, metrics["val/loss"])
+        numbers = {name: finite(value) for name, value in metrics.items()}
+        row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}
         self._rows_since_checkpoint.append(row)
         self._evaluated = row
         self.link.rows([row], force=True)

@@ -60,6 +60,11 @@ def base_config(sweep: Sweep) -> Config:
     """
     leaves = sweep.base.load().leaves() | {"spike_detection": False} | sweep.overrides
     leaves |= {"run_name": sweep.sweep_name, "resume": "auto"}
+    if leaves["eval_mode"] == "beside":
+        raise ConfigError(
+            "eval_mode=beside has no use in a sweep, whose trials stand still at every evaluation; set "
+            "eval_mode to inline in overrides"
+        )
     batch = sweep.space.get("global_batch_tokens")
     batches = batch.extremes if isinstance(batch, Searched) else (leaves["global_batch_tokens"],)
     unit = math.lcm(*batches)

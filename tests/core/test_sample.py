@@ -1,89 +1,64 @@
-"""Sampling: repeatable, never a padded id, never a change to training's randomness."""
+"""Prompts continued to their ends: as many as given, in their order, however many fit at a time."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
-from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core import sample
+from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.sample import sample_tokens
 
-
-def sample(model: GPT, prompt: list[int], **changes: Any) -> Tensor:
-    settings: dict[str, Any] = {
-        "num_samples": 3,
-        "max_new_tokens": 12,
-        "top_k": 50,
-        "temperature": 1.0,
-        "seed": 42,
-    }
-    return sample_tokens(model, torch.tensor(prompt), **{**settings, **changes})
+EOT = 99
 
 
-def test_samples_are_continuations_of_the_asked_size(model: GPT) -> None:
-    drawn = sample(model, [1, 2, 3], num_samples=5, max_new_tokens=7)
-    assert drawn.shape == (5, 7)
-    assert drawn.dtype == torch.int64
-    assert len({tuple(row) for row in drawn.tolist()}) == 5
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("top_k", [1, 50, 1000])
-def test_padded_ids_are_never_drawn_even_as_the_likeliest(
-    model: GPT, temperature: float, top_k: int
+@pytest.mark.parametrize("at_a_time", [1, 3, 64])
+def test_each_prompt_has_its_continuation_whatever_fits_at_a_time(
+    model: GPT, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
-    with torch.no_grad():
-        model.ln_f.weight.zero_()
-        model.ln_f.bias.fill_(1.0)
-        model.wte.weight[100:] = 50.0
-        assert (model.logits(torch.tensor([[1, 2, 3]]))[0, -1].argmax() >= 100).item()
-    drawn = sample(model, [1, 2, 3], temperature=temperature, top_k=top_k)
-    assert (drawn < 100).all()
+    options = SamplingOptions(6, stop_at_eot=False)
+    prompts = [[1 + i] * (1 + i) for i in range(7)]
+    alone = [sample_tokens(model, EOT, [p], options, i)[0] for i, p in enumerate(prompts)]
+    monkeypatch.setattr(sample, "MAX_SEQUENCES", at_a_time)
+    assert sample_tokens(model, EOT, prompts, options) == alone
+    assert sample_tokens(model, EOT, prompts[2:], options, first_stream=2) == alone[2:]
+    assert {len(one.tokens) for one in alone} == {6}
+    assert {one.finish_reason for one in alone} == {"length"}
 
 
-def test_the_seed_decides_the_sample(model: GPT) -> None:
-    one = sample(model, [1, 2, 3])
-    torch.manual_seed(5)
-    assert torch.equal(sample(model, [1, 2, 3]), one)
-    assert not torch.equal(sample(model, [1, 2, 3], seed=43), one)
+def test_the_same_prompt_has_different_continuations(model: GPT) -> None:
+    drawn = sample_tokens(model, EOT, [[1, 2, 3]] * 5, SamplingOptions(7, stop_at_eot=False))
+    assert len({tuple(one.tokens) for one in drawn}) == 5
 
 
-def test_sampling_leaves_torchs_generator_alone(model: GPT) -> None:
-    before = torch.get_rng_state()
-    sample(model, [1, 2, 3])
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_continuation_that_stops_is_without_the_end_of_the_text(model: GPT) -> None:
+    prompts = [[1, 2, 3]] * 50
+    ended = sample_tokens(model, EOT, prompts, SamplingOptions(40, top_k=None))
+    whole = sample_tokens(model, EOT, prompts, SamplingOptions(40, top_k=None, stop_at_eot=False))
+    assert {one.finish_reason for one in ended} == {"stop", "length"}
+    for short, long in zip(ended, whole, strict=True):
+        stops = short.finish_reason == "stop"
+        assert short.tokens + [EOT] * stops == long.tokens[: len(short.tokens) + stops]
+        assert EOT not in short.tokens
+        assert stops or len(short.tokens) == 40
 
 
-@pytest.mark.parametrize("prompt", [[7], [1, 2, 3], [*range(40)]], ids=["one", "short", "long"])
-def test_temperature_0_is_the_likeliest_token_of_the_last_context(
-    model: GPT, prompt: list[int]
+def test_no_prompts_have_no_continuations(model: GPT) -> None:
+    assert sample_tokens(model, EOT, [], SamplingOptions(5)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "longest", "expected"),
+    [
+        (GPTShape(2, 2, 32, 16, 100), 10**9, 64),
+        (GPTShape(12, 12, 768, 1024, 50_257), 10**9, 28),
+        (GPTShape(12, 12, 768, 1024, 50_257), 256, 64),
+        (GPTShape(48, 25, 1600, 1024, 50_257), 256, 13),
+        (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
+    ],
+    ids=str,
+)
+def test_as_many_at_a_time_as_their_cache_has_memory(
+    shape: GPTShape, longest: int, expected: int
 ) -> None:
-    ids = list(prompt)
-    for _ in range(20):
-        with torch.no_grad():
-            logits = model.eval().logits(torch.tensor([ids[-16:]]))[0, -1, :100]
-        ids.append(int(logits.argmax()))
-    drawn = sample(model, prompt, temperature=0.0, max_new_tokens=20, num_samples=2)
-    assert drawn.tolist() == [ids[len(prompt) :]] * 2
-
-
-def test_top_1_is_the_likeliest_token(model: GPT) -> None:
-    assert torch.equal(sample(model, [5], top_k=1), sample(model, [5], temperature=0.0))
-
-
-def test_only_the_top_k_are_drawn_as_often_as_they_are_likely(model: GPT) -> None:
-    with torch.no_grad():
-        model.ln_f.weight.zero_()
-        model.ln_f.bias.zero_()[0] = 1.0
-        model.wte.weight[:, 0] = 0.0
-        model.wte.weight[[3, 20, 41, 60], 0] = torch.tensor([2.0, 1.5, 1.0, 0.5])
-    drawn = sample(
-        model, [5, 6], num_samples=20_000, max_new_tokens=1, top_k=3, temperature=0.5
-    ).flatten()
-    counts = torch.bincount(drawn, minlength=100)
-    assert counts[[3, 20, 41]].sum() == 20_000
-    expected = torch.softmax(torch.tensor([4.0, 3.0, 2.0]), 0)
-    torch.testing.assert_close(counts[[3, 20, 41]] / 20_000, expected, rtol=0, atol=0.015)
+    assert sample._max_sequences(shape, longest) == expected

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from ray.train.v2._internal.execution.context import get_train_context
 
@@ -24,6 +25,8 @@ from raytrain_gpt.config import Config, parse_config
 from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.runtime import beside
+from raytrain_gpt.runtime.checkpoints import Checkpoint
 from raytrain_gpt.runtime.worker import Worker, WorkerSpec, train_worker
 
 POLL_S = 0.02
@@ -93,6 +96,7 @@ class Faults:
         spiked_batches: Global batches whose loss, and so its gradient, is a thousand times too large.
         notice_step: Behind this step every rank waits until Ray has told it of a preemption.
         stop_step: Behind this step every rank waits until it is told to stop.
+        evaluations: Where tasks that evaluate beside training wait; their step is the checkpoint's.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -101,6 +105,7 @@ class Faults:
     spiked_batches: tuple[int, ...] = ()
     notice_step: int | None = None
     stop_step: int | None = None
+    evaluations: tuple[Gate, ...] = ()
 
 
 def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
@@ -163,6 +168,28 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
     HostCopy.write = writing  # type: ignore[method-assign]
 
 
+def evaluates(before: Callable[[Checkpoint], None]) -> Any:
+    """The task that evaluates a checkpoint beside training, with something to do before."""
+    task = beside._evaluate
+
+    def _evaluate(checkpoint: Checkpoint, *more: Any) -> Any:
+        before(checkpoint)
+        return task._function(checkpoint, *more)
+
+    return ray.remote(max_retries=0, max_calls=1)(_evaluate)
+
+
+def held(gates: tuple[Gate, ...]) -> Any:
+    """The same, waiting at gates."""
+
+    def wait(checkpoint: Checkpoint) -> None:
+        for gate in gates:
+            if gate.step == checkpoint.state.step:
+                gate.pass_through()
+
+    return evaluates(wait)
+
+
 def command(config: Config, faults: Faults, file: Path) -> list[str]:
     """The command line of a gated run as a process of its own."""
     file.write_text(json.dumps({"config": config.model_dump(), "faults": asdict(faults)}))
@@ -175,7 +202,10 @@ def main(file: str) -> None:
 
     content = json.loads(Path(file).read_text())
     faults = content["faults"]
-    gates = tuple(Gate(**gate) for gate in faults.pop("gates"))
+    gates, evaluations = (
+        tuple(Gate(**gate) for gate in faults.pop(name)) for name in ("gates", "evaluations")
+    )
+    beside._evaluate = held(evaluations)
     config = parse_config(content["config"], file)
     try:
         train(config, lambda line: print(line, flush=True), gated(Faults(gates, **faults)))

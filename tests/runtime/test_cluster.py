@@ -14,6 +14,7 @@ from raytrain_gpt.runtime.cluster import (
     DATA_CPUS,
     Node,
     Resources,
+    cpus_to_start,
     fit_micro_batch,
     fit_to_cluster,
     largest_world_size,
@@ -52,6 +53,49 @@ def test_a_share_of_a_gpu_is_for_one_worker() -> None:
     assert fit_to_cluster(half, given(Node(8, 2)))[1] == 1
     with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 puts 2 workers on one GPU"):
         config(num_workers=2, gpus_per_worker=0.5)
+
+
+def beside(**values: object) -> Config:
+    return config(eval_mode="beside", **values)
+
+
+def test_evaluation_beside_training_has_a_share_of_its_own() -> None:
+    fitted, workers = fit_to_cluster(beside(), given(Node(8, 2), Node(8, 1)))
+    assert (workers, fitted.cluster.num_workers) == (2, 2)
+    assert fit_to_cluster(beside(num_workers=2), given(Node(4, 0)))[1] == 2
+    half = beside(use_gpu=True, gpus_per_worker=0.5)
+    assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
+    elastic = beside(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
+    assert largest_world_size(elastic, given(Node(6, 0))) == 4
+    assert largest_world_size(elastic, given(Node(2, 0))) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes", "ways"),
+    [
+        (
+            {"num_workers": 3},
+            [Node(4, 0)],
+            "set num_workers to at most 2 or set eval_mode to inline",
+        ),
+        ({"num_workers": 1}, [Node(2, 0)], "set eval_mode to inline"),
+        ({}, [Node(8, 1)], "set eval_mode to inline"),
+        ({"num_workers": 2}, [Node(1, 0)], "use a larger cluster"),
+        ({"num_workers": 9}, [Node(4, 0)], "set num_workers to at most 2"),
+    ],
+)
+def test_too_little_for_an_evaluation_beside_is_one_line_with_the_ways_out(
+    values: dict[str, object], nodes: list[Node], ways: str
+) -> None:
+    with pytest.raises(ClusterError) as raised:
+        fit_to_cluster(beside(**values), given(*nodes))
+    assert str(raised.value).endswith(f"for eval_mode=beside); {ways}")
+
+
+def test_a_cluster_of_ones_own_has_room_for_an_evaluation_beside() -> None:
+    sizes = {"num_workers": 2, "cpus_per_worker": 3, "use_gpu": False}
+    assert cpus_to_start(config(**sizes)) == 2 * 3 + 2
+    assert cpus_to_start(beside(**sizes)) == 3 * 3 + 2
 
 
 def test_fewer_workers_start_where_that_is_allowed() -> None:

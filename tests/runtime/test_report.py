@@ -52,7 +52,8 @@ def step_row(step: int, **changed: Any) -> Row:
 
 
 def eval_row(step: int, loss: float | None) -> Row:
-    values = {"val/perplexity": 18.3, "val/bits_per_byte": 4.25, "hellaswag/acc_norm": 0.2875}
+    values = {"val/perplexity": 18.3, "val/bits_per_byte": 4.25}
+    values |= {"hellaswag/acc": 0.271, "hellaswag/acc_norm": 0.2875, "hellaswag/examples": 1000}
     return {"step": step, "val/loss": loss, **values, "perf/eval_s": 3.0}
 
 
@@ -154,14 +155,15 @@ def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: Mirror) -> 
     assert "@import" not in page(path)
     assert len(set(checker.ids)) == len(checker.ids) > 0
     assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
-    assert page(path).count("<figure>") == 6
+    assert page(path).count("<figure>") == 7
 
 
 def test_numbers_of_a_finished_run(full_run: Mirror) -> None:
     html = page(write_report(full_run))
     for text in (
         "<h1>full</h1>", "at step 60 of 60", "2, then 4 workers", "4.4000", "2.5000", "4.2500",
-        "245.8k", "13.0k", "250 ms a step", "15s", "hellaswag/acc_norm", "0.2875",
+        "245.8k", "13.0k", "250 ms a step", "15s", "HellaSwag", "0.2875",
+        "acc 0.2710, 1,000 examples", "chance 0.25", "GPT-2 124M 0.2955",
         "60 (newest, best)", f"{60:016x}", "manifest hash", "1–30", "31–60", "peak_lr",
     ):  # fmt: skip
         assert text in html, text
@@ -190,7 +192,7 @@ def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
 def test_a_resume_is_marked_in_every_chart(full_run: Mirror) -> None:
     html = page(write_report(full_run))
     assert "resumed after step 30" in html
-    assert html.count('class="resume"') == 5  # all but the second half, which begins at step 31
+    assert html.count('class="resume"') == 6  # all but the second half, which begins at step 31
 
 
 def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:

@@ -170,11 +170,15 @@ def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
 
 
 def test_a_compiled_run_evaluates_and_samples(
-    cluster: str, make_config: Callable[..., object]
+    cluster: str, make_config: Callable[..., object], tmp_path: Path
 ) -> None:
-    config = make_config(run_name="compiled", compile=True, max_steps=10, eval_every_steps=5)
-    summary = train(config, print)
+    hellaswag = tmp_path / "hellaswag.jsonl"
+    example = {"ctx": "To be or", "endings": ["not to be.", "to be?", "a", "b c d"], "label": 0}
+    hellaswag.write_text(json.dumps(example) + "\n")
+    changes = {"max_steps": 10, "eval_every_steps": 5, "hellaswag_path": str(hellaswag)}
+    summary = train(make_config(run_name="compiled", compile=True, **changes), print)
     assert [row["step"] for row in evaluations(summary.run_dir)] == [5, 10]
+    assert [row["hellaswag/examples"] for row in evaluations(summary.run_dir)] == [1, 1]
     assert [step for step, _ in read_samples(summary.run_dir.path)] == [5, 10]
 
 

@@ -1,0 +1,107 @@
+"""A Hugging Face GPT-2's `config.json`: written, and read where it describes the GPT-2 of this package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.errors import CheckpointError
+
+HF_CONFIG_FILE = "config.json"
+HF_GENERATION_FILE = "generation_config.json"
+
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_DROPOUT_DEFAULT = 0.1
+"""transformers' where the file has none."""
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+"""Two names of the same function."""
+
+_PLAIN: dict[str, tuple[Any, Callable[[Any, dict[str, Any]], bool]]] = {
+    "model_type": ("gpt2", lambda value, _: value == "gpt2"),
+    "activation_function": ("gelu_new", lambda value, _: value in _TANH_GELU),
+    "scale_attn_weights": (True, lambda value, _: value is True),
+    "scale_attn_by_inverse_layer_idx": (False, lambda value, _: value is False),
+    "add_cross_attention": (False, lambda value, _: value is False),
+    "layer_norm_epsilon": (1e-5, lambda value, _: value == 1e-5),
+    "n_inner": (None, lambda value, config: value in (None, 4 * int(config["n_embd"]))),
+}
+"""Key -> transformers' default, and whether a value is that of the released models."""
+
+
+def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
+    """What `AutoModelForCausalLM` needs besides the tensors.
+
+    Args:
+        shape: Of the model.
+        eot_token: Id that opens and closes documents.
+        dtype: Of the tensors: `float32` or `bfloat16`.
+
+    Returns:
+        File name -> content.
+    """
+    ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.seq_len,
+        "n_ctx": shape.seq_len,
+        "n_embd": shape.embd_size,
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        **dict.fromkeys(_DROPOUTS, shape.dropout),
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        **ends,
+    }
+    # Without an id to pad with, transformers takes eos and says so at every call.
+    generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
+    return {
+        HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
+        HF_GENERATION_FILE: json.dumps(generation, indent=2) + "\n",
+    }
+
+
+def read_hf_config(directory: Path) -> GPTShape:
+    """The shape that a Hugging Face directory's `config.json` describes.
+
+    Dropout is that of its three if they are equal, else 0.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or not a plain GPT-2.
+    """
+    path = directory / HF_CONFIG_FILE
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        for key, (default, is_plain) in _PLAIN.items():
+            value = content.get(key, default)
+            if not is_plain(value, content):
+                raise CheckpointError(
+                    f"{path} has {key} {value!r}, a GPT-2 has {default!r}; raytrain-gpt imports plain "
+                    "GPT-2 models only"
+                )
+        dropouts = {float(content.get(name, _DROPOUT_DEFAULT)) for name in _DROPOUTS}
+        return GPTShape(
+            num_layers=int(content["n_layer"]),
+            num_heads=int(content["n_head"]),
+            embd_size=int(content["n_embd"]),
+            seq_len=int(content["n_positions"]),
+            vocab_size=int(content["vocab_size"]),
+            dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,
+        )
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is damaged ({what})") from None

@@ -1,0 +1,201 @@
+"""GPT-2's tensors between this package's names and layout, and those of Hugging Face.
+
+The names are the same but for the prefix `transformer.`, which the files of the released models lack.
+transformers' `Conv1D` keeps the four matrices of a block as (in, out), `Linear` as (out, in); the three
+parts of `c_attn` stand in the same order. The embedding's padded rows are cut on the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.errors import CheckpointError
+
+HF_WEIGHTS_FILE = "model.safetensors"
+_PICKLED_FILE = "pytorch_model.bin"
+_PICKLED = (".bin", ".pt", ".pth")
+WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
+_PREFIX = "transformer."
+_HEAD = "lm_head.weight"
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""Buffers of older versions of transformers."""
+_LAYER = re.compile(r"h\.(\d+)\.")
+_HEAD_SIZE = 64
+"""Channels of a head in all released sizes."""
+_PROBES = 64
+
+
+def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A model's tensors as `GPT2LMHeadModel` names and shapes them, the tied head left out."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "wte.weight":
+            tensor = tensor[: model.shape.vocab_size]
+        elif name.endswith(_CONV1D):
+            tensor = tensor.T
+        tensors[f"{_PREFIX}{name}"] = tensor.to("cpu", dtype).contiguous()
+    return tensors
+
+
+def find_hf_weights(path: Path) -> list[Path]:
+    """The files of weights that a directory has, or the file itself.
+
+    Raises:
+        CheckpointError: there is none, or the index of a sharded one is damaged.
+    """
+    if not path.is_dir():
+        if path.suffix not in WEIGHTS_SUFFIXES:
+            raise CheckpointError(
+                f"{path} is neither a Hugging Face directory nor a file of weights "
+                f"({', '.join(WEIGHTS_SUFFIXES)})"
+            )
+        return [path]
+    for name in (HF_WEIGHTS_FILE, _PICKLED_FILE):
+        if (path / name).is_file():
+            return [path / name]
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+                if any(Path(name).name != name for name in names):
+                    raise ValueError("a file outside of the directory")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} is damaged ({error})") from None
+            return [path / name for name in names]
+    raise CheckpointError(f"{path} has neither {HF_WEIGHTS_FILE} nor {_PICKLED_FILE}")
+
+
+def read_hf_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face directory or a file of weights; no code in them is run.
+
+    Raises:
+        CheckpointError: there are none, they are damaged, or something else is in the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in find_hf_weights(path):
+        content = _load(file)
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+        ):
+            raise CheckpointError(f"{file} is not a mapping of names to tensors, as GPT-2's is")
+        tensors |= content
+    return tensors
+
+
+def _load(file: Path) -> object:
+    try:
+        if file.suffix not in _PICKLED:
+            return load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{file} holds more than tensors, and loading that could run code; convert it to "
+            "safetensors where it comes from"
+        ) from None
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"cannot read {file}: {what}") from None
+
+
+def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropout: float) -> GPT:
+    """The model of tensors as transformers names and shapes them, in fp32.
+
+    Padded rows of the embedding are copies of the row of the token that the model finds least likely:
+    a row of zeros would have logits of 0, and those of a trained GPT-2 are far below.
+
+    Args:
+        hf: With or without the prefix and the tied head.
+        where: They come from, for messages.
+        num_heads: None: one for every 64 channels.
+        dropout: In training.
+
+    Raises:
+        CheckpointError: names what is missing, unknown, of another shape or not finite.
+    """
+    tensors = _plain_names(hf, where)
+    shape = _shape(tensors, where, num_heads, dropout)
+    model = GPT(shape)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted["wte.weight"] = (shape.vocab_size, shape.embd_size)
+    for name in sorted(wanted.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        if found != wanted.get(name, "unknown"):
+            raise CheckpointError(
+                f"{where} has {name} {found}, a GPT-2 of {shape.num_layers} layers and "
+                f"{shape.embd_size} channels {wanted.get(name, 'none of it')}"
+            )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter[: len(tensors[name])].copy_(tensors[name])
+            if not parameter.isfinite().all():
+                raise CheckpointError(f"{where} has values in {name} that are not finite")
+        _fill_padding(model)
+    return model
+
+
+def _plain_names(hf: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Our names and layout; the head is seen to be tied and left out."""
+    tensors = {}
+    for name, tensor in hf.items():
+        plain = name.removeprefix(_PREFIX)
+        if _MASKS.fullmatch(plain):
+            continue
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{where} has {name} in {tensor.dtype}; only fp32, fp16 and bf16 are imported"
+            )
+        tensors[plain] = tensor.T if plain.endswith(_CONV1D) and tensor.dim() == 2 else tensor
+    head = tensors.pop(_HEAD, None)
+    if head is not None and not (
+        "wte.weight" in tensors and torch.equal(head, tensors["wte.weight"])
+    ):
+        raise CheckpointError(
+            f"{where} has a {_HEAD} other than its wte.weight; a GPT-2 has one matrix for both"
+        )
+    return tensors
+
+
+def _shape(
+    tensors: Mapping[str, Tensor], where: str, num_heads: int | None, dropout: float
+) -> GPTShape:
+    sizes = {}
+    for name in ("wte.weight", "wpe.weight"):
+        if name not in tensors or tensors[name].dim() != 2 or not tensors[name].numel():
+            names = ", ".join(sorted(tensors)[:3])
+            raise CheckpointError(
+                f"{where} has no matrix {name}, as GPT-2's weights have (it has {names}, …)"
+            )
+        sizes[name] = tensors[name].shape
+    (vocab_size, embd_size), (seq_len, _) = sizes.values()
+    layers = {match[1] for match in map(_LAYER.match, tensors) if match}
+    if num_heads is None:
+        if embd_size % _HEAD_SIZE:
+            raise CheckpointError(
+                f"{where} has {embd_size} channels, which are not heads of {_HEAD_SIZE}; set --num_heads"
+            )
+        num_heads = embd_size // _HEAD_SIZE
+    if num_heads < 1 or embd_size % num_heads:
+        raise CheckpointError(
+            f"num_heads={num_heads} does not divide the {embd_size} channels of {where}; set --num_heads"
+        )
+    return GPTShape(len(layers), num_heads, embd_size, seq_len, vocab_size, dropout)
+
+
+@torch.no_grad()
+def _fill_padding(model: GPT) -> None:
+    size = model.shape.vocab_size
+    some = torch.arange(0, size, max(1, size // _PROBES)).unsqueeze(1)  # (N, 1)
+    logits = model.eval().logits(some)[:, -1, :size]  # (N, V)
+    least = logits.log_softmax(-1).amax(0).argmin()
+    model.wte.weight[size:] = model.wte.weight[least]

@@ -1,0 +1,94 @@
+"""Keys and values of the tokens that a model has seen, so that one token more costs one token's work.
+
+Sequences lie in the rows 0, 1, … without gaps, each from its first token on. What a row has behind
+its last token, zeros or what is left of a sequence before, nobody attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raytrain_gpt.core.model import Attend, GPTShape
+
+
+class KVCache:
+    """A cache as large as the rows and tokens that were needed so far.
+
+    Args:
+        shape: Of the model.
+        max_rows: Sequences at a time.
+    """
+
+    def __init__(self, shape: GPTShape, max_rows: int) -> None:
+        self._shape = shape
+        self._max_rows = max_rows
+        self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, H, tokens, D/H)
+
+    def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
+        """For each layer: causal attention of new sequences, which are kept from `first_row` on.
+
+        Args:
+            first_row: Of the first sequence.
+            room_tokens: Tokens that the longest of them may have in the end.
+        """
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows, tokens = slice(first_row, first_row + len(k)), k.shape[2]
+            kept = self._with_room(layer, rows.stop, room_tokens, like=k)
+            kept[0, rows, :, :tokens] = k
+            kept[1, rows, :, :tokens] = v
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return [partial(attend, layer) for layer in range(self._shape.num_layers)]
+
+    def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
+        """For each layer: attention of one token more of each of the first rows, which is kept.
+
+        Args:
+            lengths: Tokens that row 0, 1, … has so far.
+            device: Of the model.
+        """
+        num_rows, tokens = len(lengths), max(lengths) + 1
+        rows = torch.arange(num_rows, device=device)
+        at = torch.tensor(lengths, device=device)
+        seen = torch.arange(tokens, device=device) <= at[:, None]  # (rows, tokens)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kept = self._with_room(layer, num_rows, tokens, like=k)
+            kept[0, rows, :, at] = k[:, :, 0]
+            kept[1, rows, :, at] = v[:, :, 0]
+            keys, values = kept[:, :num_rows, :, :tokens]  # (rows, H, tokens, D/H)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None])
+
+        return [partial(attend, layer) for layer in range(self._shape.num_layers)]
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` of a row into another row."""
+        for kept in self._layers:
+            assert kept is not None, "a row that moves was filled before"
+            kept[:, target, :, :tokens] = kept[:, source, :, :tokens]
+
+    def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
+        """The layer's tensor with at least so much room."""
+        old = self._layers[layer]
+        old_rows, old_tokens = (0, 0) if old is None else (old.shape[1], old.shape[3])
+        if old is not None and rows <= old_rows and tokens <= old_tokens:
+            return old
+        rows = _grown(old_rows, rows, self._max_rows)
+        tokens = _grown(old_tokens, tokens, self._shape.seq_len)
+        # Zeros: what is masked counts 0 times, which of a NaN would be NaN.
+        new = like.new_zeros(2, rows, like.shape[1], tokens, like.shape[3])
+        if old is not None:
+            new[:, :old_rows, :, :old_tokens] = old
+        self._layers[layer] = new
+        return new
+
+
+def _grown(size: int, needed: int, most: int) -> int:
+    """At least doubled where it is too small, so that it grows rarely."""
+    return size if needed <= size else min(max(needed, 2 * size), most)

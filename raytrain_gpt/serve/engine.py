@@ -1,0 +1,182 @@
+"""Continuous batching: one thread that continues all sequences of all requests together.
+
+    request → submit → queue, by arrival → a free place in the batch → a token a step → the request
+
+Weights can be replaced at any time. A request keeps those that were there when it came, so for a
+while two batches may run, which share the places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tiktoken
+
+from raytrain_gpt.core.generate import DecodingBatch, Drawn, SamplingOptions
+from raytrain_gpt.core.model import GPT
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(Exception):
+    """Too many sequences wait already."""
+
+
+@dataclass(eq=False)
+class Weights:
+    """A model that is served.
+
+    Attributes:
+        name: Of the model in requests.
+        step: Updates done.
+        val_loss: In nats per token; None if it was not evaluated.
+        loaded_at: Unix time.
+        model: On its device.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    step: int
+    val_loss: float | None
+    loaded_at: int
+    model: GPT
+    tokenizer: tiktoken.Encoding
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells answers of different weights apart."""
+        return f"step={self.step}"
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence of a request.
+
+    Attributes:
+        weights: That continue it.
+        prompt: At least one token.
+        options: How to draw.
+        index: Of the choice in the answer; distinguishes the draws of a request's sequences.
+        drawn: Gets (index, what was drawn), or (index, None) where the engine failed.
+    """
+
+    weights: Weights
+    prompt: Sequence[int]
+    options: SamplingOptions
+    index: int
+    drawn: asyncio.Queue[tuple[int, Drawn | None]] = field(repr=False)
+
+
+class Engine:
+    """Continues jobs in a thread of its own.
+
+    Args:
+        weights: To begin with.
+        loop: In which the jobs' queues are read.
+        max_batch: Sequences that are continued at a time.
+        max_queue: Sequences that may wait.
+    """
+
+    def __init__(
+        self, weights: Weights, loop: asyncio.AbstractEventLoop, max_batch: int, max_queue: int
+    ) -> None:
+        self.weights = weights
+        """What new requests use; set it to replace them."""
+        self._loop = loop
+        self._max_batch, self._max_queue = max_batch, max_queue
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._cancelled: set[Job] = set()
+        self._running: dict[Weights, tuple[DecodingBatch, dict[int, Job]]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the sequences of a request, all or none.
+
+        Raises:
+            QueueFull: they have no room.
+        """
+        with self._changed:
+            if len(self._queue) + len(jobs) > self._max_queue + self._num_free():
+                raise QueueFull
+            self._queue.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Give up the places of jobs; those that are finished are no error."""
+        with self._changed:
+            self._cancelled.update(jobs)
+            self._changed.notify()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
+                self._drop_cancelled()
+                self._admit()
+                running = list(self._running.items())
+            for weights, (batch, jobs) in running:
+                try:
+                    drawn: list[Drawn] | None = batch.step()
+                except Exception:  # as out of memory: these requests fail, the next ones may not
+                    logger.exception("a step failed")
+                    drawn = None
+                with self._changed:
+                    events = self._taken(weights, jobs, drawn)
+                self._loop.call_soon_threadsafe(_deliver, events)
+
+    def _num_free(self) -> int:
+        return self._max_batch - sum(len(jobs) for _, jobs in self._running.values())
+
+    def _drop_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, set()
+        if not cancelled:
+            return
+        self._queue = deque(job for job in self._queue if job not in cancelled)
+        for weights, (batch, jobs) in list(self._running.items()):
+            for handle in [handle for handle, job in jobs.items() if job in cancelled]:
+                batch.cancel(handle)
+                del jobs[handle]
+            if not jobs:
+                del self._running[weights]
+
+    def _admit(self) -> None:
+        for _ in range(min(self._num_free(), len(self._queue))):
+            job = self._queue.popleft()
+            if job.weights not in self._running:
+                model, eot_token = job.weights.model, job.weights.tokenizer.eot_token
+                self._running[job.weights] = DecodingBatch(model, eot_token, self._max_batch), {}
+            batch, jobs = self._running[job.weights]
+            jobs[batch.add(job.prompt, job.options, job.index)] = job
+
+    def _taken(
+        self, weights: Weights, jobs: dict[int, Job], drawn: list[Drawn] | None
+    ) -> list[tuple[Job, Drawn | None]]:
+        """What each job gets of a step; without any left, the batch and its cache are freed."""
+        if drawn is None:
+            events: list[tuple[Job, Drawn | None]] = [(job, None) for job in jobs.values()]
+            jobs.clear()
+        else:
+            events = [(jobs[one.handle], one) for one in drawn]
+            for one in drawn:
+                if one.finish_reason is not None:
+                    del jobs[one.handle]
+        if not jobs:
+            del self._running[weights]
+        return events
+
+
+def _deliver(events: list[tuple[Job, Drawn | None]]) -> None:
+    for job, drawn in events:
+        job.drawn.put_nowait((job.index, drawn))

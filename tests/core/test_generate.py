@@ -1,0 +1,352 @@
+"""Decoding with a cache: each sequence as if it were alone and without one, token by token."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_gpt.core import generate
+from raytrain_gpt.core.generate import DecodingBatch, Drawn, SamplingOptions, draw
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.errors import ConfigError, DataError
+from tests.conftest import RaisesLine
+from tests.core.conftest import TINY
+
+EOT = 99
+LONG = [*range(40)]
+"""More tokens than the tiny model's context has."""
+
+
+def random_model(shape: GPTShape) -> GPT:
+    """A model that is surer of its next token than an untrained one."""
+    model = GPT(shape)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+MODEL = random_model(TINY)
+
+
+def reference(
+    model: GPT, prompt: Sequence[int], options: SamplingOptions, stream: int = 0
+) -> list[int]:
+    """A continuation without a cache, a batch or torch's help in drawing."""
+    generator = random.Random(f"{options.seed}/{stream}")
+    tokens = list(prompt)
+    for _ in range(options.max_new_tokens):
+        window = torch.tensor([tokens[-model.shape.seq_len :]])
+        with torch.no_grad():
+            logits = model.eval().logits(window)[0, -1, : model.shape.vocab_size].double().numpy()
+        uniform = generator.random()
+        if options.temperature == 0:
+            tokens.append(int(logits.argmax()))
+            continue
+        in_order = options.top_k is None and options.top_p == 1
+        ids = np.arange(len(logits)) if in_order else np.argsort(-logits)[: options.top_k]
+        weights = np.exp((logits[ids] - logits.max()) / options.temperature)
+        weights /= weights.sum()
+        weights[np.cumsum(weights) - weights >= options.top_p] = 0
+        reached = np.cumsum(weights)
+        tokens.append(int(ids[np.searchsorted(reached, uniform * reached[-1], side="right")]))
+    return tokens[len(prompt) :]
+
+
+def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
+    """All tokens that are still to come, by handle."""
+    tokens = defaultdict(list)
+    while batch.num_active:
+        for drawn in batch.step():
+            tokens[drawn.handle].append(drawn.token)
+    return tokens
+
+
+WAYS = {
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_k": None, "top_p": 0.7},
+    "both": {"top_k": 20, "top_p": 0.9, "temperature": 1.5},
+    "all": {"top_k": None},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "shape",
+    [TINY, GPTShape(3, 4, 64, 33, 257), GPTShape(1, 3, 48, 8, 300), GPTShape(1, 1, 8, 1, 70)],
+    ids=str,
+)
+def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape, way: str) -> None:
+    model = random_model(shape)
+    options = SamplingOptions(25, **WAYS[way], stop_at_eot=False)
+    prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]
+    batch = DecodingBatch(model, EOT, len(prompts))
+    handles = [batch.add(prompt, options, stream) for stream, prompt in enumerate(prompts)]
+    found = run(batch)
+    for stream, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        assert found[handle] == reference(model, prompt, options, stream), prompt
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 20),  # tokens of the prompt
+            st.integers(1, 12),  # tokens to draw
+            st.sampled_from(list(WAYS)),
+            st.integers(0, 5),  # steps before the next one comes
+            st.none() | st.integers(0, 8),  # tokens after which it is cancelled
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_who_comes_and_goes_changes_no_other_sequence(
+    visits: list[tuple[int, int, str, int, int | None]],
+) -> None:
+    batch = DecodingBatch(MODEL, EOT, 4)
+    found: dict[int, list[int | None]] = {}
+    cancelled_after: dict[int, int | None] = {}
+    wanted: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for drawn in batch.step():
+            found[drawn.handle].append(drawn.token)
+            if len(found[drawn.handle]) == cancelled_after[drawn.handle]:
+                batch.cancel(drawn.handle)
+
+    for stream, (length, new, way, pause, cancel) in enumerate(visits):
+        while not batch.num_free:
+            step()
+        prompt = [(stream + i) % 90 for i in range(length)]
+        options = SamplingOptions(new, **WAYS[way], stop_at_eot=False)
+        handle = batch.add(prompt, options, stream)
+        found[handle], cancelled_after[handle] = [], cancel
+        wanted[handle] = reference(MODEL, prompt, options, stream)[:cancel]
+        if cancel == 0:
+            batch.cancel(handle)
+        for _ in range(pause):
+            step()
+    while batch.num_active:
+        step()
+    assert found == wanted
+    assert batch.num_free == 4
+
+
+def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 10)
+    options = SamplingOptions(4, temperature=0, stop_at_eot=False)
+    prompts = [[1, 2, 3, 4], [5, 6], [7], [*range(14)], [8]]
+    batch = DecodingBatch(MODEL, EOT, 5)
+    for prompt in prompts:
+        batch.add(prompt, options)
+    forwards = [[drawn.handle for drawn in batch.step()] for _ in range(4)]
+    assert forwards == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    again = DecodingBatch(MODEL, EOT, 5)
+    for prompt in prompts:
+        again.add(prompt, options)
+    assert run(again) == {i: reference(MODEL, prompt, options) for i, prompt in enumerate(prompts)}
+
+
+def eot_model() -> GPT:
+    """Draws a token by its place in the text alone: 3, 4, EOT, then 5."""
+    model = GPT(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.ln_f.weight.fill_(1)
+        for place, token in enumerate((3, 4, EOT, 5, 5, 5)):
+            model.wte.weight[token, place] = 1
+            model.wpe.weight[place, place] = 9
+    return model
+
+
+def test_the_end_of_the_text_ends_it_and_is_not_part_of_it() -> None:
+    model = eot_model()
+    batch = DecodingBatch(model, EOT, 2)
+    batch.add([0], SamplingOptions(5, temperature=0))
+    batch.add([0], SamplingOptions(4, temperature=0, stop_at_eot=False))
+    steps = [batch.step() for _ in range(4)]
+    assert [drawn for step in steps for drawn in step if drawn.handle == 0] == [
+        Drawn(0, 3, None),
+        Drawn(0, 4, None),
+        Drawn(0, None, "stop"),
+    ]
+    assert [drawn for step in steps for drawn in step if drawn.handle == 1] == [
+        Drawn(1, 3, None),
+        Drawn(1, 4, None),
+        Drawn(1, EOT, None),
+        Drawn(1, 5, "length"),
+    ]
+    assert batch.num_active == 0
+    assert batch.step() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padded_ids_are_never_drawn_even_as_the_likeliest(model: GPT, way: str) -> None:
+    with torch.no_grad():
+        model.ln_f.weight.zero_()
+        model.ln_f.bias.fill_(1.0)
+        model.wte.weight[100:] = 50.0
+        assert model.logits(torch.tensor([[1, 2, 3]]))[0, -1].argmax() >= 100
+    batch = DecodingBatch(model, EOT, 1)
+    batch.add([1, 2, 3], SamplingOptions(20, **WAYS[way], stop_at_eot=False))
+    assert all(token is not None and token < 100 for token in run(batch)[0])
+
+
+def test_seed_and_stream_alone_decide_what_is_drawn() -> None:
+    def drawn(seed: int, stream: int) -> list[int | None]:
+        batch = DecodingBatch(MODEL, EOT, 1)
+        options = SamplingOptions(12, temperature=2.0, seed=seed, stop_at_eot=False)
+        batch.add([1, 2, 3], options, stream)
+        return run(batch)[0]
+
+    one = drawn(7, 0)
+    torch.manual_seed(5)
+    random.seed(5)
+    assert drawn(7, 0) == one
+    others = [drawn(7, 1), drawn(8, 0), drawn(-7, 0), drawn(2**70, 0)]
+    assert all(a != b for a, b in itertools.combinations([one, *others], 2))
+
+
+def test_nothing_of_the_process_changes() -> None:
+    torch_before, python_before = torch.get_rng_state(), random.getstate()
+    batch = DecodingBatch(MODEL, EOT, 1)
+    batch.add([1, 2, 3], SamplingOptions(20))
+    run(batch)
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert random.getstate() == python_before
+
+
+def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
+    def backend(*_: object) -> None:
+        pytest.fail("something was compiled")
+
+    options = SamplingOptions(20, temperature=0, stop_at_eot=False)
+    wanted = reference(model, [1, 2], options)
+    model.compile(backend=backend)
+    batch = DecodingBatch(model, EOT, 1)
+    batch.add([1, 2], options)
+    assert run(batch)[0] == wanted
+
+
+def test_in_bf16_nearly_the_same_is_computed() -> None:
+    options = SamplingOptions(8, temperature=0, stop_at_eot=False)
+    batch = DecodingBatch(MODEL, EOT, 1)
+    batch.add([1, 2], options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(batch)[0]
+    assert found[0] == reference(MODEL, [1, 2], options)[0]
+    assert len(found) == 8
+
+
+def test_dropout_is_off_while_sampling() -> None:
+    model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.5))
+    model.load_state_dict(MODEL.state_dict())
+    options = SamplingOptions(20, temperature=0, stop_at_eot=False)
+    batch = DecodingBatch(model.train(), EOT, 1)
+    batch.add([1, 2, 3], options)
+    assert run(batch)[0] == reference(MODEL, [1, 2, 3], options)
+
+
+LOGITS = torch.full((100,), -math.inf)
+LOGITS[[3, 20, 41, 60]] = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 3}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_k": 1000}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_p": 0.69}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.71}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.4}, [1, 0, 0, 0]),
+        ({"top_k": 2, "temperature": 0.5}, [16 / 25, 9 / 25, 0, 0]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+        ({"temperature": 1e-40}, [1, 0, 0, 0]),
+        ({"temperature": math.inf, "top_k": 4, "top_p": 0.5}, [0.5, 0.5, 0, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    changes: dict[str, float], expected: list[float]
+) -> None:
+    rows = 10_000
+    options = SamplingOptions(1, **{"top_k": None, **changes})
+    # -inf has no quotient with an infinite temperature.
+    logits = LOGITS.clamp(min=-100) if math.isinf(options.temperature) else LOGITS
+    uniforms = [(row + 0.5) / rows for row in range(rows)]
+    tokens = draw(logits.expand(rows, -1), [options] * rows, uniforms)
+    shares = [tokens.count(token) / rows for token in (3, 20, 41, 60)]
+    assert shares == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> None:
+    options = SamplingOptions(1, **WAYS[way])
+    for uniform in (math.nextafter(1, 0), 0.0):
+        (token,) = draw(LOGITS[None], [options], [uniform])
+        assert LOGITS[token] > -math.inf
+
+
+def test_a_model_that_is_not_finite_draws_tokens_that_exist() -> None:
+    for value, way in itertools.product((math.nan, math.inf, -math.inf), WAYS.values()):
+        (token,) = draw(torch.full((1, 100), value), [SamplingOptions(1, **way)], [0.5])
+        assert 0 <= token < 100
+
+
+def test_options_of_others_do_not_change_a_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(WAYS), 100, generator=generator)
+    options = [SamplingOptions(1, **way) for way in WAYS.values()]
+    uniforms = [0.9, 0.7, 0.5, 0.3, 0.1]
+    alone = [
+        draw(logits[i : i + 1], options[i : i + 1], uniforms[i : i + 1])[0]
+        for i in range(len(WAYS))
+    ]
+    assert draw(logits, options, uniforms) == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_new_tokens": 0}, ["max_new_tokens=0", "1 or more"]),
+        ({"temperature": -0.1}, ["temperature=-0.1", "0 or more"]),
+        ({"temperature": math.nan}, ["temperature=nan", "0 or more"]),
+        ({"top_k": 0}, ["top_k=0", "1 or more"]),
+        ({"top_p": 0.0}, ["top_p=0 ", "set top_p to"]),
+        ({"top_p": 1.1}, ["top_p=1.1", "set top_p to"]),
+        ({"top_p": math.nan}, ["top_p=nan", "set top_p to"]),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused_in_one_line(
+    changes: dict[str, float], words: list[str], raises_line: RaisesLine
+) -> None:
+    with raises_line(ConfigError, *words):
+        SamplingOptions(**{"max_new_tokens": 1, **changes})
+
+
+def test_what_cannot_be_continued_is_refused(raises_line: RaisesLine) -> None:
+    batch = DecodingBatch(MODEL, EOT, 1)
+    options = SamplingOptions(1)
+    with raises_line(DataError, "0 tokens", "at least 1"):
+        batch.add([], options)
+    for token in (-1, 100, 127, 10**9):
+        with raises_line(DataError, f"token {token} ", "100 tokens"):
+            batch.add([1, token, 2], options)
+    batch.add([1], options)
+    with pytest.raises(RuntimeError, match="full"):
+        batch.add([1], options)

@@ -1,0 +1,112 @@
+"""Evaluation beside training when its task, the workers or the driver die: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime import beside
+from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.launch import train
+from raytrain_gpt.runtime.run_files import read_rows, read_samples
+from raytrain_gpt.runtime.supervisor import RunSummary
+from tests.runtime.conftest import environment
+
+from .conftest import Start
+from .gates import Faults, Gate, held, wait_until
+from .processes import events, own
+from .test_processes import assert_same, train_while
+
+pytestmark = pytest.mark.faults
+
+Straight = Callable[[int], RunSummary]
+MakeConfig = Callable[..., Any]
+
+
+def evaluated(run_dir: Path) -> dict[int, float]:
+    """Step -> validation loss, each step once."""
+    rows = [row for row in read_rows(run_dir) if "val/loss" in row]
+    losses = {row["step"]: row["val/loss"] for row in rows}
+    assert len(losses) == len(rows)
+    assert [step for step, _ in read_samples(run_dir)] == sorted(losses)
+    return losses
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_killed(
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    storage: Path,
+) -> None:
+    evaluating = Gate(str(tmp_path / "evaluation"), rank=0, step=25)
+    Path(evaluating.directory).mkdir()
+    monkeypatch.setattr(beside, "_evaluate", held((evaluating,)))
+    dies, again = gate(1, 35), gate(0, 45)
+    catalogue = Catalogue(Location.of(storage / "beside"))
+
+    def kill() -> None:
+        task, worker = evaluating.reached(), dies.reached()
+        wait_until(lambda: catalogue.complete()[-1].state.step == 30, "the checkpoint of step 30")
+        dies.open()
+        os.kill(worker, signal.SIGKILL)
+        again.reached()
+        assert task in own("ray::_evaluate")
+        evaluating.open()
+        os.kill(task, signal.SIGKILL)
+        again.open()
+
+    config = make_config(num_workers=2, run_name="beside", eval_mode="beside")
+    run_dir, lines = train_while(config, Faults((dies, again)), kill)
+    assert sum("evaluation of step 25 failed (" in line for line in lines) == 1, lines
+    assert [row["event"] for row in events(run_dir, "failed", "finished")] == ["failed", "finished"]
+    assert_same(run_dir, straight(2))
+    inline = evaluated(straight(2).run_dir.path)
+    assert evaluated(run_dir) == pytest.approx(inline, abs=1e-5)
+
+
+def test_the_last_evaluation_is_done_by_the_next_command(
+    cluster: str,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    start: Start,
+) -> None:
+    """Behind the last step the run is stopped, and then its driver is killed."""
+    evaluating = Gate(str(tmp_path), rank=0, step=50)
+    faults = Faults(evaluations=(evaluating,))
+    config = make_config(run_name="beside-end", eval_mode="beside")
+    run_dir = Path(config.run.storage_path, "beside-end")
+
+    stopped = start(config, faults, environment(cluster))
+    task = stopped.reaches(evaluating)
+    wait_until(lambda: "waiting for the evaluation of step 50" in stopped.output, "the last wait")
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.ends() == 130, stopped.output
+    assert "the same command evaluates step 50" in stopped.output
+    wait_until(lambda: not alive(task), "the end of the cancelled task")
+    assert evaluated(run_dir).keys() == {25}
+    best = Catalogue(Location.of(run_dir)).best()
+    assert best is not None
+    assert best.state.step == 25
+
+    evaluating._file.unlink()
+    killed = start(config, faults, environment(cluster))
+    killed.reaches(evaluating)
+    killed.process.kill()
+    killed.ends()
+
+    lines: list[str] = []
+    assert not train(config, lines.append).already_finished
+    assert evaluated(run_dir).keys() == {25, 50}
+    assert len(events(run_dir, "attempt")) == 1

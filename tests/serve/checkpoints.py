@@ -1,0 +1,53 @@
+"""Checkpoints of small models, written as a run does, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from raytrain_gpt.config import Config, load_preset
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import MODEL_FILE
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
+
+SEQ_LEN = 128
+RUN_NAME = "small"
+
+
+def small_config(seq_len: int) -> Config:
+    """Two layers, bytes as tokens."""
+    model = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": seq_len}
+    run = {"global_batch_tokens": 4 * seq_len, "micro_batch_sequences": 4, "run_name": RUN_NAME}
+    return load_preset("quickstart").updated({**model, **run})
+
+
+def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
+    """A checkpoint whose weights are drawn from its step; returns its directory."""
+    config, tokenizer = small_config(seq_len), load_tokenizer("bytes")
+    model = GPT(GPTShape.of(config, tokenizer.n_vocab))
+    model.init_weights(step)
+    with torch.no_grad():
+        model.wte.weight.mul_(20)  # else all tokens are equally likely, and a text ends at any
+    draft = Catalogue(Location.of(run_dir)).draft(step, "001")
+    entries = {
+        MODEL_FILE: draft.add(MODEL_FILE, lambda path: save_file(dict(model.state_dict()), path))
+    }
+    state = CheckpointState(
+        step=step,
+        next_batch=step,
+        order_hash="00",
+        val_loss=val_loss,
+        tokens_seen=step * config.train.global_batch_tokens,
+        config=config.model_dump(mode="json"),
+        manifest_hash="m",
+        vocab_hash=vocab_hash(tokenizer),
+        vocab_size=tokenizer.n_vocab,
+        order_version=1,
+        num_workers=1,
+    )
+    texts = {TOKENIZER_FILE: tokenizer_json(tokenizer)}
+    return draft.commit(state, entries, texts).path

@@ -1,0 +1,98 @@
+"""One server for all tests: two replicas that follow a run."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
+from raytrain_gpt.serve.replica import load_weights
+from tests.runtime.conftest import command
+from tests.serve.checkpoints import RUN_NAME, write_checkpoint
+
+CONTEXT_TOKENS = 1024
+MAX_BATCH = 16
+MAX_QUEUE = 84
+"""With a batch it is 100 sequences, for a replica that gets all of them."""
+WITHIN_S = 60
+
+
+class Server:
+    """`serve --follow` as a process of its own."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        options = {"port": self.port, "max_batch": MAX_BATCH, "max_queue": MAX_QUEUE}
+        flags = [f"--{name}={value}" for name, value in {**options, "num_replicas": 2}.items()]
+        self.process = subprocess.Popen(
+            command("serve", str(run_dir), "--follow", *flags),
+            env={**os.environ, "RAY_TMPDIR": str(self.ray_dir)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output = ""
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            self._lines.put(line)
+
+    def said(self, words: str) -> str:
+        """The next line with these words, waited for."""
+        while words not in (line := self._lines.get(timeout=WITHIN_S)):
+            pass
+        return line
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code once it and all that it started are gone."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(WITHIN_S)
+        _, left = psutil.wait_procs(started, timeout=WITHIN_S)
+        assert not left, left
+        return code
+
+    def alone(self, step: int, prompt: bytes, options: SamplingOptions, stream: int = 0) -> bytes:
+        """What a step's model continues a prompt with that has a batch for itself."""
+        weights = load_weights(str(self.run_dir / "checkpoints" / f"step={step:08d}"))
+        batch = DecodingBatch(weights.model, weights.tokenizer.eot_token, 1)
+        batch.add(prompt, options, stream)
+        tokens: list[int] = []
+        while batch.num_active:
+            tokens += [drawn.token for drawn in batch.step() if drawn.token is not None]
+        return bytes(tokens)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serves step 10 of a run until somebody writes a better one."""
+    run_dir = tmp_path_factory.mktemp("served") / RUN_NAME
+    write_checkpoint(run_dir, 10, 3.0, CONTEXT_TOKENS)
+    started = Server(run_dir)
+    try:
+        started.said("next: curl")
+        yield started
+        if started.process.poll() is None:
+            started.stop()
+    finally:
+        started.process.kill()
+        shutil.rmtree(started.ray_dir, ignore_errors=True)

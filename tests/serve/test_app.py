@@ -1,0 +1,162 @@
+"""Who may call, what is refused, and that the page runs nothing but itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.serve.engine import Engine
+from raytrain_gpt.serve.launch import ServeOptions
+from raytrain_gpt.serve.protocol import MAX_BODY_BYTES
+from raytrain_gpt.serve.replica import load_weights
+from tests.serve.checkpoints import RUN_NAME, SEQ_LEN, write_checkpoint
+
+KEY = "a-key-of-the-server's"
+JSON = {"Content-Type": "application/json"}
+Ask = Callable[..., httpx2.Response]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / RUN_NAME
+    write_checkpoint(path, 10, 3.0)
+    return path
+
+
+@pytest.fixture
+def ask(run_dir: Path) -> Ask:
+    """Send a request to an application of its own."""
+
+    def send(method: str, path: str, host: str = "127.0.0.1", **content: Any) -> httpx2.Response:
+        async def sent() -> httpx2.Response:
+            limits = ServeOptions(host=host, max_batch=4, max_queue=2, max_new_tokens=100).limits
+            weights, loop = load_weights(str(run_dir)), asyncio.get_running_loop()
+            app = build_app(Engine(weights, loop, limits.max_batch, limits.max_queue), limits)
+            transport = httpx2.ASGITransport(app)
+            url = f"http://{host}:8000"
+            async with httpx2.AsyncClient(transport=transport, base_url=url) as client:
+                return await client.request(method, path, **content)
+
+        return asyncio.run(sent())
+
+    return send
+
+
+def complete(ask: Ask, headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:
+    body = json.dumps({"prompt": "Hello", **fields})
+    return ask("POST", "/v1/completions", content=body, headers={**JSON, **(headers or {})})
+
+
+def message(answer: httpx2.Response, status: int) -> str:
+    """The line that a refusal has, in OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return str(error["message"])
+
+
+def test_the_counts_are_of_all_prompts_and_choices(ask: Ask) -> None:
+    fields = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 5, "temperature": 0}
+    answer = complete(ask, **fields).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["choices"][0]["text"] == answer["choices"][1]["text"]
+    drawn = sum(len(choice["text"]) for choice in answer["choices"])  # a byte is a token
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": drawn,
+        "total_tokens": 5 + drawn,
+    }
+
+
+def test_text_and_tokens_of_a_prompt_are_the_same(ask: Ask) -> None:
+    texts = [
+        complete(ask, prompt=prompt, seed=5).json()["choices"][0]["text"]
+        for prompt in ("Hello", list(b"Hello"), [list(b"Hello")])
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"max_tokens": 101}, 400, "max_tokens=101 is above 100"),
+        ({"prompt": "a" * 120, "max_tokens": 9}, 400, f"above the context of {SEQ_LEN} tokens"),
+        ({"prompt": [0, 257]}, 400, "prompt token 257 is not in 0 … 256"),
+        ({"prompt": [-1]}, 400, "prompt token -1"),
+        ({"n": 5}, 400, "1 prompts × n=5"),
+        ({"prompt": []}, 400, "0 prompts"),
+        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here, but small"),
+        ({"prompt": "a" * MAX_BODY_BYTES}, 413, f"above {MAX_BODY_BYTES} bytes"),
+    ],
+)
+def test_what_is_too_much_is_refused(
+    ask: Ask, fields: dict[str, Any], status: int, words: str
+) -> None:
+    assert words in message(complete(ask, **fields), status)
+
+
+def test_a_prompt_that_fills_the_context_is_taken(ask: Ask) -> None:
+    assert complete(ask, prompt="a" * 120, max_tokens=8).status_code == 200
+
+
+def test_unknown_addresses_have_the_same_form(ask: Ask) -> None:
+    assert "Not Found" in message(ask("GET", "/v1/chat"), 404)
+    assert "Method Not Allowed" in message(ask("GET", "/v1/completions"), 405)
+    assert "no model" in message(ask("GET", "/v1/models/other"), 404)
+    assert ask("GET", f"/v1/models/{RUN_NAME}").json()["step"] == 10
+
+
+def test_another_page_of_the_browser_cannot_call(ask: Ask) -> None:
+    """It may send a form or plain text to any address, or give this one a name of its own."""
+    plain = ask("POST", "/v1/completions", content="{}", headers={"Content-Type": "text/plain"})
+    assert "application/json" in message(plain, 415)
+    for path in ("/", "/health", "/v1/models"):
+        wrong = ask("GET", path, headers={"Host": "rebound.example:8000", "Origin": "http://x"})
+        assert "rebound.example" in message(wrong, 403)
+        right = ask("GET", path, headers={"Host": "localhost:8000", "Origin": "http://x"})
+        assert right.status_code == 200
+        assert not any(name.startswith("access-control") for name in right.headers)
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+@pytest.mark.usefixtures("key")
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_with_a_key_nobody_calls_without_it(ask: Ask, host: str) -> None:
+    for given in ("", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer é"):
+        headers = {"Authorization": given.encode("latin-1")}
+        answer = ask("GET", "/v1/models", host=host, headers=headers)
+        assert "API key" in message(answer, 401)
+        assert KEY not in answer.text
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert ask("GET", "/v1/models", host=host, headers=headers).status_code == 200
+    assert "API key" in message(complete(ask), 401)
+    assert ask("GET", "/", host=host).status_code == 200, "the page asks for the key"
+
+
+def test_the_page_may_run_its_own_script_and_load_nothing(ask: Ask) -> None:
+    answer = ask("GET", "/")
+    policy = dict(
+        part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";")
+    )
+    script = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    assert len(script) == answer.text.count("<script") == 1
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert policy["script-src"] == f"'sha256-{digest}'"
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert "http" not in answer.text
+    assert "innerHTML" not in answer.text

@@ -1,0 +1,133 @@
+"""The engine: everyone gets what they would get alone, by arrival, whatever happens to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.serve.engine import Engine, Job, QueueFull, Weights
+
+TOKENIZER = load_tokenizer("bytes")
+SHAPE = GPTShape(num_layers=1, num_heads=2, embd_size=16, seq_len=64, vocab_size=257)
+
+
+def weights(seed: int) -> Weights:
+    model = GPT(SHAPE)
+    model.init_weights(seed)
+    return Weights("small", seed, None, 0, model, TOKENIZER)
+
+
+def job(of: Weights, length: int, index: int = 0, prompt: Sequence[int] = b"ab") -> Job:
+    options = SamplingOptions(length, seed=3, stop_at_eot=False)
+    return Job(of, prompt, options, index, asyncio.Queue())
+
+
+def alone(of: Weights, options: SamplingOptions, stream: int = 0) -> list[int | None]:
+    """The tokens of a sequence that has a batch for itself."""
+    batch = DecodingBatch(of.model, TOKENIZER.eot_token, 1)
+    batch.add(b"ab", options, stream)
+    tokens = []
+    while batch.num_active:
+        tokens += [drawn.token for drawn in batch.step()]
+    return tokens
+
+
+async def tokens_of(taken: Job) -> list[int | None]:
+    """All tokens of a job, waited for."""
+    tokens: list[int | None] = []
+    while True:
+        _, drawn = await taken.drawn.get()
+        assert drawn is not None, "the engine failed"
+        tokens.append(drawn.token)
+        if drawn.finish_reason is not None:
+            return tokens
+
+
+def test_many_jobs_in_few_places_are_each_as_if_alone() -> None:
+    async def run() -> None:
+        own = weights(1)
+        engine = Engine(own, asyncio.get_running_loop(), max_batch=3, max_queue=100)
+        jobs = [job(own, 5 + index % 7, index) for index in range(20)]
+        for one in jobs:
+            engine.submit([one])
+        for one in jobs:
+            assert await tokens_of(one) == alone(own, one.options, one.index)
+
+    asyncio.run(run())
+
+
+def test_the_first_to_come_is_the_first_to_finish() -> None:
+    async def run() -> None:
+        own = weights(1)
+        engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=10)
+        shared: asyncio.Queue = asyncio.Queue()
+        jobs = [replace(job(own, 3, index), drawn=shared) for index in range(5)]
+        engine.submit(jobs)
+        order = [(await shared.get())[0] for _ in range(15)]
+        assert order == sorted(order)
+
+    asyncio.run(run())
+
+
+def test_new_weights_serve_new_jobs_and_old_ones_end_on_theirs() -> None:
+    async def run() -> None:
+        old, new = weights(1), weights(2)
+        engine = Engine(old, asyncio.get_running_loop(), max_batch=2, max_queue=10)
+        before = [job(old, 60, index) for index in range(4)]  # two of them wait
+        engine.submit(before)
+        await before[0].drawn.get()
+        engine.weights = new
+        after = job(engine.weights, 20)
+        engine.submit([after])
+        assert await tokens_of(after) == alone(new, after.options)
+        for one in before[1:]:
+            assert await tokens_of(one) == alone(old, one.options, one.index)
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_job_makes_room_whether_it_waits_or_not() -> None:
+    async def run() -> None:
+        own = weights(1)
+        engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=1)
+        first, second, third = (job(own, 10**9), job(own, 10**9), job(own, 4))
+        engine.submit([first])
+        await first.drawn.get()
+        engine.submit([second])
+        with pytest.raises(QueueFull):
+            engine.submit([third])
+        engine.cancel([second, first])
+        while True:  # the engine's thread takes it in between two steps
+            try:
+                engine.submit([third])
+                break
+            except QueueFull:
+                await asyncio.sleep(0)
+        assert await tokens_of(third) == alone(own, third.options)
+        assert second.drawn.empty()
+        engine.cancel([first, third])
+
+    asyncio.run(run())
+
+
+def test_a_step_that_fails_ends_its_jobs_alone() -> None:
+    async def run() -> None:
+        broken = weights(1)
+        del broken.model.ln_f
+        engine = Engine(broken, asyncio.get_running_loop(), max_batch=2, max_queue=10)
+        lost = job(broken, 4)
+        engine.submit([lost])
+        assert await lost.drawn.get() == (0, None)
+        engine.weights = weights(2)
+        good = job(engine.weights, 4)
+        engine.submit([good])
+        assert await tokens_of(good) == alone(engine.weights, good.options)
+        assert engine.alive
+
+    asyncio.run(run())

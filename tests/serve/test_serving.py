@@ -1,0 +1,262 @@
+"""The server as its callers see it: many at once, OpenAI's own client, new weights, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from raytrain_gpt.core.generate import SamplingOptions
+from tests.runtime.test_security import LOOPBACK, listening_on
+from tests.serve.checkpoints import RUN_NAME, write_checkpoint
+from tests.serve.conftest import CONTEXT_TOKENS, MAX_BATCH, Server
+
+pytestmark = pytest.mark.serve
+
+JSON = {"Content-Type": "application/json"}
+SECRET_PROMPT = "a prompt that nobody else may read"
+
+
+def options(index: int) -> dict[str, Any]:
+    """Every third one greedy, the others drawn; of different lengths."""
+    return {
+        "max_tokens": 5 + index % 40,
+        "temperature": (0, 0.7, 1.3)[index % 3],
+        "top_p": (1.0, 0.9)[index % 2],
+        "seed": index,
+    }
+
+
+def as_drawn(fields: dict[str, Any]) -> SamplingOptions:
+    own = {name: fields[name] for name in ("temperature", "top_p", "seed")}
+    return SamplingOptions(max_new_tokens=fields["max_tokens"], top_k=None, **own)
+
+
+def text(drawn: bytes) -> str:
+    return drawn.decode("utf-8", "replace")
+
+
+def client(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_hundred_streams_at_once_are_each_as_if_alone(server: Server) -> None:
+    prompts = [f"{SECRET_PROMPT} {'é' * (index % 30)} {index}" for index in range(100)]
+
+    async def stream(caller: openai.AsyncOpenAI, index: int) -> tuple[str, str, Any]:
+        answer = await caller.completions.create(
+            model=RUN_NAME,
+            prompt=prompts[index],
+            stream=True,
+            stream_options={"include_usage": True},
+            **options(index),
+        )
+        shown, reason, usage = "", "", None
+        async for event in answer:
+            assert event.system_fingerprint == "step=10"
+            usage = event.usage
+            for choice in event.choices:
+                shown, reason = shown + choice.text, choice.finish_reason or reason
+        return shown, reason, usage
+
+    async def run() -> list[tuple[str, str, Any]]:
+        async with client(server) as caller:
+            return await asyncio.gather(*(stream(caller, index) for index in range(100)))
+
+    for index, (shown, reason, usage) in enumerate(asyncio.run(run())):
+        fields, prompt = options(index), prompts[index].encode()
+        expected = server.alone(10, prompt, as_drawn(fields))
+        assert shown == text(expected), index
+        assert reason == ("length" if len(expected) == fields["max_tokens"] else "stop")
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(expected))
+
+
+def test_the_official_client_is_answered(server: Server) -> None:
+    async def run() -> None:
+        async with client(server) as caller:
+            models = [model async for model in caller.models.list()]
+            assert [model.id for model in models] == [RUN_NAME]
+            assert (await caller.models.retrieve(RUN_NAME)).model_dump()["step"] == 10
+            fields = options(1)
+            answer = await caller.completions.create(
+                model=RUN_NAME, prompt="Hello", n=3, extra_body={"top_k": 5}, **fields
+            )
+            own = SamplingOptions(
+                max_new_tokens=fields["max_tokens"],
+                temperature=fields["temperature"],
+                top_p=fields["top_p"],
+                top_k=5,
+                seed=fields["seed"],
+            )
+            expected = [text(server.alone(10, b"Hello", own, stream)) for stream in range(3)]
+            assert [choice.text for choice in answer.choices] == expected
+            whole = text(server.alone(10, b"Hello", as_drawn(options(0))))
+            stop = whole[2:4]
+            answer = await caller.completions.create(
+                model=RUN_NAME, prompt="Hello", stop=stop, **options(0)
+            )
+            assert answer.choices[0].text == whole[: whole.index(stop)]
+            assert answer.choices[0].finish_reason == "stop"
+            with pytest.raises(openai.NotFoundError, match="there is no model"):
+                await caller.completions.create(model="other", prompt="a")
+            with pytest.raises(openai.BadRequestError, match="context of 1024") as caught:
+                await caller.completions.create(model=RUN_NAME, prompt="a" * 1020, max_tokens=5)
+            assert caught.value.code == "context_length_exceeded"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b'{"prompt": "a', 400, "not JSON"),
+        (b'{"prompt": "\xff\xfe"}', 400, "not UTF-8"),
+        (b'{"prompt": 5}', 400, "prompt must be"),
+        (b'{"prompt": "a", "max_tokens": 5000}', 400, "above the context"),
+        (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', 413, "above 1048576 bytes"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_a_line(
+    server: Server, body: bytes, status: int, words: str
+) -> None:
+    answer = httpx2.post(f"{server.url}/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+def test_who_comes_when_all_places_are_taken_is_told_to_come_again(server: Server) -> None:
+    body = {"prompt": "a", "n": MAX_BATCH, "max_tokens": 100}
+
+    async def run() -> list[httpx2.Response]:
+        limits = httpx2.Limits(max_connections=40)
+        async with httpx2.AsyncClient(timeout=60, limits=limits) as caller:
+            url = f"{server.url}/v1/completions"
+            return await asyncio.gather(*(caller.post(url, json=body) for _ in range(40)))
+
+    answers = asyncio.run(run())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert all(answer.headers["Retry-After"] == "1" for answer in refused)
+    assert all(answer.json()["error"]["code"] == "queue_full" for answer in refused)
+    taken = [answer for answer in answers if answer.status_code == 200]
+    assert len(taken) + len(refused) == 40
+    assert all(len(answer.json()["choices"]) == MAX_BATCH for answer in taken)
+
+
+def long_body(n: int) -> dict[str, Any]:
+    """Continuations as long as the context, that seldom end before."""
+    return {"prompt": "a", "n": n, "max_tokens": CONTEXT_TOKENS - 1, "stream": True, "seed": 4}
+
+
+def test_callers_who_leave_make_room(server: Server) -> None:
+    """A short request is answered while a long one, that came before those who left, still runs."""
+
+    async def read(events: AsyncIterator[str]) -> None:
+        async for _ in events:
+            pass
+
+    async def run() -> None:
+        url = f"{server.url}/v1/completions"
+        async with (
+            httpx2.AsyncClient(timeout=60) as caller,
+            caller.stream("POST", url, json=long_body(MAX_BATCH // 2)) as staying,
+        ):
+            events = staying.aiter_lines()
+            await anext(events)
+            reading = asyncio.create_task(read(events))
+            whole = {**long_body(MAX_BATCH), "stream": False}
+            waiting = [asyncio.create_task(caller.post(url, json=whole)) for _ in range(3)]
+            leave = [caller.stream("POST", url, json=long_body(MAX_BATCH)) for _ in range(6)]
+            for one in leave:
+                await one.__aenter__()
+            for one in leave:
+                await one.__aexit__(None, None, None)
+            for task in waiting:
+                task.cancel()
+            short = await caller.post(url, json={"prompt": "a", "max_tokens": 1})
+            assert short.status_code == 200
+            assert not reading.done(), "it had to wait for the places of those who left"
+            reading.cancel()
+
+    asyncio.run(run())
+
+
+def test_new_weights_come_without_a_request_lost(server: Server) -> None:
+    """Callers go on all the time; each answer is whole, and of one model or the other."""
+    stop = asyncio.Event()
+
+    async def call(caller: httpx2.AsyncClient, index: int) -> list[tuple[dict, str, str]]:
+        answers = []
+        while not stop.is_set():
+            body = {"prompt": f"caller {index}", "stream": True, **options(3 * len(answers) + 2)}
+            shown, fingerprints = "", set()
+            async with caller.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                lines = [line async for line in answer.aiter_lines() if line]
+            assert lines.pop() == "data: [DONE]"
+            for line in lines:
+                event = json.loads(line.removeprefix("data: "))
+                fingerprints.add(event["system_fingerprint"])
+                shown += event["choices"][0]["text"]
+            assert len(fingerprints) == 1
+            answers.append((body, fingerprints.pop(), shown))
+        return answers
+
+    async def run() -> list[tuple[dict, str, str]]:
+        async with httpx2.AsyncClient(timeout=60) as caller:
+            calls = [asyncio.create_task(call(caller, index)) for index in range(8)]
+            damaged = write_checkpoint(server.run_dir, 20, 2.5, CONTEXT_TOKENS)
+            (damaged / "model.safetensors").write_bytes(b"damaged")
+            await asyncio.to_thread(server.said, "skipped: checkpoint")
+            write_checkpoint(server.run_dir, 30, 2.4, CONTEXT_TOKENS)
+            await asyncio.to_thread(server.said, "step=00000030")
+            after = await caller.get(f"{server.url}/v1/models")
+            assert after.json()["data"][0]["step"] == 30
+            late = await caller.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+            assert late.json()["system_fingerprint"] == "step=30"
+            stop.set()
+            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+    answers = asyncio.run(run())
+    assert {fingerprint for _, fingerprint, _ in answers} == {"step=10", "step=30"}
+    for body, fingerprint, shown in answers[:: max(1, len(answers) // 60)]:
+        step = int(fingerprint.removeprefix("step="))
+        expected = server.alone(step, body["prompt"].encode(), as_drawn(body))
+        assert shown == text(expected)
+
+
+def test_all_its_ports_are_for_this_machine_alone(server: Server) -> None:
+    listening = list(listening_on(psutil.Process(server.process.pid)))
+    titles = {title.split(":")[2] for title, _ in listening if title.startswith("ray::")}
+    assert {"ProxyActor", "ServeReplica"} <= titles
+    assert {address for _, address in listening} <= LOOPBACK
+
+
+def test_no_prompt_is_written_or_printed(server: Server) -> None:
+    logs = [path for path in server.ray_dir.glob("**/logs/**/*") if path.is_file()]
+    assert any("replica" in path.name for path in logs)
+    assert not [path for path in logs if SECRET_PROMPT.encode() in path.read_bytes()]
+    assert SECRET_PROMPT not in server.output
+
+
+def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 300, "stream": True, "seed": 3, "temperature": 1.0}
+    with httpx2.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        server.process.terminate()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    shown = [json.loads(line[6:])["choices"][0]["text"] for line in [first, *rest[:-1]]]
+    drawn = as_drawn({**body, "top_p": 1.0})
+    assert "".join(shown) == text(server.alone(30, b"a", drawn))
+    assert server.stop() == 130
+    assert server.output.endswith("stopped\n")
+    assert "Traceback" not in server.output
