@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+
+from tests.ports import free_port
 
 READY_WITHIN_S = 60.0
 ACCESS_KEY = "test-access-key"
@@ -33,7 +34,7 @@ class S3Server:
     """moto's S3 on a free port of this machine."""
 
     def __init__(self) -> None:
-        self._moto_port, self._port = _free_port(), _free_port()
+        self._moto_port, self._port = free_port(), free_port()
         # This process's own variables must not make moto a client of another store.
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
         self._moto = subprocess.Popen(
@@ -111,15 +112,6 @@ class S3Server:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
-
-
-def _free_port() -> int:
-    """Below the ports that the system hands out: a client's own port never takes a stopped server's."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import subprocess
 import sys
 import time
@@ -14,16 +13,11 @@ from mlflow import MlflowClient
 
 from raytrain_gpt.runtime.run_files import Row
 from raytrain_gpt.runtime.trackers import MLflow
+from tests.ports import free_port
 
 from .gates import wait_until
 
 pytestmark = pytest.mark.faults
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def test_rows_wait_for_a_server_that_is_down(
@@ -54,6 +48,7 @@ def test_rows_wait_for_a_server_that_is_down(
         client = MlflowClient(store)
 
         def logged() -> list[int]:
+            assert server.poll() is None, "the server ended"
             found = client.get_experiment_by_name("down")
             runs = client.search_runs([found.experiment_id]) if found else []
             history = client.get_metric_history(runs[0].info.run_id, "train/loss") if runs else []

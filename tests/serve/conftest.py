@@ -6,7 +6,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -18,6 +17,7 @@ import pytest
 
 from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
 from raytrain_gpt.serve.replica import load_weights
+from tests.ports import free_port
 from tests.runtime.conftest import command
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 
@@ -34,8 +34,7 @@ class Server:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         options = {"port": self.port, "max_batch": MAX_BATCH, "max_queue": MAX_QUEUE}
         flags = [f"--{name}={value}" for name, value in {**options, "num_replicas": 2}.items()]
