@@ -23,7 +23,9 @@ BELOW = {
     "sweep": {"runtime", "core", "data", "config", "errors"},
     "doctor": {"runtime", "core", "data", "config", "errors"},
     "serve": {"runtime", "core", "data", "config", "errors", "redact"},
+    "estimate": {"doctor", "runtime", "core", "data", "config", "errors"},
     "commands": {
+        "estimate",
         "serve",
         "doctor",
         "sweep",

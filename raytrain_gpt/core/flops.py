@@ -1,16 +1,9 @@
-"""What a token costs, and what share of the device's peak a run reaches."""
+"""What a token costs, and what a device could do at most."""
 
 from __future__ import annotations
 
+from raytrain_gpt.core.devices import device_of
 from raytrain_gpt.core.model import GPTShape
-
-PEAK_BF16_FLOPS = {
-    "NVIDIA A100": 312e12,  # NVIDIA A100 datasheet, dense
-    "NVIDIA H100 80GB HBM3": 989e12,  # NVIDIA H100 datasheet, SXM, dense
-    "NVIDIA H100 PCIe": 756e12,  # NVIDIA H100 datasheet, PCIe, dense
-    "NVIDIA H200": 989e12,  # NVIDIA H200 datasheet, dense
-}
-"""Device name prefix -> dense bf16 FLOP/s; a device that is not here has no MFU."""
 
 
 def flops_per_token(shape: GPTShape) -> float:
@@ -25,9 +18,5 @@ def flops_per_token(shape: GPTShape) -> float:
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of one device, or None where it is not known."""
-    if precision != "bf16":
-        return None
-    for prefix, peak in PEAK_BF16_FLOPS.items():
-        if device_name.startswith(prefix):
-            return peak
-    return None
+    device = device_of(device_name)
+    return device.bf16_flops if device and precision in ("bf16", "fp16") else None

@@ -32,6 +32,9 @@ def test_flops_of_the_124m_model() -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
     ],
 )
 def test_known_devices_have_a_peak_in_bf16_only(name: str, peak: float) -> None:
@@ -42,3 +45,4 @@ def test_known_devices_have_a_peak_in_bf16_only(name: str, peak: float) -> None:
 def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("cpu", "bf16") is None
     assert peak_flops("NVIDIA GeForce GTX 1080", "bf16") is None
+    assert peak_flops("NVIDIA L40", "bf16") is None  # not an L4
