@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from raytrain_gpt import cli
 from raytrain_gpt.config import load_preset
 from raytrain_gpt.core.devices import device_of
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.answer import Asked, answer, lines
 from raytrain_gpt.estimate.reckon import Facts, estimate, largest_models
@@ -67,12 +70,9 @@ def test_prices_are_device_hours_times_rates() -> None:
 
 def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None:
     assert H200 is not None
-    like = estimate(CONFIG, FACTS)
-    assert like.largest == []
+    assert estimate(CONFIG, FACTS).largest == []
     small, large = device_of("NVIDIA L4"), H200
     assert small is not None
-    from raytrain_gpt.core.model import GPTShape
-
     shape = GPTShape.of(CONFIG, 50_257)
     on_small, on_large = (largest_models(d, shape, bf16=True) for d in (small, large))
     for little, much in zip(on_small, on_large, strict=True):
@@ -125,3 +125,19 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> No
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide over 7 workers"):
         estimate(CONFIG, replace(FACTS, num_workers=7))
+
+
+def test_the_command_prints_lines_and_one_object_last(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "gpt2-124m", "--num_workers", "8", "--device", "H200", "--json"]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["estimate", *flags, "--train_tokens", "10000000000"])
+    assert exit_info.value.code == 0
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("model    124.5M parameters")
+    found = json.loads(last)
+    assert found["steps_per_epoch"] == 19_073
+    assert found["speed"]["source"] == "table"
+    assert found["memory"]["total"] == sum(
+        found["memory"][part]
+        for part in ("weights", "gradients", "moments", "activations", "logits")
+    )
