@@ -8,6 +8,7 @@ What a command needs is imported when it runs, so that help and messages come at
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             _complain("".join(traceback.format_exception(error.__cause__)).rstrip())
         _complain(f"{kind}{' '.join(str(error).split())}")
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of a pipe, as `head`, has enough; Python would complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)

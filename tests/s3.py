@@ -7,8 +7,6 @@ connections and answers nothing.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -16,10 +14,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from tests.ports import free_port
 
 READY_WITHIN_S = 60.0
+PROXY = Path(__file__).with_name("s3_proxy.py")
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-value"
 KEYS = {
@@ -84,7 +84,7 @@ class S3Server:
         """Take connections (again)."""
         if self._proxy is None:
             ports = [str(self._port), str(self._moto_port)]
-            self._proxy = subprocess.Popen([sys.executable, __file__, *ports])
+            self._proxy = subprocess.Popen([sys.executable, PROXY, *ports])
             _wait_for(self._port, self._proxy)
 
     def stop(self) -> None:
@@ -124,24 +124,3 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         except OSError:
             assert time.monotonic() < deadline, f"{process.args!r} does not listen on {port}"
             time.sleep(0.02)
-
-
-async def _proxy(port: int, target: int) -> None:
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while content := await reader.read(2**16):
-                writer.write(content)
-                await writer.drain()
-        writer.close()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", target)
-        await asyncio.gather(pump(reader, back), pump(there, writer))
-
-    server = await asyncio.start_server(connected, "127.0.0.1", port)
-    async with server:
-        await server.serve_forever()
-
-
-if __name__ == "__main__":
-    asyncio.run(_proxy(int(sys.argv[1]), int(sys.argv[2])))

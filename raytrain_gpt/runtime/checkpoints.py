@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.core.hf_config import HF_CONFIG_FILE
+from raytrain_gpt.core.hf_weights import WEIGHTS_SUFFIXES
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import CheckpointError
@@ -444,6 +446,10 @@ def _step(path: Location) -> int:
     return int(path.name.removeprefix("step="))
 
 
+def _is_hugging_face(path: Location) -> bool:
+    return path.name.endswith(WEIGHTS_SUFFIXES) or (path / HF_CONFIG_FILE).is_file()
+
+
 def resolve_checkpoint(path: Location) -> Checkpoint:
     """The checkpoint that a path means: itself, or of a run's directory the best, else newest.
 
@@ -455,6 +461,11 @@ def resolve_checkpoint(path: Location) -> Checkpoint:
     else:
         catalogue = Catalogue(path)
         complete = catalogue.complete()
+        if not complete and _is_hugging_face(path):
+            raise CheckpointError(
+                f"{path} holds Hugging Face weights; run: raytrain-gpt import {path} --out CHECKPOINT, and "
+                "use CHECKPOINT"
+            )
         if not complete:
             raise CheckpointError(
                 f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"

@@ -12,15 +12,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.core.hf_config import HF_CONFIG_FILE
-from raytrain_gpt.core.hf_weights import WEIGHTS_SUFFIXES
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.hellaswag import DOWNLOAD
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, check_tokenizer
 from raytrain_gpt.data.storage import Location, is_url
-from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError, DataError
-from raytrain_gpt.runtime.checkpoints import STATE_FILE, resolve_checkpoint
+from raytrain_gpt.errors import ClusterError, ConfigError, DataError
+from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
 from raytrain_gpt.runtime.console import size
 from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
@@ -79,13 +77,7 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
     """
     if config.model.init_from is None:
         return config
-    place = location(config, config.model.init_from)
-    if _is_hugging_face(place):
-        raise CheckpointError(
-            f"init_from={place} holds Hugging Face weights; run: raytrain-gpt import {place} --out "
-            "CHECKPOINT, and set init_from to CHECKPOINT"
-        )
-    checkpoint = resolve_checkpoint(place)
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
     check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
     theirs = checkpoint.state.config
     if config.data.seq_len > theirs["data"]["seq_len"]:
@@ -102,12 +94,6 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
         model = GPT(GPTShape.of(config, manifest.vocab_size))
         load_model(directory, model, crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
-
-
-def _is_hugging_face(place: Location) -> bool:
-    if place.name.endswith(WEIGHTS_SUFFIXES):
-        return True
-    return (place / HF_CONFIG_FILE).is_file() and not (place / STATE_FILE).is_file()
 
 
 def check_compile(config: Config) -> None:
