@@ -2,6 +2,7 @@
 # make test          run the tests; make test-fast those without Ray
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
+# make test-models   HellaSwag, evaluation beside training, weights in and out
 # make test-serve    serving over HTTP, with a browser
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make wheel         what cluster files install on every node: dist/
@@ -12,23 +13,26 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 
-.PHONY: demo test test-fast test-sweeps test-tools test-serve test-faults test-cluster wheel check format lint types clean
+.PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster wheel check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
 	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not faults and not sweeps and not tools and not serve and not cluster"
+	$(BIN)/pytest -m "not faults and not sweeps and not tools and not models and not serve and not cluster"
 
 test-fast: $(INSTALLED)
-	$(BIN)/pytest -m "not ray and not faults and not sweeps and not tools and not serve and not cluster"
+	$(BIN)/pytest -m "not ray and not faults and not sweeps and not tools and not models and not serve and not cluster"
 
 test-sweeps: $(INSTALLED)
 	$(BIN)/pytest -m sweeps
 
 test-tools: $(INSTALLED)
 	$(BIN)/pytest -m tools
+
+test-models: $(INSTALLED)
+	$(BIN)/pytest -m models
 
 test-serve: $(INSTALLED)
 	$(BIN)/pytest -m serve -rs
@@ -44,7 +48,7 @@ wheel: $(INSTALLED)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	cp constraints.txt dist/
 
-check: format lint types test test-sweeps test-tools test-serve test-faults test-cluster
+check: format lint types test test-sweeps test-tools test-models test-serve test-faults test-cluster
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ def add_parsers(commands: Any) -> None:
         "--step_time_s, or from the device's peak and an assumed MFU.",
     )
     add_config(parser)
-    parser.add_argument("--device", metavar="NAME", help="GPU, as H100 or A100-SXM4-80GB")
+    parser.add_argument("--device", metavar="NAME", help="GPU, as H200 or A100-SXM4-80GB")
     parser.add_argument(
         "--probe",
         action="store_true",

@@ -41,8 +41,11 @@ DEVICES = (
 def device_of(name: str) -> Device | None:
     """The device of a name as torch tells it, or None where it is not known.
 
-    An unknown device has no peak rather than a wrong one, so a name must go on with another word.
+    An unknown device has no peak rather than a wrong one: a name must go on with another word, and a
+    part of a GPU (MIG) is not the GPU.
     """
+    if " MIG " in name:
+        return None
     found = [d for d in DEVICES if re.match(rf"{re.escape(d.name)}(?!\w)", name)]
     return max(found, key=lambda d: len(d.name), default=None)
 

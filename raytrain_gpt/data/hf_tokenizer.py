@@ -191,6 +191,9 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
         else:
             return None
         special, ranks = _special(content), _ranks(content)
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) != len(ids):
+            raise _Other("two of its tokens have the same id")
         found = _pattern(content["pre_tokenizer"])
         if found is None and any(len(token) > 1 for token in ranks):
             raise _Other("its pre_tokenizer has no pattern")
@@ -232,8 +235,9 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
         _Other: merging by ids would be another tokenizer.
     """
     model = content["model"]
-    if model["type"] != "BPE" or content.get("normalizer") is not None:
-        raise _Other(f"type {model['type']}, normalizer {content.get('normalizer')}")
+    # Files of older versions, as that of the released GPT-2, do not name the type.
+    if model.get("type", "BPE") != "BPE" or content.get("normalizer") is not None:
+        raise _Other(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
             raise _Other(f"it has {key} {model[key]!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import tiktoken
@@ -91,6 +92,20 @@ def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
+
+
+def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
+    """The bytes of a token; none of an id that the vocabulary leaves out, as cl100k_base does some."""
+    try:
+        found: bytes = encoding.decode_single_token_bytes(token)
+    except KeyError:
+        return b""
+    return found
+
+
+def text_of(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
+    """The text of any tokens that a model may draw; what is not UTF-8 becomes U+FFFD."""
+    return b"".join(bytes_of(encoding, token) for token in tokens).decode("utf-8", "replace")
 
 
 def vocab_hash(encoding: tiktoken.Encoding) -> str:

@@ -40,7 +40,6 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
         UserError: the configuration cannot be, or the device is not known.
     """
     device = _device(asked.device)
-    config = absolute_paths(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if asked.probe:
         from raytrain_gpt.estimate.probe import probe
@@ -49,12 +48,14 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
         config, num_workers = found.config, found.num_workers
         tokens_per_s = found.forecast.tokens_per_s
         device = device or device_of(found.device_name)
+    else:
+        config = absolute_paths(config)
     vocab_size, train_tokens = asked.vocab_size, asked.train_tokens
     data = data_location(config)
     if (data / MANIFEST_FILE).is_file():
         manifest = read_manifest(data)
-        vocab_size = vocab_size or manifest.vocab_size
-        train_tokens = train_tokens or manifest.split_tokens("train")
+        vocab_size = manifest.vocab_size if vocab_size is None else vocab_size
+        train_tokens = manifest.split_tokens("train") if train_tokens is None else train_tokens
     precision, uses_gpu = config.train.precision, config.cluster.use_gpu
     on_gpu = device is not None and uses_gpu is not False
     facts = Facts(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -147,12 +148,14 @@ class Facts:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "train_tokens", "step_time_s", "mfu"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value:g} is not above 0; set --{name} to what it is")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"{name}={value:g} is not a number above 0; set --{name} to what it is"
+                )
         for name in ("price_per_hour", "spot_price_per_hour"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name}={value:g} is below 0; set --{name} to 0 or more")
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value:g} is not 0 or more; set --{name} to what it is")
         if self.mfu > 1:
             raise ConfigError(f"mfu={self.mfu:g} is above 1; it is a fraction, as 0.4")
 

@@ -29,6 +29,7 @@ from ray.exceptions import RayActorError
 from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.data.storage import Location, Place
+from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
 from raytrain_gpt.runtime import cluster
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
@@ -217,7 +218,7 @@ class Replica:
         )
         for i, row in enumerate(rows):
             own = drawn[i * num : (i + 1) * num]
-            texts = [self._tokenizer.decode(one.tokens) for one in own]
+            texts = [text_of(self._tokenizer, one.tokens) for one in own]
             row |= dict(zip(ADDED, (texts, [one.finish_reason for one in own]), strict=True))
         seq_len = self._model.shape.seq_len
         return {

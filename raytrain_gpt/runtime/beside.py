@@ -34,6 +34,7 @@ from raytrain_gpt.runtime.checkpoints import (
     evaluated_beside,
     read_checkpoint,
 )
+from raytrain_gpt.runtime.console import duration
 from raytrain_gpt.runtime.evaluated import Evaluated, write_evaluated
 from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.lease import Lease
@@ -45,6 +46,7 @@ MAX_RETRIES = 3
 """Times that an evaluation whose task died is tried again, before it is left out."""
 MANY_WAIT = 3
 """So many checkpoints that wait at once are told."""
+TELL_EVERY_S = 600.0
 NICENESS = 19
 """The lowest priority: where cores are short, it is the training that goes on."""
 POLL_S = 0.5
@@ -69,6 +71,7 @@ class Beside:
         self._news: queue.SimpleQueue[str | Evaluated] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._asked = self._busy = self._closed = self._told_many = False
+        self._num_looks = 0
         self._left_out: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="beside", daemon=True)
         self._thread.start()
@@ -77,6 +80,7 @@ class Beside:
         """There may be a checkpoint to evaluate: begin, now or behind what is being done."""
         with self._changed:
             self._asked = self._busy = True
+            self._num_looks += 1
             self._changed.notify()
 
     @property
@@ -191,11 +195,14 @@ class Beside:
             num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker if c.use_gpu else 0
         )
         for retries_left in reversed(range(MAX_RETRIES + 1)):
-            outcome = self._outcome(task.remote(checkpoint, self._config, self._choices))
+            outcome = self._outcome(task.remote(checkpoint, self._config, self._choices), step)
             if isinstance(outcome, Evaluated):
                 self._news.put(outcome)
                 return
-            if outcome is None or not _is_there(checkpoint):
+            if outcome is None:
+                return
+            if not _is_there(checkpoint):
+                self._news.put(f"the checkpoint of step {step} was gone before it was evaluated")
                 return
             known = user_error_in(outcome)
             reason = str(known or root_cause(outcome))
@@ -204,12 +211,25 @@ class Beside:
                 return
             self._news.put(f"evaluation of step {step} failed ({reason}), it is tried again")
 
-    def _outcome(self, task: Any) -> Evaluated | Exception | None:
+    def _outcome(self, task: Any, step: int) -> Evaluated | Exception | None:
         """What came of a task; None: it was cancelled because all of this ends."""
+        started = told_at = time.monotonic()
+        num_looks = self._num_looks
         while not ray.wait([task], timeout=POLL_S)[0]:
             if self._ends():
                 ray.cancel(task, force=True)
                 return None
+            if self._num_looks != num_looks:
+                num_looks = self._num_looks
+                with contextlib.suppress(OSError, RaytrainGptError):
+                    self._tell_many(self._due())
+            now = time.monotonic()
+            if now - told_at >= TELL_EVERY_S:
+                told_at = now
+                self._news.put(
+                    f"evaluation of step {step} has not ended after {duration(now - started)}: it is slow, "
+                    "or waits for resources as a worker has them"
+                )
         try:
             evaluated: Evaluated = ray.get(task)
             return evaluated
@@ -223,7 +243,7 @@ class Beside:
             write_evaluated(checkpoint.path, checkpoint.hash, Evaluated(None, left_out=reason))
         self._news.put(
             f"evaluation of step {checkpoint.state.step} is left out: {reason}; the next command of "
-            "this run tries it again"
+            "this run tries it again, if the checkpoint is still kept"
         )
 
 

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.core.hf_config import HF_CONFIG_FILE
-from raytrain_gpt.core.hf_weights import WEIGHTS_SUFFIXES
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import CheckpointError
@@ -447,6 +445,10 @@ def _step(path: Location) -> int:
 
 
 def _is_hugging_face(path: Location) -> bool:
+    # Only here, as these import torch, which reports and lists of checkpoints do without.
+    from raytrain_gpt.core.hf_config import HF_CONFIG_FILE
+    from raytrain_gpt.core.hf_weights import WEIGHTS_SUFFIXES
+
     return path.name.endswith(WEIGHTS_SUFFIXES) or (path / HF_CONFIG_FILE).is_file()
 
 

@@ -26,7 +26,7 @@ from raytrain_gpt.data.hellaswag import (
     encode_choices,
     read_examples,
 )
-from raytrain_gpt.data.tokenizer import token_bytes
+from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.runtime.feed import EvalFeed
 from raytrain_gpt.runtime.locations import location
 from raytrain_gpt.runtime.ranks import Ranks
@@ -144,5 +144,5 @@ class Evaluation:
         )
         with self._autocast():
             drawn = sample_tokens(self._model, eot, [prompt] * e.num_samples, options)
-        texts = [e.sample_prompt + self._tokenizer.decode(one.tokens) for one in drawn]
+        texts = [e.sample_prompt + text_of(self._tokenizer, one.tokens) for one in drawn]
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))

@@ -241,11 +241,13 @@ class Run:
 
         Raises:
             Interrupted: a signal came first; the next command goes on.
+            TrainingFailed: the storage was out of reach; the next command goes on.
         """
         told = {row["step"] for row in read_rows(self.mirror.work_dir) if "val/loss" in row}
         complete = self.catalogue.complete()
         due = [c.state.step for c in complete if beside.is_due(c)]
         if not due and not any(c.evaluated_row and c.state.step not in told for c in complete):
+            self._prune_evaluated()
             return False
         self.signals.defer()
         if due:
@@ -254,16 +256,27 @@ class Run:
         beside.hand_over(None, self.log)
         spec = self._recorder_spec(newest.state.step, self.catalogue.complete(), attempt=None)
         beside.finish(spec, newest, lease, self.log)
-        with contextlib.suppress(OSError, RaytrainGptError):
-            self.catalogue.prune(self.config.train.keep_checkpoints)
+        self._prune_evaluated()
         self._write_report()
-        missing = [str(c.state.step) for c in self.catalogue.complete() if beside.is_due(c)]
+        missing = ", ".join(
+            str(c.state.step) for c in self.catalogue.complete() if beside.is_due(c)
+        )
         if self.signals.stop.is_set() and missing:
             raise Interrupted(
                 f"interrupted at step {newest.state.step}, saved: {newest.path}; the same command "
-                f"evaluates step {', '.join(missing)}"
+                f"evaluates step {missing}"
+            )
+        if missing:
+            raise TrainingFailed(
+                f"all steps are done and saved: {newest.path}, but step {missing} is not evaluated; the "
+                "same command tries it again"
             )
         return True
+
+    def _prune_evaluated(self) -> None:
+        """Remove what only waited for an evaluation, or was the best until another one was evaluated."""
+        with contextlib.suppress(OSError, RaytrainGptError):
+            self.catalogue.prune(self.config.train.keep_checkpoints)
 
     def _choose_workers(self) -> None:
         """Decide the world size; wait while the cluster has too few workers."""

@@ -19,7 +19,7 @@ from raytrain_gpt.data.hellaswag import Choices
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.storage import Location, Place
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
 from raytrain_gpt.runtime.evaluation import Evaluation, read_choices
@@ -177,7 +177,7 @@ def sample_checkpoint(
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
-    return [prompt + tokenizer.decode(one.tokens) for one in drawn]
+    return [prompt + text_of(tokenizer, one.tokens) for one in drawn]
 
 
 def check_num_samples(num_samples: int) -> None:

@@ -46,3 +46,4 @@ def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("cpu", "bf16") is None
     assert peak_flops("NVIDIA GeForce GTX 1080", "bf16") is None
     assert peak_flops("NVIDIA L40", "bf16") is None  # not an L4
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None

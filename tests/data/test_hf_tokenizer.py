@@ -156,14 +156,21 @@ def test_known_tokenizers_are_known_by_their_tokens(tokenizer: str, tmp_path: Pa
     assert vocab_hash(read) == vocab_hash(encoding)
 
 
-@pytest.mark.parametrize("as_two_files", [False, True])
+@pytest.mark.parametrize("form", ["new", "old", "two files"])
 def test_a_tokenizer_from_elsewhere_has_the_same_ids(
-    trained: Tokenizer, as_two_files: bool, tmp_path: Path
+    trained: Tokenizer, form: str, tmp_path: Path
 ) -> None:
-    if as_two_files:
+    if form == "two files":
         trained.model.save(str(tmp_path))
     else:
-        trained.save(str(tmp_path / HF_TOKENIZER_FILE))
+        content = json.loads(trained.to_str())
+        if form == "old":  # as the file of the released GPT-2
+            for part, key in (("model", "type"), ("pre_tokenizer", "use_regex")):
+                del content[part][key]
+            for key in ("byte_fallback", "ignore_merges"):
+                content["model"].pop(key, None)
+            content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
     read = read_hf_tokenizer(tmp_path)
     assert read is not None
     assert read.eot_token == trained.token_to_id(EOT) == 0
@@ -206,6 +213,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["model"].update(type="Unigram"), ["type Unigram"]),
         (lambda c: c.update(normalizer={"type": "NFC"}), ["normalizer", "NFC"]),
         (lambda c: c["model"].update(byte_fallback=True), ["byte_fallback"]),
+        (lambda c: c["model"]["vocab"].update(A=c["model"]["vocab"]["B"]), ["the same id"]),
         (lambda c: c["model"].update(end_of_word_suffix="</w>"), ["end_of_word_suffix"]),
         (lambda c: c["model"]["vocab"].pop("A"), ["no token for byte 65"]),
         (lambda c: c["model"]["vocab"].update({"統一": 900}), ["not written as bytes"]),

@@ -10,10 +10,12 @@ import tiktoken
 from shard_tools import TEXTS, made_text
 
 from raytrain_gpt.data.tokenizer import (
+    EOT,
     TOKENIZER_FILE,
     encode_document,
     load_tokenizer,
     read_tokenizer,
+    text_of,
     token_bytes,
     token_dtype,
     tokenizer_json,
@@ -55,6 +57,14 @@ def test_token_bytes_add_up_to_the_text(tokenizer: str) -> None:
     assert lengths[encode_document(encoding, text)].sum() == len(text.encode())
     assert lengths[encoding.eot_token] == 0
     assert not lengths[encoding.n_vocab :].any()
+
+
+def test_an_id_that_the_vocabulary_leaves_out_has_no_text() -> None:
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "gap", pat_str=".", mergeable_ranks=ranks, special_tokens={EOT: 300}
+    )
+    assert text_of(encoding, [104, 280, 105, 0xC3]) == "hi\ufffd"
 
 
 def test_the_carried_tokenizer_is_the_same(tokenizer: str, tmp_path: Path) -> None:

@@ -111,10 +111,12 @@ def test_the_answer_says_what_is_not_known() -> None:
     [
         ({"device": "H100"}, "may be several"),
         ({"device": "voodoo"}, "is not in the table"),
-        ({"step_time_s": 0.0}, "step_time_s=0 is not above 0"),
+        ({"step_time_s": 0.0}, "step_time_s=0 is not a number above 0"),
+        ({"step_time_s": float("inf")}, "step_time_s=inf is not a number"),
+        ({"step_time_s": float("nan")}, "step_time_s=nan is not a number"),
         ({"mfu": 1.5}, "mfu=1.5 is above 1"),
-        ({"price_per_hour": -1.0}, "price_per_hour=-1 is below 0"),
-        ({"vocab_size": 0}, "vocab_size=0 is not above 0"),
+        ({"price_per_hour": -1.0}, "price_per_hour=-1 is not 0 or more"),
+        ({"vocab_size": 0}, "vocab_size=0 is not a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:

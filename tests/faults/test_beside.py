@@ -76,6 +76,46 @@ def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_kille
     assert evaluated(run_dir) == pytest.approx(inline, abs=1e-5)
 
 
+def test_what_a_rollback_sets_aside_is_not_evaluated(
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    storage: Path,
+) -> None:
+    """Step 30 comes twice: its first checkpoint is being evaluated when the run goes back behind it."""
+    spiked = tuple(range(24, 34))
+    evaluating = Gate(str(tmp_path / "evaluation"), rank=0, step=30)
+    Path(evaluating.directory).mkdir()
+    monkeypatch.setattr(beside, "_evaluate", held((evaluating,)))
+    before_the_end, again = gate(0, 33), gate(0, 35)
+    run_dir = storage / "beside-rollback"
+
+    def hold() -> None:
+        evaluating.reached()
+        before_the_end.open()
+        wait_until(lambda: events(run_dir, "rollback"), "the rollback")
+        evaluating.open()
+        again.reached()
+        again.open()
+
+    config = make_config(
+        run_name="beside-rollback",
+        eval_mode="beside",
+        eval_every_steps=10,
+        spike_window_steps=16,
+        spike_patience=len(spiked),
+    )
+    faults = Faults((before_the_end, again), spiked_batches=spiked)
+    _, lines = train_while(config, faults, hold)
+    assert "the checkpoint of step 30 was gone before it was evaluated" in lines
+    losses = evaluated(run_dir)
+    assert sorted(losses) == [10, 20, 30, 40, 50]
+    for checkpoint in Catalogue(Location.of(run_dir)).complete():
+        assert checkpoint.val_loss == losses[checkpoint.state.step]
+    assert max(losses.values()) < 10, "the weights of the bad steps were evaluated"
+
+
 def test_the_last_evaluation_is_done_by_the_next_command(
     cluster: str,
     make_config: MakeConfig,

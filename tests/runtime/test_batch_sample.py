@@ -68,6 +68,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.ray
+@pytest.mark.models
 def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them(
     cluster: str, threads: None, checkpoint: Location, run_cli: RunCli, tmp_path: Path
 ) -> None:

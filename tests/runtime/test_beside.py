@@ -22,7 +22,7 @@ from raytrain_gpt.runtime.run_files import METRICS_FILE, Row, read_rows, read_sa
 from raytrain_gpt.runtime.supervisor import RunSummary
 from tests.faults.gates import evaluates
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 
 @pytest.fixture(scope="module")

@@ -389,6 +389,7 @@ def test_init_from_refuses_what_does_not_fit(
 
 
 @pytest.mark.ray
+@pytest.mark.models
 def test_training_starts_from_imported_weights_with_a_shorter_context(
     cluster: str, exported: tuple[GPT, Path], make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -405,6 +406,7 @@ def test_training_starts_from_imported_weights_with_a_shorter_context(
         assert torch.allclose(weights[name][:rows], parameter[:rows], rtol=0, atol=1e-7), name
 
 
+@pytest.mark.models
 def test_lm_eval_runs_on_an_export(exported: tuple[GPT, Path], tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf_home"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", "sentences"]

@@ -24,11 +24,9 @@ from raytrain_gpt.runtime.use import lone_evaluation, open_checkpoint
 from raytrain_gpt.runtime.worker import WorkerSpec, train_worker
 from tests.conftest import RaisesLine
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 SEQ_LEN = 256
-IN_RUN = 200
-"""Examples that the run is asked; one process is asked all."""
 Answers = dict[int, tuple[int, int]]
 """Place of an example -> endings with the smallest summed loss and with the smallest per token."""
 RunCli = Callable[..., tuple[int, str, str]]
@@ -94,15 +92,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first of the examples."""
-    path = tmp_path_factory.mktemp("first") / "first.jsonl"
-    path.write_bytes(b"".join(examples.read_bytes().splitlines(keepends=True)[:IN_RUN]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(cluster: str, make_config: Any, first: Path, told: Path) -> RunSummary:
+def run(cluster: str, make_config: Any, examples: Path, told: Path) -> RunSummary:
     """A run of two workers, asked once."""
     config = make_config(
         run_name="hellaswag",
@@ -112,7 +102,7 @@ def run(cluster: str, make_config: Any, first: Path, told: Path) -> RunSummary:
         global_batch_tokens=12 * SEQ_LEN,
         checkpoint_every_steps=50,
         eval_every_steps=50,
-        hellaswag_path=str(first),
+        hellaswag_path=str(examples),
     )
     return train(config, print, telling(told))
 
@@ -163,10 +153,10 @@ def test_two_workers_answer_as_transformers_does(
     assert len(files) == 2
     lines = [line for file in files for line in file.read_text().splitlines()]
     answers = together(map(json.loads, lines))
-    assert answers == {place: wanted[place] for place in range(IN_RUN)}
+    assert answers == wanted
     row = last_evaluation(run)
     assert (row["hellaswag/acc"], row["hellaswag/acc_norm"]) == scores(answers, examples)
-    assert row["hellaswag/examples"] == IN_RUN
+    assert row["hellaswag/examples"] == len(wanted)
     assert row["hellaswag/cut"] > 0
 
 
@@ -187,8 +177,8 @@ def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
     assert eval_line(row, 50).endswith(f"bits/byte | hellaswag {norm} (acc {acc})")
 
 
-def test_eval_answers_as_the_run_did(run: RunSummary, first: Path, run_cli: RunCli) -> None:
-    code, out, err = run_cli("eval", run.run_dir, "--hellaswag", first, "--json")
+def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
+    code, out, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--json")
     assert (code, err) == (0, "")
     line, metrics = out.splitlines()[1], json.loads(out.splitlines()[-1])
     norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
@@ -201,12 +191,14 @@ def test_eval_answers_as_the_run_did(run: RunSummary, first: Path, run_cli: RunC
 
 
 def test_without_its_dataset_a_checkpoint_is_still_asked(
-    run: RunSummary, first: Path, run_cli: RunCli, tmp_path: Path
+    run: RunSummary, examples: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_bytes(b"".join(examples.read_bytes().splitlines(keepends=True)[:20]))
     data = Path(str(run.checkpoint.state.config["data"]["data_path"]))  # type: ignore[union-attr]
     away = data.rename(tmp_path / "away")
     try:
-        code, out, _ = run_cli("eval", run.run_dir, "--hellaswag", first, "--json")
+        code, out, _ = run_cli("eval", run.run_dir, "--hellaswag", few, "--json")
         assert code == 0
         assert (
             f"only HellaSwag is evaluated: data_path {data} does not exist" in out.splitlines()[0]
@@ -215,7 +207,7 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
         assert "val/loss" not in metrics
         code, _, err = run_cli("eval", run.run_dir)
         assert (code, err.count("\n")) == (2, 1)
-        code, _, err = run_cli("eval", run.run_dir, "--hellaswag", first, "--data", data)
+        code, _, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--data", data)
         assert (code, err.count("\n")) == (2, 1)
     finally:
         away.rename(data)
