@@ -116,15 +116,36 @@ def encoded(prompt: Prompt, weights: Weights) -> list[int]:
     """A prompt's tokens; an empty one is the end of the text before.
 
     Raises:
-        ApiError: a token is not in the vocabulary.
+        ApiError: a token is not in the vocabulary, or the text is too long or not possible.
     """
     if isinstance(prompt, str):
-        return prompt_tokens(weights.tokenizer, prompt)
+        return _encoded_text(prompt, weights)
     vocab_size = weights.model.shape.vocab_size
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"prompt token {token} is not in 0 … {vocab_size - 1}", "prompt")
     return prompt or [weights.tokenizer.eot_token]
+
+
+def _encoded_text(text: str, weights: Weights) -> list[int]:
+    # Before it is encoded, which of the longest texts takes seconds, and of some is not possible.
+    if (size := len(text.encode())) > weights.most_prompt_bytes:
+        context_tokens = weights.model.shape.seq_len
+        raise ApiError(
+            400,
+            f"{size} bytes of the prompt are above the context of {context_tokens} tokens, which have at "
+            f"most {weights.most_prompt_bytes} bytes; shorten it",
+            "prompt",
+            "context_length_exceeded",
+        )
+    try:
+        return prompt_tokens(weights.tokenizer, text)
+    except BaseException as error:  # a panic of tiktoken's Rust code is no Exception
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ApiError(
+            400, "the prompt cannot be split into tokens; shorten it", "prompt"
+        ) from None
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.answer import Answer, encoded
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
 from raytrain_gpt.serve.protocol import (
@@ -34,6 +35,7 @@ from raytrain_gpt.serve.protocol import (
 
 KEY_VARIABLE = "RAYTRAIN_GPT_API_KEY"
 RETRY_AFTER_S = 1
+BODY_WITHIN_S = 30.0
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -46,16 +48,22 @@ class Limits:
         max_queue: Sequences that may wait.
         max_new_tokens: Most of a continuation; None: as many as the context has.
         hosts: Names that requests may use for the server; None: any.
+        needs_key: Nobody is answered without the API key.
     """
 
     max_batch: int
     max_queue: int
     max_new_tokens: int | None
     hosts: frozenset[str] | None
+    needs_key: bool
 
 
 def build_app(engine: Engine, limits: Limits) -> Starlette:
-    """The application of a replica."""
+    """The application of a replica.
+
+    Raises:
+        ConfigError: a key is needed, and this process has none.
+    """
     interface = _Interface(engine, limits)
     routes = [
         Route("/", interface.page),
@@ -77,6 +85,10 @@ class _Interface:
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self._engine, self._limits = engine, limits
         self._key = os.environ.get(KEY_VARIABLE, "")
+        if limits.needs_key and not self._key:
+            raise ConfigError(
+                f"{KEY_VARIABLE} did not reach the replica; set it where serve is started"
+            )
         html = resources.files("raytrain_gpt").joinpath("serve", "page.html").read_text("utf-8")
         self._page, self._page_policy = html, content_policy(html)
 
@@ -220,10 +232,14 @@ async def _body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise ApiError(415, "the body must have Content-Type: application/json")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes; send less")
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes; send less")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s") from None
     return bytes(body)
 
 

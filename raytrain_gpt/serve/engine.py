@@ -14,13 +14,18 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import tiktoken
 
 from raytrain_gpt.core.generate import DecodingBatch, Drawn, SamplingOptions
 from raytrain_gpt.core.model import GPT
+from raytrain_gpt.data.tokenizer import token_bytes
 
 logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 2
+"""In a row; one may be a request that was too much, more are the model or its device."""
 
 
 class QueueFull(Exception):
@@ -38,6 +43,7 @@ class Weights:
         loaded_at: Unix time.
         model: On its device.
         tokenizer: Its tokenizer.
+        hash: Of the checkpoint; empty if it is of none.
     """
 
     name: str
@@ -46,6 +52,13 @@ class Weights:
     loaded_at: int
     model: GPT
     tokenizer: tiktoken.Encoding
+    hash: str = ""
+
+    @cached_property
+    def most_prompt_bytes(self) -> int:
+        """Bytes of a text that can fit the context; a longer one has more tokens for certain."""
+        longest = token_bytes(self.tokenizer, self.tokenizer.n_vocab).max()
+        return int(longest) * self.model.shape.seq_len
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +105,7 @@ class Engine:
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._cancelled: set[Job] = set()
+        self._num_failed_steps = 0
         self._running: dict[Weights, tuple[DecodingBatch, dict[int, Job]]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -114,27 +128,40 @@ class Engine:
             self._cancelled.update(jobs)
             self._changed.notify()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def check(self) -> None:
+        """See that it can answer.
+
+        Raises:
+            RuntimeError: the thread has ended, or the last steps all failed.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended")
+        if self._num_failed_steps > MOST_FAILED_STEPS:
+            raise RuntimeError(f"the last {self._num_failed_steps} steps of the model failed")
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
-                self._drop_cancelled()
-                self._admit()
-                running = list(self._running.items())
-            for weights, (batch, jobs) in running:
-                try:
-                    drawn: list[Drawn] | None = batch.step()
-                except Exception:  # as out of memory: these requests fail, the next ones may not
-                    logger.exception("a step failed")
-                    drawn = None
-                with self._changed:
-                    events = self._taken(weights, jobs, drawn)
-                self._loop.call_soon_threadsafe(_deliver, events)
+            self._step()
+
+    def _step(self) -> None:
+        """A token for all. Its variables end with it: while nothing is asked, no batch is kept."""
+        with self._changed:
+            self._drop_cancelled()
+            self._admit()
+            running = list(self._running.items())
+        for weights, (batch, jobs) in running:
+            try:
+                drawn: list[Drawn] | None = batch.step()
+                self._num_failed_steps = 0
+            except Exception:  # as out of memory: these requests fail, the next ones may not
+                logger.exception("a step failed")
+                drawn = None
+                self._num_failed_steps += 1
+            with self._changed:
+                events = self._taken(weights, jobs, drawn)
+            self._loop.call_soon_threadsafe(_deliver, events)
 
     def _num_free(self) -> int:
         return self._max_batch - sum(len(jobs) for _, jobs in self._running.values())

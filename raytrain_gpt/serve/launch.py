@@ -2,8 +2,8 @@
 
 1. What would fail is looked at first: the address, the checkpoint, the API key.
 2. A Ray cluster starts on 127.0.0.1, on it Ray Serve: a proxy at the address, and the replicas.
-3. With `follow` the run's catalogue is looked at every few seconds; a new best checkpoint is verified,
-   and all replicas are told to load it.
+3. With `follow` a thread looks at the run's catalogue every few seconds; a new best checkpoint is
+   verified, and all replicas are told to load it (follow.py).
 4. On a signal no new request is taken, those in flight may finish, and everything is stopped.
 """
 
@@ -14,20 +14,22 @@ import ipaddress
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
 from raytrain_gpt.runtime import cluster
-from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint, resolve_checkpoint
-from raytrain_gpt.runtime.failures import root_cause, user_error_in
+from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
 from raytrain_gpt.runtime.signals import StopSignals
 from raytrain_gpt.serve.app import KEY_VARIABLE, Limits
+from raytrain_gpt.serve.follow import Follower, described, first_usable
 from raytrain_gpt.serve.replica import Replica
 
 APP = "raytrain-gpt"
@@ -35,6 +37,7 @@ FOLLOW_EVERY_S = 3.0
 FINISH_WITHIN_S = 10.0
 """How long requests may go on after a signal."""
 SWAP_WITHIN_S = 600.0
+ANSWER_WITHIN_S = 60.0
 SPARE_REQUESTS = 100
 """Requests of a replica besides those that wait for the model, so that it can refuse and tell."""
 
@@ -81,8 +84,14 @@ class ServeOptions:
     def limits(self) -> Limits:
         """What a replica takes."""
         own = {"localhost", "127.0.0.1", "[::1]", self.host.lower()}
-        hosts = frozenset(own) if is_loopback(self.host) else None
-        return Limits(self.max_batch, self.max_queue, self.max_new_tokens, hosts)
+        loopback = is_loopback(self.host)
+        return Limits(
+            max_batch=self.max_batch,
+            max_queue=self.max_queue,
+            max_new_tokens=self.max_new_tokens,
+            hosts=frozenset(own) if loopback else None,
+            needs_key=not loopback or bool(os.environ.get(KEY_VARIABLE)),
+        )
 
 
 def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
@@ -101,7 +110,7 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
     """
     check_address(options.host, options.port)
     location = Location.of(path)
-    checkpoint = resolve_checkpoint(location)
+    checkpoint = _resolved(location, options.follow, say)
     if options.follow and checkpoint.path == location:
         raise ConfigError(f"--follow needs a run's directory, and {path} is one checkpoint")
     with StopSignals("interrupted before it served") as signals, _own_cluster(options) as gpus:
@@ -109,54 +118,34 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
         handle = _deploy(str(location if options.follow else checkpoint.path), options, gpus)
         signals.defer()
         _announce(checkpoint, options, say)
-        follower = Follower(location, checkpoint, _swapper(handle), say)
-        while not signals.stop.wait(FOLLOW_EVERY_S if options.follow else None):
-            follower.look()
+        if options.follow:
+
+            def tell(line: str) -> None:
+                if not signals.stop.is_set():  # what fails then has no other reason
+                    say(line)
+
+            follower = Follower(location, checkpoint.hash, _Deployed(handle), tell)
+            # Not in this thread: a swap takes minutes, and a signal must not wait for it.
+            threading.Thread(target=_follow, args=(follower, signals.stop), daemon=True).start()
+        signals.stop.wait()
         say("stopping; requests in flight may finish")
         serve.delete(APP)
     raise Interrupted("stopped")
 
 
-class Follower:
-    """Hands a run's newest best checkpoint on.
+def _resolved(location: Location, follow: bool, say: Say) -> Checkpoint:
+    """The checkpoint to begin with; of a run that is followed, damaged ones are passed over."""
 
-    Args:
-        run_dir: Of the run.
-        served: That is served now.
-        swap: Has all replicas serve another one; tells why one cannot.
-        say: Gets a line for each change, and for each checkpoint that cannot be served.
-    """
+    def verified(checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint.verify()
+        return checkpoint
 
-    def __init__(
-        self, run_dir: Location, served: Checkpoint, swap: Callable[[str], list[str]], say: Say
-    ) -> None:
-        self._catalogue = Catalogue(run_dir)
-        self._swap, self._say = swap, say
-        self._seen = served
-        self._told = ""
+    return first_usable(location, verified, say) if follow else resolve_checkpoint(location)
 
-    def look(self) -> None:
-        """Serve a new best checkpoint if there is one; one that is damaged is passed over."""
-        try:
-            complete = self._catalogue.complete()
-            best = self._catalogue.best() or (complete[-1] if complete else self._seen)
-            if best.hash == self._seen.hash:
-                return
-            best.verify()
-            problems = self._swap(str(best.path))
-        except Exception as error:  # whatever it is, the weights before go on
-            problems = [str(user_error_in(error) or root_cause(error))]
-        if problems:
-            self._tell(f"skipped: {problems[0]}")
-            return
-        self._seen = best
-        self._tell(f"serving {_described(best)}; requests before it end on the weights before")
 
-    def _tell(self, line: str) -> None:
-        """Once, however often it is found again."""
-        if line != self._told:
-            self._say(line)
-        self._told = line
+def _follow(follower: Follower, stop: threading.Event) -> None:
+    while not stop.wait(FOLLOW_EVERY_S):
+        follower.look()
 
 
 def check_address(host: str, port: int) -> None:
@@ -236,25 +225,32 @@ def _deploy(checkpoint: str, options: ServeOptions, gpus: int) -> Any:
     return serve.run(deployment.bind(checkpoint, limits), name=APP, route_prefix="/")
 
 
-def _swapper(handle: Any) -> Callable[[str], list[str]]:
-    def swap(path: str) -> list[str]:
-        replies = handle.broadcast("swap", path).results(timeout_s=SWAP_WITHIN_S)
-        return [reply for reply in replies if reply is not None]
+@dataclass(frozen=True)
+class _Deployed:
+    """The replicas that run, behind Ray Serve's handle."""
 
-    return swap
+    handle: Any
+
+    def served(self) -> list[str]:
+        return self._asked(ANSWER_WITHIN_S, "served")
+
+    def swap(self, checkpoint: Checkpoint) -> list[str | None]:
+        return self._asked(SWAP_WITHIN_S, "swap", str(checkpoint.path), checkpoint.hash)
+
+    def _asked(self, within_s: float, *call: str) -> list[Any]:
+        try:
+            replies: list[Any] = self.handle.broadcast(*call).results(timeout_s=within_s)
+            return replies
+        except RayActorError:  # whose text is a paragraph
+            raise ClusterError("a replica has ended; another one is started for it") from None
 
 
 def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Say) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     key = f"-H 'Authorization: Bearer '${KEY_VARIABLE} " * bool(os.environ.get(KEY_VARIABLE))
-    say(f"serving {_described(checkpoint)} at {url}")
+    say(f"serving {described(checkpoint)} at {url}")
     say(
         f"next: curl {url}/v1/completions {key}-H 'Content-Type: application/json' "
         """-d '{"prompt": "Hello", "max_tokens": 32}', or open the page in a browser"""
     )
-
-
-def _described(checkpoint: Checkpoint) -> str:
-    loss = checkpoint.val_loss
-    return f"{checkpoint.path}{'' if loss is None else f' (val loss {loss:.4f})'}"

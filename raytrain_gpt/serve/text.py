@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import tiktoken
 
+from raytrain_gpt.data.tokenizer import bytes_of
+
 
 class TextStream:
     """The text of one continuation, as its tokens come.
@@ -28,7 +30,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that a token makes certain; `stopped` is set where a stop text ended it."""
-        self._held += self._decoder.decode(self._tokenizer.decode_single_token_bytes(token))
+        self._held += self._decoder.decode(bytes_of(self._tokenizer, token))
         found = [
             (start + len(stop), start)
             for stop in self._stops

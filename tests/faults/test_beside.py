@@ -88,16 +88,14 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
     evaluating = Gate(str(tmp_path / "evaluation"), rank=0, step=30)
     Path(evaluating.directory).mkdir()
     monkeypatch.setattr(beside, "_evaluate", held((evaluating,)))
-    before_the_end, again = gate(0, 33), gate(0, 35)
+    in_the_stretch = gate(0, 33)
     run_dir = storage / "beside-rollback"
 
     def hold() -> None:
         evaluating.reached()
-        before_the_end.open()
+        in_the_stretch.open()
         wait_until(lambda: events(run_dir, "rollback"), "the rollback")
         evaluating.open()
-        again.reached()
-        again.open()
 
     config = make_config(
         run_name="beside-rollback",
@@ -106,7 +104,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
         spike_window_steps=16,
         spike_patience=len(spiked),
     )
-    faults = Faults((before_the_end, again), spiked_batches=spiked)
+    faults = Faults((in_the_stretch,), spiked_batches=spiked)
     _, lines = train_while(config, faults, hold)
     assert "the checkpoint of step 30 was gone before it was evaluated" in lines
     losses = evaluated(run_dir)

@@ -12,7 +12,7 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
-from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
+from raytrain_gpt.runtime.checkpoints import CHECKPOINTS_DIR, Catalogue, CheckpointState
 
 SEQ_LEN = 128
 RUN_NAME = "small"
@@ -51,3 +51,17 @@ def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = S
     )
     texts = {TOKENIZER_FILE: tokenizer_json(tokenizer)}
     return draft.commit(state, entries, texts).path
+
+
+def write_damaged(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
+    """The same with a changed byte; whoever looks at the run never sees it whole."""
+    whole = write_checkpoint(run_dir.with_name("elsewhere"), step, val_loss, seq_len)
+    flip_last_byte(whole / MODEL_FILE)
+    return whole.rename(run_dir / CHECKPOINTS_DIR / whole.name)
+
+
+def flip_last_byte(file: Path) -> None:
+    """Damage a file; a second time repairs it."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""One server for all tests: two replicas that follow a run."""
+"""One server for all tests: two replicas that follow a run, open to others with a key."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import psutil
 import pytest
 
 from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
+from raytrain_gpt.serve.app import KEY_VARIABLE
 from raytrain_gpt.serve.replica import load_weights
 from tests.ports import free_port
 from tests.runtime.conftest import command
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 
-CONTEXT_TOKENS = 1024
+KEY = "a-key-of-the-server's"
+CONTEXT_TOKENS = 4096
+"""As long as a text that is to last while others come and go."""
 MAX_BATCH = 16
 MAX_QUEUE = 84
 """With a batch it is 100 sequences, for a replica that gets all of them."""
-WITHIN_S = 60
+WITHIN_S = 120
 
 
 class Server:
@@ -36,18 +41,22 @@ class Server:
         self.ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        options = {"port": self.port, "max_batch": MAX_BATCH, "max_queue": MAX_QUEUE}
-        flags = [f"--{name}={value}" for name, value in {**options, "num_replicas": 2}.items()]
+        self.headers = {"Authorization": f"Bearer {KEY}"}
+        options = {"host": "0.0.0.0", "port": self.port, "num_replicas": 2}
+        options |= {"max_batch": MAX_BATCH, "max_queue": MAX_QUEUE}
+        flags = [f"--{name}={value}" for name, value in options.items()]
         self.process = subprocess.Popen(
             command("serve", str(run_dir), "--follow", *flags),
-            env={**os.environ, "RAY_TMPDIR": str(self.ray_dir)},
+            env={**os.environ, "RAY_TMPDIR": str(self.ray_dir), KEY_VARIABLE: KEY},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         self.output = ""
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._started: list[psutil.Process] = []
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -61,13 +70,24 @@ class Server:
             pass
         return line
 
-    def stop(self) -> int:
-        """SIGTERM, and the exit code once it and all that it started are gone."""
-        started = psutil.Process(self.process.pid).children(recursive=True)
+    def facts(self) -> dict[str, Any]:
+        """What it tells about the model that it serves now."""
+        answer = httpx2.get(f"{self.url}/v1/models", headers=self.headers, timeout=WITHIN_S)
+        found: dict[str, Any] = answer.json()["data"][0]
+        return found
+
+    def terminate(self) -> None:
+        """SIGTERM, once."""
+        self._started = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
+
+    def ended(self) -> int:
+        """The exit code, once it and all that it started are gone and its output is complete."""
         code = self.process.wait(WITHIN_S)
-        _, left = psutil.wait_procs(started, timeout=WITHIN_S)
+        _, left = psutil.wait_procs(self._started, timeout=WITHIN_S)
         assert not left, left
+        self._reader.join(WITHIN_S)
+        assert not self._reader.is_alive()
         return code
 
     def alone(self, step: int, prompt: bytes, options: SamplingOptions, stream: int = 0) -> bytes:
@@ -91,7 +111,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         started.said("next: curl")
         yield started
         if started.process.poll() is None:
-            started.stop()
+            started.terminate()
+            started.ended()
     finally:
         started.process.kill()
         shutil.rmtree(started.ray_dir, ignore_errors=True)

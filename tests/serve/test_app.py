@@ -7,13 +7,14 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from raytrain_gpt.serve import app
 from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
 from raytrain_gpt.serve.engine import Engine
 from raytrain_gpt.serve.launch import ServeOptions
@@ -41,8 +42,8 @@ def ask(run_dir: Path) -> Ask:
         async def sent() -> httpx2.Response:
             limits = ServeOptions(host=host, max_batch=4, max_queue=2, max_new_tokens=100).limits
             weights, loop = load_weights(str(run_dir)), asyncio.get_running_loop()
-            app = build_app(Engine(weights, loop, limits.max_batch, limits.max_queue), limits)
-            transport = httpx2.ASGITransport(app)
+            built = build_app(Engine(weights, loop, limits.max_batch, limits.max_queue), limits)
+            transport = httpx2.ASGITransport(built)
             url = f"http://{host}:8000"
             async with httpx2.AsyncClient(transport=transport, base_url=url) as client:
                 return await client.request(method, path, **content)
@@ -146,6 +147,19 @@ def test_with_a_key_nobody_calls_without_it(ask: Ask, host: str) -> None:
     assert ask("GET", "/v1/models", host=host, headers=headers).status_code == 200
     assert "API key" in message(complete(ask), 401)
     assert ask("GET", "/", host=host).status_code == 200, "the page asks for the key"
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BODY_WITHIN_S", 0.05)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.Event().wait()
+
+    answer = ask("POST", "/v1/completions", content=slow(), headers=JSON)
+    assert "within 0.05 s" in message(answer, 408)
 
 
 def test_the_page_may_run_its_own_script_and_load_nothing(ask: Ask) -> None:

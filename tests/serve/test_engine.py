@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,6 +129,53 @@ def test_a_step_that_fails_ends_its_jobs_alone() -> None:
         good = job(engine.weights, 4)
         engine.submit([good])
         assert await tokens_of(good) == alone(engine.weights, good.options)
-        assert engine.alive
+
+    asyncio.run(run())
+
+
+def test_it_is_ill_after_three_steps_in_a_row_that_failed_until_one_is_good() -> None:
+    async def run() -> None:
+        good, broken = weights(1), weights(2)
+        del broken.model.ln_f
+        engine = Engine(good, asyncio.get_running_loop(), max_batch=1, max_queue=10)
+
+        async def fails() -> None:
+            lost = job(broken, 4)
+            engine.submit([lost])
+            assert await lost.drawn.get() == (0, None)
+
+        async def succeeds() -> None:
+            drawn = job(good, 2)
+            engine.submit([drawn])
+            await tokens_of(drawn)
+
+        for _ in range(2):
+            await fails()
+            await fails()
+            engine.check()
+            await succeeds()
+        for _ in range(3):
+            await fails()
+        with pytest.raises(RuntimeError, match="the last 3 steps"):
+            engine.check()
+        await succeeds()
+        engine.check()
+
+    asyncio.run(run())
+
+
+def test_weights_that_are_replaced_are_freed_while_nobody_asks() -> None:
+    async def run() -> None:
+        old = weights(1)
+        engine = Engine(old, asyncio.get_running_loop(), max_batch=2, max_queue=10)
+        last = job(old, 4)
+        engine.submit([last])
+        await tokens_of(last)
+        engine.weights = weights(2)
+        freed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        weakref.finalize(old, loop.call_soon_threadsafe, freed.set)
+        del old, last
+        await asyncio.wait_for(freed.wait(), timeout=10)
 
     asyncio.run(run())

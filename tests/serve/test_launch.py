@@ -1,21 +1,18 @@
-"""Before anything starts: addresses and options. And a run that is followed."""
+"""Before anything starts: addresses and options."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
+from typing import cast
 
 import pytest
 
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.runtime.checkpoints import read_checkpoint
-from raytrain_gpt.serve.app import KEY_VARIABLE
-from raytrain_gpt.serve.launch import Follower, ServeOptions, check_address
+from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.serve.engine import Engine
+from raytrain_gpt.serve.launch import ServeOptions, check_address
 from tests.conftest import RaisesLine
-from tests.serve.checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -47,6 +44,21 @@ def test_others_may_reach_it_only_with_a_key(
     check_address("localhost", port)
 
 
+def test_replicas_answer_nobody_without_the_key_that_they_should_have(
+    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert not ServeOptions().limits.needs_key
+    for host in ("0.0.0.0", "::", "a-machine"):
+        assert ServeOptions(host=host).limits.needs_key
+    monkeypatch.setenv(KEY_VARIABLE, "some-key")
+    limits = ServeOptions().limits
+    assert limits.needs_key
+    monkeypatch.delenv(KEY_VARIABLE)
+    with raises_line(ConfigError, KEY_VARIABLE):
+        build_app(cast(Engine, None), limits)
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [
@@ -63,68 +75,3 @@ def test_options_out_of_range_are_refused(
 ) -> None:
     with raises_line(ConfigError, word):
         ServeOptions(**values)
-
-
-class Followed:
-    """A run, what was served of it, and what was said."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.served: list[str] = []
-        self.said: list[str] = []
-        self.problems: list[str] = []
-        first = read_checkpoint(Location.of(write_checkpoint(run_dir, 10, 3.0)))
-        self.follower = Follower(Location.of(run_dir), first, self.swap, self.said.append)
-
-    def swap(self, path: str) -> list[str]:
-        if not self.problems:
-            self.served.append(Path(path).name)
-        return self.problems
-
-
-@pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "run")
-
-
-def test_the_newest_best_is_served_once(followed: Followed) -> None:
-    followed.follower.look()
-    assert followed.served == []
-    write_checkpoint(followed.run_dir, 20, 2.5)
-    write_checkpoint(followed.run_dir, 30, 2.7)
-    for _ in range(2):
-        followed.follower.look()
-    assert followed.served == ["step=00000020"]
-    assert len(followed.said) == 1
-    assert "val loss 2.5000" in followed.said[0]
-
-
-def test_a_damaged_checkpoint_is_passed_over_with_one_line(followed: Followed) -> None:
-    damaged = write_checkpoint(followed.run_dir, 20, 2.5) / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    for _ in range(3):
-        followed.follower.look()
-    assert followed.served == []
-    assert len(followed.said) == 1
-    assert "skipped" in followed.said[0]
-    assert "step=00000020" in followed.said[0]
-    write_checkpoint(followed.run_dir, 30, 2.4)
-    followed.follower.look()
-    assert followed.served == ["step=00000030"]
-
-
-def test_what_a_replica_cannot_load_is_tried_again(followed: Followed) -> None:
-    write_checkpoint(followed.run_dir, 20, 2.5)
-    followed.problems = ["no memory"]
-    for _ in range(2):
-        followed.follower.look()
-    assert followed.said == ["skipped: no memory"]
-    followed.problems = []
-    followed.follower.look()
-    assert followed.served == ["step=00000020"]
-
-
-def test_a_run_that_is_gone_changes_nothing(followed: Followed) -> None:
-    shutil.rmtree(followed.run_dir)
-    followed.follower.look()
-    assert followed.served == []

@@ -1,11 +1,10 @@
-"""The server as its callers see it: many at once, OpenAI's own client, new weights, the end."""
+"""The server as its callers see it: many at once, OpenAI's own client, new weights, the key."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,9 +13,9 @@ import psutil
 import pytest
 
 from raytrain_gpt.core.generate import SamplingOptions
-from tests.runtime.test_security import LOOPBACK, listening_on
-from tests.serve.checkpoints import RUN_NAME, write_checkpoint
-from tests.serve.conftest import CONTEXT_TOKENS, MAX_BATCH, Server
+from tests.runtime.test_security import LOOPBACK
+from tests.serve.checkpoints import RUN_NAME, write_checkpoint, write_damaged
+from tests.serve.conftest import CONTEXT_TOKENS, KEY, MAX_BATCH, Server
 
 pytestmark = pytest.mark.serve
 
@@ -44,10 +43,11 @@ def text(drawn: bytes) -> str:
 
 
 def client(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 def test_a_hundred_streams_at_once_are_each_as_if_alone(server: Server) -> None:
+    step = server.facts()["step"]
     prompts = [f"{SECRET_PROMPT} {'é' * (index % 30)} {index}" for index in range(100)]
 
     async def stream(caller: openai.AsyncOpenAI, index: int) -> tuple[str, str, Any]:
@@ -60,7 +60,7 @@ def test_a_hundred_streams_at_once_are_each_as_if_alone(server: Server) -> None:
         )
         shown, reason, usage = "", "", None
         async for event in answer:
-            assert event.system_fingerprint == "step=10"
+            assert event.system_fingerprint == f"step={step}"
             usage = event.usage
             for choice in event.choices:
                 shown, reason = shown + choice.text, choice.finish_reason or reason
@@ -72,18 +72,20 @@ def test_a_hundred_streams_at_once_are_each_as_if_alone(server: Server) -> None:
 
     for index, (shown, reason, usage) in enumerate(asyncio.run(run())):
         fields, prompt = options(index), prompts[index].encode()
-        expected = server.alone(10, prompt, as_drawn(fields))
+        expected = server.alone(step, prompt, as_drawn(fields))
         assert shown == text(expected), index
         assert reason == ("length" if len(expected) == fields["max_tokens"] else "stop")
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(expected))
 
 
 def test_the_official_client_is_answered(server: Server) -> None:
+    step = server.facts()["step"]
+
     async def run() -> None:
         async with client(server) as caller:
             models = [model async for model in caller.models.list()]
             assert [model.id for model in models] == [RUN_NAME]
-            assert (await caller.models.retrieve(RUN_NAME)).model_dump()["step"] == 10
+            assert (await caller.models.retrieve(RUN_NAME)).model_dump()["step"] == step
             fields = options(1)
             answer = await caller.completions.create(
                 model=RUN_NAME, prompt="Hello", n=3, extra_body={"top_k": 5}, **fields
@@ -95,9 +97,9 @@ def test_the_official_client_is_answered(server: Server) -> None:
                 top_k=5,
                 seed=fields["seed"],
             )
-            expected = [text(server.alone(10, b"Hello", own, stream)) for stream in range(3)]
+            expected = [text(server.alone(step, b"Hello", own, stream)) for stream in range(3)]
             assert [choice.text for choice in answer.choices] == expected
-            whole = text(server.alone(10, b"Hello", as_drawn(options(0))))
+            whole = text(server.alone(step, b"Hello", as_drawn(options(0))))
             stop = whole[2:4]
             answer = await caller.completions.create(
                 model=RUN_NAME, prompt="Hello", stop=stop, **options(0)
@@ -106,8 +108,12 @@ def test_the_official_client_is_answered(server: Server) -> None:
             assert answer.choices[0].finish_reason == "stop"
             with pytest.raises(openai.NotFoundError, match="there is no model"):
                 await caller.completions.create(model="other", prompt="a")
-            with pytest.raises(openai.BadRequestError, match="context of 1024") as caught:
-                await caller.completions.create(model=RUN_NAME, prompt="a" * 1020, max_tokens=5)
+            with pytest.raises(
+                openai.BadRequestError, match=f"context of {CONTEXT_TOKENS}"
+            ) as caught:
+                await caller.completions.create(
+                    model=RUN_NAME, prompt="a" * (CONTEXT_TOKENS - 4), max_tokens=5
+                )
             assert caught.value.code == "context_length_exceeded"
 
     asyncio.run(run())
@@ -126,7 +132,9 @@ def test_the_official_client_is_answered(server: Server) -> None:
 def test_what_cannot_be_answered_is_refused_with_a_line(
     server: Server, body: bytes, status: int, words: str
 ) -> None:
-    answer = httpx2.post(f"{server.url}/v1/completions", content=body, headers=JSON)
+    answer = httpx2.post(
+        f"{server.url}/v1/completions", content=body, headers={**JSON, **server.headers}
+    )
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
 
@@ -136,7 +144,7 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_again(server: Serve
 
     async def run() -> list[httpx2.Response]:
         limits = httpx2.Limits(max_connections=40)
-        async with httpx2.AsyncClient(timeout=60, limits=limits) as caller:
+        async with httpx2.AsyncClient(timeout=60, limits=limits, headers=server.headers) as caller:
             url = f"{server.url}/v1/completions"
             return await asyncio.gather(*(caller.post(url, json=body) for _ in range(40)))
 
@@ -151,8 +159,9 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_again(server: Serve
 
 
 def long_body(n: int) -> dict[str, Any]:
-    """Continuations as long as the context, that seldom end before."""
-    return {"prompt": "a", "n": n, "max_tokens": CONTEXT_TOKENS - 1, "stream": True, "seed": 4}
+    """Continuations as long as the context: at this temperature none ends before."""
+    long = {"max_tokens": CONTEXT_TOKENS - 1, "temperature": 0.3, "seed": 4}
+    return {"prompt": "a", "n": n, "stream": True, **long}
 
 
 def test_callers_who_leave_make_room(server: Server) -> None:
@@ -165,7 +174,7 @@ def test_callers_who_leave_make_room(server: Server) -> None:
     async def run() -> None:
         url = f"{server.url}/v1/completions"
         async with (
-            httpx2.AsyncClient(timeout=60) as caller,
+            httpx2.AsyncClient(timeout=60, headers=server.headers) as caller,
             caller.stream("POST", url, json=long_body(MAX_BATCH // 2)) as staying,
         ):
             events = staying.aiter_lines()
@@ -190,7 +199,8 @@ def test_callers_who_leave_make_room(server: Server) -> None:
 
 def test_new_weights_come_without_a_request_lost(server: Server) -> None:
     """Callers go on all the time; each answer is whole, and of one model or the other."""
-    stop = asyncio.Event()
+    stop, before = asyncio.Event(), server.facts()
+    step, loss = before["step"], before["val_loss"]
 
     async def call(caller: httpx2.AsyncClient, index: int) -> list[tuple[dict, str, str]]:
         answers = []
@@ -210,53 +220,60 @@ def test_new_weights_come_without_a_request_lost(server: Server) -> None:
         return answers
 
     async def run() -> list[tuple[dict, str, str]]:
-        async with httpx2.AsyncClient(timeout=60) as caller:
+        async with httpx2.AsyncClient(timeout=60, headers=server.headers) as caller:
             calls = [asyncio.create_task(call(caller, index)) for index in range(8)]
-            damaged = write_checkpoint(server.run_dir, 20, 2.5, CONTEXT_TOKENS)
-            (damaged / "model.safetensors").write_bytes(b"damaged")
+            write_damaged(server.run_dir, step + 10, loss - 0.2, CONTEXT_TOKENS)
             await asyncio.to_thread(server.said, "skipped: checkpoint")
-            write_checkpoint(server.run_dir, 30, 2.4, CONTEXT_TOKENS)
-            await asyncio.to_thread(server.said, "step=00000030")
+            write_checkpoint(server.run_dir, step + 20, loss - 0.4, CONTEXT_TOKENS)
+            await asyncio.to_thread(server.said, f"step={step + 20:08d}")
             after = await caller.get(f"{server.url}/v1/models")
-            assert after.json()["data"][0]["step"] == 30
+            assert after.json()["data"][0]["step"] == step + 20
             late = await caller.post(f"{server.url}/v1/completions", json={"prompt": "a"})
-            assert late.json()["system_fingerprint"] == "step=30"
+            assert late.json()["system_fingerprint"] == f"step={step + 20}"
             stop.set()
             return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     answers = asyncio.run(run())
-    assert {fingerprint for _, fingerprint, _ in answers} == {"step=10", "step=30"}
+    assert {fingerprint for _, fingerprint, _ in answers} == {f"step={step}", f"step={step + 20}"}
     for body, fingerprint, shown in answers[:: max(1, len(answers) // 60)]:
-        step = int(fingerprint.removeprefix("step="))
-        expected = server.alone(step, body["prompt"].encode(), as_drawn(body))
+        own_step = int(fingerprint.removeprefix("step="))
+        expected = server.alone(own_step, body["prompt"].encode(), as_drawn(body))
         assert shown == text(expected)
 
 
-def test_all_its_ports_are_for_this_machine_alone(server: Server) -> None:
-    listening = list(listening_on(psutil.Process(server.process.pid)))
-    titles = {title.split(":")[2] for title, _ in listening if title.startswith("ray::")}
+def test_nobody_is_answered_without_the_key(server: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for given, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer other"}, 401),
+        (server.headers, 200),
+    ):
+        for _ in range(6):  # so that each replica gets some
+            assert httpx2.get(f"{server.url}/v1/models", headers=given).status_code == status
+            answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=given)
+            assert answer.status_code == status
+    assert httpx2.get(f"{server.url}/health").status_code == 200
+
+
+def test_its_address_alone_is_open_to_others(server: Server) -> None:
+    started = psutil.Process(server.process.pid)
+    titles, opened = set(), set()
+    for process in [started, *started.children(recursive=True)]:
+        try:
+            title, connections = process.cmdline()[0], process.net_connections("inet")
+        except (psutil.Error, IndexError):  # ended meanwhile
+            continue
+        listening = [one.laddr for one in connections if one.status == psutil.CONN_LISTEN]
+        if listening and title.startswith("ray::"):
+            titles.add(title.split(":")[2])
+        opened |= {(address.ip, address.port) for address in listening}
     assert {"ProxyActor", "ServeReplica"} <= titles
-    assert {address for _, address in listening} <= LOOPBACK
+    assert {one for one in opened if one[0] not in LOOPBACK} == {("0.0.0.0", server.port)}
 
 
-def test_no_prompt_is_written_or_printed(server: Server) -> None:
+def test_no_prompt_and_no_key_is_written_or_printed(server: Server) -> None:
     logs = [path for path in server.ray_dir.glob("**/logs/**/*") if path.is_file()]
     assert any("replica" in path.name for path in logs)
-    assert not [path for path in logs if SECRET_PROMPT.encode() in path.read_bytes()]
-    assert SECRET_PROMPT not in server.output
-
-
-def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    body = {"prompt": "a", "max_tokens": 300, "stream": True, "seed": 3, "temperature": 1.0}
-    with httpx2.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        first = next(lines)
-        server.process.terminate()
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    shown = [json.loads(line[6:])["choices"][0]["text"] for line in [first, *rest[:-1]]]
-    drawn = as_drawn({**body, "top_p": 1.0})
-    assert "".join(shown) == text(server.alone(30, b"a", drawn))
-    assert server.stop() == 130
-    assert server.output.endswith("stopped\n")
-    assert "Traceback" not in server.output
+    for secret in (SECRET_PROMPT, KEY):
+        assert not [path for path in logs if secret.encode() in path.read_bytes()]
+        assert secret not in server.output
