@@ -170,23 +170,11 @@ def _look_at_data(config: Config, is_default: bool) -> tuple[Manifest | None, Ch
         return None, skipped("data", f"{data} is not there yet; the first train makes it")
     try:
         manifest = read_manifest(data)
-        preflight.check_data(_ingest(config, 1, manifest))
+        preflight.check_data(IngestSpec.of(config, manifest, world_size=1))
     except RaytrainGptError as error:
         return None, failed("data", str(error))
     tokens = amount(manifest.split_tokens("train"))
     return manifest, passed("data", f"{tokens} train tokens, every shard as the manifest says")
-
-
-def _ingest(config: Config, world_size: int, manifest: Manifest) -> IngestSpec:
-    return IngestSpec(
-        directory=data_location(config),
-        manifest=manifest,
-        seq_len=config.data.seq_len,
-        batch_sequences=config.batch_sequences,
-        seed=config.train.seed,
-        world_size=world_size,
-        eval_tokens=config.eval.eval_tokens,
-    )
 
 
 def _look_at_nodes(
@@ -270,7 +258,7 @@ def _look_at_ranks(
     config: Config, world_size: int, manifest: Manifest | None, bench: bool, found: Examination
 ) -> None:
     readable = manifest is not None and not found.failed("data")
-    ingest = _ingest(config, world_size, manifest) if manifest and readable else None
+    ingest = IngestSpec.of(config, manifest, world_size) if manifest and readable else None
     group = ask_ranks(config, world_size, ingest, bench)
     found.add(_devices(config, group))
     if world_size == 1:

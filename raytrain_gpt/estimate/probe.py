@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
-
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.doctor.bench import Forecast, forecast
@@ -14,7 +12,7 @@ from raytrain_gpt.doctor.ranks import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.ingest import IngestSpec
-from raytrain_gpt.runtime.launch import DEFAULT_DATA, make_default_data, needs_data
+from raytrain_gpt.runtime.launch import cluster_for
 from raytrain_gpt.runtime.locations import data_location
 from raytrain_gpt.runtime.signals import StopSignals
 
@@ -48,33 +46,15 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
         TrainingFailed: the steps did not end, as where memory is short.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    with StopSignals("interrupted; nothing is left behind"):
-        is_default_data = config.data.data_path == DEFAULT_DATA
-        config = preflight.absolute_paths(config)
-        make_data = needs_data(config, is_default_data)
-        resources = cluster.connect(cluster.cpus_to_start(config))
-        try:
-            config, world_size = cluster.fit_to_cluster(config, resources)
-            if make_data:
-                make_default_data(config, log)
-            config = cluster.fit_micro_batch(config, world_size)
-            manifest = read_manifest(data_location(config))
-            ingest = IngestSpec(
-                directory=data_location(config),
-                manifest=manifest,
-                seq_len=config.data.seq_len,
-                batch_sequences=config.batch_sequences,
-                seed=config.train.seed,
-                world_size=world_size,
-                eval_tokens=config.eval.eval_tokens,
-            )
-            preflight.check_data(ingest)
-            preflight.check_compile(config)
-            log(f"timing steps on {world_size} workers")
-            group = ask_ranks(config, world_size, ingest, bench=True)
-        finally:
-            if resources.ours:
-                ray.shutdown()
+    stopped = StopSignals("interrupted; nothing is left behind")
+    with stopped, cluster_for(config, log) as (config, world_size):
+        config = cluster.fit_micro_batch(config, world_size)
+        manifest = read_manifest(data_location(config))
+        ingest = IngestSpec.of(config, manifest, world_size)
+        preflight.check_data(ingest)
+        preflight.check_compile(config)
+        log(f"timing steps on {world_size} workers")
+        group = ask_ranks(config, world_size, ingest, bench=True)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "

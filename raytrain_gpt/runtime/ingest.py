@@ -21,10 +21,12 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
+from raytrain_gpt.config import Config
 from raytrain_gpt.data.order import Ids, Order, Skipped, batches_to_read, sequence_hashes
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split
 from raytrain_gpt.data.storage import Location
+from raytrain_gpt.runtime.locations import data_location
 
 READ_CONCURRENCY = 2
 """Chunks read at a time; each holds a window in memory."""
@@ -55,6 +57,28 @@ class IngestSpec:
     eval_tokens: int
     first_batch: int = 0
     skipped: Skipped = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        manifest: Manifest,
+        world_size: int,
+        first_batch: int = 0,
+        skipped: Skipped = (),
+    ) -> IngestSpec:
+        """What a configuration reads of its own dataset; the arguments as above."""
+        return cls(
+            directory=data_location(config),
+            manifest=manifest,
+            seq_len=config.data.seq_len,
+            batch_sequences=config.batch_sequences,
+            seed=config.train.seed,
+            world_size=world_size,
+            eval_tokens=config.eval.eval_tokens,
+            first_batch=first_batch,
+            skipped=skipped,
+        )
 
     def order(self) -> Order:
         """The training order."""

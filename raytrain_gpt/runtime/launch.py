@@ -6,7 +6,8 @@ the `supervisor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -41,19 +42,36 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
-    with StopSignals(BEFORE_FIRST_STEP) as signals:
-        is_default_data = config.data.data_path == DEFAULT_DATA
-        config = preflight.absolute_paths(config)
-        make_data = needs_data(config, is_default_data)
-        resources = cluster.connect(cluster.cpus_to_start(config))
-        try:
-            config, world_size = cluster.fit_to_cluster(config, resources)
-            if make_data:
-                make_default_data(config, log)
-            return Run(config, world_size, signals, log, train_loop).go()
-        finally:
-            if resources.ours:
-                ray.shutdown()
+    with (
+        StopSignals(BEFORE_FIRST_STEP) as signals,
+        cluster_for(config, log) as (config, world_size),
+    ):
+        return Run(config, world_size, signals, log, train_loop).go()
+
+
+@contextlib.contextmanager
+def cluster_for(config: Config, log: Log) -> Iterator[tuple[Config, int]]:
+    """Inside, the cluster is connected and the data there; gives the fitted configuration and world size.
+
+    Args:
+        config: May hold `auto` and relative paths.
+        log: Gets a line where the data is made.
+
+    Raises:
+        UserError: the configuration, data or cluster cannot be used.
+    """
+    is_default_data = config.data.data_path == DEFAULT_DATA
+    config = preflight.absolute_paths(config)
+    make_data = needs_data(config, is_default_data)
+    resources = cluster.connect(cluster.cpus_to_start(config))
+    try:
+        config, world_size = cluster.fit_to_cluster(config, resources)
+        if make_data:
+            make_default_data(config, log)
+        yield config, world_size
+    finally:
+        if resources.ours:
+            ray.shutdown()
 
 
 def needs_data(config: Config, is_default_data: bool) -> bool:

@@ -170,17 +170,9 @@ class Run:
         self.mirror.push()
 
     def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
-        return IngestSpec(
-            directory=data_location(self.config),
-            manifest=self.manifest,
-            seq_len=self.config.data.seq_len,
-            batch_sequences=self.config.batch_sequences,
-            seed=self.config.train.seed,
-            world_size=self.world_size,
-            eval_tokens=self.config.eval.eval_tokens,
-            first_batch=resumed.state.next_batch if resumed else 0,
-            skipped=self.skipped,
-        )
+        first_batch = resumed.state.next_batch if resumed else 0
+        parts = (self.config, self.manifest, self.world_size, first_batch, self.skipped)
+        return IngestSpec.of(*parts)
 
     def _put_choices(self, ingest: IngestSpec) -> Any:
         """A reference to HellaSwag, read here so that nodes need not share its file; None: none."""
