@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_gpt.commands.flags import json_flag, say
+
+if TYPE_CHECKING:
+    from raytrain_gpt.data.shards import Manifest
+    from raytrain_gpt.data.storage import Location
 
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    prepare = commands.add_parser("prepare", help="tokenize text into a dataset")
+    prepare = commands.add_parser("prepare", help="make a dataset of text or of token ids")
     prepare.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help=".txt, .jsonl or .parquet files, directories or globs, local or s3://…, or stdlib "
-        "(Python's own source)",
+        help="files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…, web "
+        "addresses of files, or stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; "
+        "token ids: .bin of nanoGPT or llm.c, .npy, .parquet with lists",
     )
     prepare.add_argument(
         "--out", required=True, metavar="DIR", help="where the dataset goes, or s3://bucket/prefix"
@@ -26,21 +31,23 @@ def add_parsers(commands: Any) -> None:
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="bytes, or a tiktoken encoding: gpt2, cl100k_base, … (default: bytes)",
+        help="bytes, or a tiktoken encoding: gpt2, cl100k_base, …; of token ids the one that made them "
+        "(default: bytes)",
     )
     prepare.add_argument(
         "--text_field",
         default="text",
         metavar="NAME",
-        help="field of a JSON line, column of a parquet file (default: text)",
+        help="field of a JSON line, column of a parquet file (default: text; of token ids input_ids or "
+        "tokens)",
     )
     split = prepare.add_mutually_exclusive_group()
     split.add_argument(
         "--val_fraction",
         type=float,
-        default=0.01,
         metavar="F",
-        help="share of documents that validate; of fewer than 100, the end of the text (default: 0.01)",
+        help="share of documents that validate; of fewer than 100, the end of the text (default: 0.01; "
+        "files of token ids with val in their name validate)",
     )
     split.add_argument(
         "--val_tokens",
@@ -55,11 +62,30 @@ def add_parsers(commands: Any) -> None:
         metavar="N",
         help="tokens of a shard, about (default: 100000000)",
     )
+    prepare.add_argument(
+        "--dedupe",
+        choices=("none", "exact"),
+        default="none",
+        help="exact: of documents with the same text keep only the first (default: none)",
+    )
+    prepare.add_argument(
+        "--max_bad_documents",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N documents that cannot be read: not UTF-8, no JSON, no text in the field "
+        "(default: 0)",
+    )
     prepare.set_defaults(command=_prepare)
 
-    data = commands.add_parser("data", help="show a dataset, or verify every byte of it")
-    data.add_argument("action", choices=("show", "verify"))
+    data = commands.add_parser("data", help="show a dataset, verify every byte of it, or count it")
+    data.add_argument("action", choices=("show", "verify", "stats"))
     data.add_argument("directory", metavar="DIR", help="a dataset, or s3://bucket/prefix")
+    data.add_argument(
+        "--png",
+        metavar="FILE",
+        help="where stats draws the documents' lengths (default: DIR/document_lengths.png)",
+    )
     json_flag(data, _data)
 
 
@@ -71,6 +97,7 @@ def _prepare(args: argparse.Namespace) -> None:
     out = Location.of(args.out)
     options = {"text_field": args.text_field, "val_fraction": args.val_fraction}
     options |= {"val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens}
+    options |= {"dedupe": args.dedupe == "exact", "max_bad_documents": args.max_bad_documents}
     manifest = prepare_dataset(args.sources, out, args.tokenizer, say, **options)
     show.dataset(out, manifest, say)
     say(f"next: raytrain-gpt train --data_path {args.out} --run_name my-run")
@@ -83,6 +110,9 @@ def _data(args: argparse.Namespace) -> None:
 
     directory = Location.of(args.directory)
     manifest = read_manifest(directory)
+    if args.action == "stats":
+        _stats(args, directory, manifest)
+        return
     if args.action == "verify":
         check_tokenizer(directory, manifest)
         for shard in manifest.shards:
@@ -95,3 +125,13 @@ def _data(args: argparse.Namespace) -> None:
         say(json.dumps(facts | {"verified": args.action == "verify"}))
     else:
         say(f"next: raytrain-gpt train --data_path {args.directory} --run_name my-run")
+
+
+def _stats(args: argparse.Namespace, directory: Location, manifest: Manifest) -> None:
+    from raytrain_gpt.data.storage import Location
+    from raytrain_gpt.runtime.data_stats import PICTURE_FILE, dataset_stats
+
+    picture = Location.of(args.png) if args.png else directory / PICTURE_FILE
+    facts = dataset_stats(directory, manifest, picture, say)
+    if args.json:
+        say(json.dumps(facts))

@@ -31,7 +31,7 @@ UPLOAD_BYTES = 2**26
 class RetriedReader:
     """Random access to an object; a read that fails is repeated. What `pa.PythonFile` wraps."""
 
-    def __init__(self, source: pa.NativeFile, url: str, retry_for_s: float) -> None:
+    def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
         self._source = source
         self._url = url
         self._retry_for_s = retry_for_s
@@ -143,7 +143,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         return hash(self._key)
 
     @property
-    def store(self) -> pafs.FileSystem:
+    def store(self) -> Any:
         """The filesystem itself, connected in this process."""
         return connected(self.scheme, self.endpoint, self.retry_for_s)
 

@@ -14,16 +14,22 @@ import re
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pyarrow.fs as pafs
 
+from raytrain_gpt.data.hub_files import HubFiles
+from raytrain_gpt.data.web_files import Unreachable, WebFiles
 from raytrain_gpt.errors import ClusterError, StorageError
 
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs")
+"""Of stores that are read and written."""
+WEB_SCHEMES = ("http", "https")
+SOURCE_SCHEMES = (*SCHEMES, "hf", *WEB_SCHEMES)
+"""Of all that text can come from."""
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
 """Seconds without a byte after which a request counts as failed."""
@@ -42,14 +48,18 @@ _jitter = random.Random()
 _log = logging.getLogger(__name__)
 
 
-def connected(scheme: str, endpoint: str | None, retry_for_s: float) -> pafs.FileSystem:
-    """This process's filesystem of an object store."""
+def connected(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
+    """This process's filesystem of an object store: pyarrow's, or one that can only be read."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
     return _connected(scheme, endpoint, timeout_s)
 
 
 @lru_cache(maxsize=8)
-def _connected(scheme: str, endpoint: str | None, timeout_s: float) -> pafs.FileSystem:
+def _connected(scheme: str, endpoint: str | None, timeout_s: float) -> Any:
+    if scheme in WEB_SCHEMES:
+        return WebFiles(scheme, timeout_s)
+    if scheme == "hf":
+        return HubFiles(endpoint)
     where: dict[str, str] = {}
     if endpoint is not None:
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
@@ -113,6 +123,8 @@ def _is_transient(error: OSError, url: str) -> bool:
     Raises:
         ClusterError: the error is one of access.
     """
+    if isinstance(error, Unreachable):
+        return True
     text = str(error)
     # An errno is the local disk's, or says that there is no such file.
     if error.errno is not None:

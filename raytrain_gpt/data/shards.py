@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +34,7 @@ from raytrain_gpt.errors import DataError
 FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1
 MANIFEST_FILE = "manifest.json"
+UNFINISHED = ".unfinished"
 COLUMN = "tokens"
 
 Split = Literal["train", "val"]
@@ -111,7 +113,9 @@ class ShardWriter:
     ) -> None:
         self._path = Location.of(path)
         if self._path.is_local:
-            self._unfinished = Path(f"{self._path}.unfinished")
+            # A node that was given up may still write what its successor writes: never the same file.
+            mark = secrets.token_hex(4)
+            self._unfinished = Path(f"{self._path}.{mark}{UNFINISHED}")
         else:
             descriptor, name = tempfile.mkstemp(suffix=f"-{self._path.name}")
             os.close(descriptor)
@@ -127,16 +131,18 @@ class ShardWriter:
             use_dictionary=False,
             column_encoding={COLUMN: "BYTE_STREAM_SPLIT"},
         )
-        self._buffer: list[NDArray[np.uint32]] = []
+        self._buffer: list[NDArray[np.integer[Any]]] = []
         self._buffered = 0
         self.tokens = self.documents = self.text_bytes = 0
 
-    def add(self, document: NDArray[np.uint32], text_bytes: int) -> None:
-        """Append one document's token ids, `eot` included."""
-        self._buffer.append(document)
-        self._buffered += len(document)
-        self.tokens += len(document)
-        self.documents += 1
+    def add(
+        self, tokens: NDArray[np.integer[Any]], text_bytes: int, num_documents: int = 1
+    ) -> None:
+        """Append token ids: a document's, `eot` included, or a run of ids that ends some."""
+        self._buffer.append(tokens)
+        self._buffered += len(tokens)
+        self.tokens += len(tokens)
+        self.documents += num_documents
         self.text_bytes += text_bytes
         if self._buffered >= self._row_group_tokens:
             self._write(whole_only=True)
@@ -146,7 +152,7 @@ class ShardWriter:
         size = self._row_group_tokens
         end = len(tokens) // size * size if whole_only else len(tokens)
         for start in range(0, end, size):
-            group = tokens[start : min(start + size, end)].astype(self._dtype)
+            group = tokens[start : min(start + size, end)].astype(self._dtype, copy=False)
             self._writer.write_table(pa.table({COLUMN: group}, schema=self._writer.schema))
         self._buffer, self._buffered = [tokens[end:]], len(tokens) - end
 

@@ -1,82 +1,54 @@
-"""Where documents come from: files, cut into pieces that can be read independently.
+"""Where documents and token ids come from: files, cut into pieces that can be read independently.
 
-A `.txt` file, a line of a `.jsonl` file and a row of a `.parquet` file is a document. `stdlib` is the
-text of the running Python's own standard library. Every document has a name (its file's) and a
-position inside the file (0, the line's byte offset, the row), so that what becomes of it never
-depends on who reads it, or on whether it came from a disk or an object store.
+A source is a file, a directory or a glob, on a disk, in an object store or on the HF hub, a file of a
+web server, or `stdlib`: the text of the running Python's own standard library. Text is read by
+`documents`, token ids by `imports`.
 """
 
 from __future__ import annotations
 
 import glob
-import io
-import json
-import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.storage import RETRY_FOR_S, Location, is_url
+from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, Piece, stdlib_root
+from raytrain_gpt.data.imports import IdFile, id_column, read_layout
+from raytrain_gpt.data.storage import Location, is_url
 from raytrain_gpt.errors import DataError
 
-STDLIB = "stdlib"
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin", ".npy")
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _JSONL_PIECE_BYTES = 2**23
-_PARQUET_BATCH_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document: position in its file, and text."""
-
-    position: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of one source file that is read on its own.
-
-    Attributes:
-        name: The file's name below the source it was found in.
-        path: Absolute path or URL; relative to the standard library for `stdlib`.
-        start: First byte (`.jsonl`) or row group (`.parquet`); 0 for a whole `.txt` file.
-        stop: The end, exclusive, in the same unit.
-        text_bytes: About how much text it holds.
-        endpoint: Of the object store it is in.
-        retry_for_s: While that is out of reach.
-    """
-
-    name: str
-    path: str
-    start: int
-    stop: int
-    text_bytes: int
-    endpoint: str | None = None
-    retry_for_s: float = RETRY_FOR_S
-
-    @property
-    def location(self) -> Location:
-        """The file."""
-        return Location(self.path, self.retry_for_s, self.endpoint)
+_ID_PIECE_TOKENS = 2**22
+_TEXT_PER_COMPRESSED_BYTE = 3
+"""About, of JSON lines of web pages."""
+_TEXT_BYTES_PER_ID = 4
 
 
 def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
     """Everything the sources hold, in source order; files of a directory or glob are sorted.
 
     Raises:
-        DataError: a source is missing, of an unknown kind, or holds no file.
+        DataError: a source is missing, of an unknown kind, or holds no file; or some hold text and
+            others token ids.
     """
     pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
     if not any(piece.text_bytes for piece in pieces):
         raise DataError(
             f"no text in {' '.join(sources)}; expected {', '.join(SUFFIXES)} or {STDLIB}"
+        )
+    text = next((piece for piece in pieces if piece.ids is None), None)
+    ids = next((piece for piece in pieces if piece.ids is not None), None)
+    if text is not None and ids is not None:
+        raise DataError(
+            f"{text.path} holds text and {ids.path} token ids; name files of one kind, as with a glob"
         )
     return pieces
 
@@ -84,15 +56,19 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
 def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
-            size = (_stdlib_root() / name).stat().st_size
+            size = (stdlib_root() / name).stat().st_size
             yield Piece(name, f"{STDLIB}:{name}", 0, size, size)
         return
     if is_url(source):
-        yield from _stored_pieces(source, text_field)
+        try:
+            find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
+            yield from find(source, text_field)
+        except OSError as error:
+            raise DataError(f"cannot read source {source}: {error.strerror or error}") from None
         return
     root = Path(source)
     if root.is_dir():
-        files = sorted(p for p in root.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
+        files = sorted(p for p in root.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
     elif root.is_file():
         files, root = [root], root.parent
     else:
@@ -110,12 +86,22 @@ def _nothing_in(source: str) -> DataError:
     return DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
 
 
+def _web_pieces(source: str, text_field: str) -> Iterator[Piece]:
+    """Pieces of a web server's file."""
+    if glob.has_magic(urlsplit(source).path):
+        raise DataError(f"source {source} has a wildcard, but web servers list no files; name each")
+    file = Location.of_source(source)
+    if not file.is_file():
+        raise _nothing_in(source)
+    yield from _file_pieces(file, file.size_bytes(), file.name, text_field)
+
+
 def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
-    """Pieces of an object store's file, directory or glob, named as on a disk."""
+    """Pieces of a store's file, directory or glob, named as on a disk."""
     scheme, _, key = source.partition("://")
     parts = [part for part in key.split("/") if part]
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    root = Location.of(f"{scheme}://{'/'.join(parts[:num_fixed])}")
+    root = Location.of_source(f"{scheme}://{'/'.join(parts[:num_fixed])}").pinned()
     pattern = parts[num_fixed:]
     if not pattern and root.is_file():
         yield from _file_pieces(root, root.size_bytes(), root.name, text_field)
@@ -123,7 +109,7 @@ def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
     if pattern:
         files = [f for f in root.files() if _matches(f[0].split("/"), pattern)]
     else:
-        files = [f for f in root.files() if Path(f[0]).suffix in SUFFIXES]
+        files = [f for f in root.files() if f[0].endswith(SUFFIXES)]
     if not files:
         root.exists()  # says so if it is the bucket that is missing
         raise _nothing_in(source)
@@ -151,116 +137,75 @@ def _fixed_prefix(pattern: str) -> Path:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[Piece]:
-    def piece(start: int, stop: int, text_bytes: int) -> Piece:
-        return Piece(name, path.url, start, stop, text_bytes, path.endpoint, path.retry_for_s)
-
-    suffix = Path(path.name).suffix
-    if suffix == ".txt":
-        yield piece(0, size, size)
-    elif suffix == ".jsonl":
+    whole = Piece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
+    in_parts = path.has_ranges()
+    if path.name.endswith(".parquet"):
+        yield from _parquet_pieces(whole, text_field, in_parts)
+    elif path.name.endswith((".bin", ".npy")):
+        yield from _id_pieces(whole, read_layout(path, size), in_parts)
+    elif path.name.endswith(tuple(COMPRESSIONS)):
+        if size == 0:
+            raise DataError(f"source {path} has 0 bytes and is no compressed file; fetch it again")
+        yield replace(whole, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
+    elif path.name.endswith(".jsonl") and in_parts:
         for start in range(0, size, _JSONL_PIECE_BYTES):
             stop = min(start + _JSONL_PIECE_BYTES, size)
-            yield piece(start, stop, stop - start)
-    elif suffix == ".parquet":
-        try:
-            with path.open() as file:
-                metadata = pq.read_metadata(file)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"source {path} is no parquet file: {error}") from None
-        names = metadata.schema.to_arrow_schema().names
-        if text_field not in names:
-            raise DataError(
-                f"source {path} has no column {text_field}, only {', '.join(names)}; set --text_field"
-            )
-        column = metadata.schema.to_arrow_schema().get_field_index(text_field)
-        for i in range(metadata.num_row_groups):
-            group = metadata.row_group(i)
-            yield piece(i, i + 1, group.column(column).total_uncompressed_size)
+            yield replace(whole, start=start, stop=stop, text_bytes=stop - start)
     else:
-        raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
+        yield whole
 
 
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
+def _id_pieces(whole: Piece, found: IdFile, in_parts: bool) -> Iterator[Piece]:
+    step = _ID_PIECE_TOKENS * found.dtype.itemsize if in_parts else max(1, found.stop - found.start)
+    for start in range(found.start, found.stop, step):
+        stop = min(start + step, found.stop)
+        tokens = (stop - start) // found.dtype.itemsize
+        yield replace(
+            whole,
+            start=start,
+            stop=stop,
+            text_bytes=tokens * _TEXT_BYTES_PER_ID,
+            ids=found.dtype.str,
+            tokens=tokens,
+        )
+
+
+def _parquet_pieces(whole: Piece, text_field: str, in_parts: bool) -> Iterator[Piece]:
+    path = whole.location
+    try:
+        with path.open() as file:
+            metadata = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"source {path} is no parquet file: {why}; fetch it again") from None
+    schema = metadata.schema.to_arrow_schema()
+    ids = id_column(schema, text_field)
+    if ids is None and text_field not in schema.names:
+        raise DataError(
+            f"source {path} has no column {text_field}, only {', '.join(schema.names)}; set "
+            "--text_field"
+        )
+    column = text_field if ids is None else ids
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    leaf = next(i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}."))
+    step = 1 if in_parts else max(1, metadata.num_row_groups)
+    for start in range(0, metadata.num_row_groups, step):
+        stop = min(start + step, metadata.num_row_groups)
+        chunks = [metadata.row_group(i).column(leaf) for i in range(start, stop)]
+        if ids is None:
+            text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+            yield replace(whole, start=start, stop=stop, text_bytes=text_bytes)
+        else:
+            tokens = sum(chunk.num_values for chunk in chunks)
+            text_bytes = tokens * _TEXT_BYTES_PER_ID
+            yield replace(
+                whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens
+            )
 
 
 def _stdlib_names() -> list[str]:
-    root = _stdlib_root()
+    root = stdlib_root()
     names = (p.relative_to(root) for p in root.rglob("*.py"))
     return sorted(str(n) for n in names if not _STDLIB_SKIPPED.intersection(n.parts))
-
-
-def read_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    """The documents of a piece, in their order.
-
-    Raises:
-        DataError: invalid UTF-8, a broken line or a missing field, with file and place.
-    """
-    if piece.path.startswith(f"{STDLIB}:"):
-        path = _stdlib_root() / piece.path.removeprefix(f"{STDLIB}:")
-        yield _text_document(Location.of(path))
-    elif piece.path.endswith(".txt"):
-        yield _text_document(piece.location)
-    elif piece.path.endswith(".jsonl"):
-        yield from _jsonl_documents(piece, text_field)
-    else:
-        yield from _parquet_documents(piece, text_field)
-
-
-def _text_document(path: Location) -> Document:
-    try:
-        return Document(0, path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _opened(path: Location) -> BinaryIO | io.BufferedReader:
-    try:
-        if path.is_local:
-            return path.path.open("rb")
-        return io.BufferedReader(path.open(), _JSONL_PIECE_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _jsonl_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    with _opened(piece.location) as file:
-        if piece.start:
-            # The line that began in the piece before belongs to that piece.
-            file.seek(piece.start - 1)
-            file.readline()
-        while (position := file.tell()) < piece.stop and (line := file.readline()):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[text_field]
-                if not isinstance(text, str):
-                    raise TypeError(f"field {text_field} is {type(text).__name__}, not a string")
-            except (ValueError, KeyError, TypeError) as error:
-                why = f"no field {error}" if isinstance(error, KeyError) else str(error)
-                raise DataError(
-                    f"{piece.path} at byte {position}: {why}; mend the line or set --text_field"
-                ) from None
-            yield Document(position, text)
-
-
-def _parquet_documents(piece: Piece, text_field: str) -> Iterator[Document]:
-    position = 0
-    try:
-        with piece.location.open() as source, pq.ParquetFile(source) as file:
-            position = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
-            groups = list(range(piece.start, piece.stop))
-            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
-                for value in batch.column(0):
-                    text = value.as_py()
-                    if not isinstance(text, str):
-                        raise TypeError(f"{text_field} is {type(text).__name__}, not text")
-                    yield Document(position, text)
-                    position += 1
-    except (OSError, pa.ArrowException, UnicodeDecodeError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise DataError(
-            f"{piece.path} row {position}: {why}; mend the file or set --text_field"
-        ) from None

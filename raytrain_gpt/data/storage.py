@@ -22,7 +22,13 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.data.object_files import CHUNK_BYTES, RetriedHandler
-from raytrain_gpt.data.object_store import SCHEMES, access_error, retried
+from raytrain_gpt.data.object_store import (
+    SCHEMES,
+    SOURCE_SCHEMES,
+    WEB_SCHEMES,
+    access_error,
+    retried,
+)
 from raytrain_gpt.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -36,9 +42,10 @@ class Location:
     """A directory or file, local or in an object store.
 
     Attributes:
-        url: An absolute local path, `s3://bucket/key` or `gs://bucket/key`, without a last slash.
+        url: An absolute local path, `s3://bucket/key` or `gs://bucket/key`, without a last slash;
+            of a source also `hf://datasets/owner/name/path` or a web address.
         retry_for_s: Seconds for which an operation on an object store out of reach is tried again.
-        endpoint: URL of an S3-compatible store; None: the provider's own.
+        endpoint: URL of an S3-compatible store or a hub; None: the provider's own.
     """
 
     url: str
@@ -82,6 +89,30 @@ class Location:
             endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
         return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
 
+    @classmethod
+    def of_source(cls, url: str) -> Location:
+        """The location of a URL that is only read: an object store's, of the HF hub or of the web.
+
+        The hub's endpoint is HF_ENDPOINT, read here so that it travels to where that is not set.
+
+        Raises:
+            ConfigError: the URL has another scheme or no bucket, host or dataset.
+        """
+        scheme, _, rest = url.partition("://")
+        if scheme in SCHEMES:
+            return cls.of(url)
+        if scheme not in SOURCE_SCHEMES:
+            known = ", ".join(f"{known}://" for known in SOURCE_SCHEMES)
+            raise ConfigError(
+                f"source {url} has the unknown scheme {scheme}; use a local path, {known}"
+            )
+        if scheme in WEB_SCHEMES:
+            return cls(url)
+        parts = [part for part in rest.split("/") if part]
+        if len(parts) < 3 or parts[0] != "datasets":
+            raise ConfigError(f"source {url} names no dataset; use hf://datasets/OWNER/NAME/PATH")
+        return cls(f"hf://{'/'.join(parts)}", endpoint=os.environ.get("HF_ENDPOINT") or None)
+
     @property
     def is_local(self) -> bool:
         """Whether it is on a disk of this machine, or one mounted here."""
@@ -96,8 +127,8 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part."""
-        return self.url.rpartition("/")[2]
+        """The last part, of a web address without its query."""
+        return without_query(self.url).rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
@@ -119,9 +150,13 @@ class Location:
         return self.url.partition("://")[2]
 
     @property
+    def _scheme(self) -> str:
+        """Of a URL; a local path has none."""
+        return self.url.partition("://")[0] if is_url(self.url) else ""
+
+    @property
     def _handler(self) -> RetriedHandler:
-        scheme = self.url.partition("://")[0]
-        return RetriedHandler(scheme, self.endpoint, self.retry_for_s)
+        return RetriedHandler(self._scheme, self.endpoint, self.retry_for_s)
 
     def retried(self, operation: Callable[[], T], what: str) -> T:
         """Run an operation on an object store until it works; a local one once.
@@ -146,7 +181,7 @@ class Location:
 
     def _check_bucket(self) -> None:
         """An object store says of a missing bucket only that the key is missing."""
-        if not self.is_local:
+        if self._scheme in SCHEMES:
             _check_bucket(self._handler, self._key.partition("/")[0])
 
     def exists(self) -> bool:
@@ -173,6 +208,26 @@ class Location:
         if info.type != pafs.FileType.File:
             raise FileNotFoundError(2, "No such file", self.url)
         return int(info.size)
+
+    def has_ranges(self) -> bool:
+        """Whether any part of a file is read without the rest: not from every web server."""
+        if self._scheme not in WEB_SCHEMES:
+            return True
+        handler = self._handler
+        return bool(self.retried(lambda: handler.store.has_ranges(self._key), "read"))
+
+    def pinned(self) -> Location:
+        """A place on the hub at the commit that its revision has now; any other as it is.
+
+        Raises:
+            DataError: there is no such dataset or revision, or no access to it.
+        """
+        if self._scheme != "hf":
+            return self
+        handler = self._handler
+        return replace(
+            self, url=f"hf://{self.retried(lambda: handler.store.pinned(self._key), 'read')}"
+        )
 
     def names(self) -> list[str]:
         """Sorted names of the files and directories in it; none when it is missing."""
@@ -326,6 +381,11 @@ Place = str | Path | Location
 def is_url(path: str) -> bool:
     """Whether it has a scheme."""
     return "://" in path
+
+
+def without_query(path: str) -> str:
+    """A web address up to its query, where signatures are; any other path as it is."""
+    return path.partition("?")[0] if path.partition("://")[0] in WEB_SCHEMES else path
 
 
 @lru_cache(maxsize=64)

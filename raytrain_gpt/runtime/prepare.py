@@ -1,4 +1,7 @@
-"""`prepare`: text to token shards, as streaming Ray Data tasks on every CPU of the cluster."""
+"""`prepare`: text to token shards, as streaming Ray Data tasks on every CPU of the cluster.
+
+Without duplicates it reads the text twice: the first pass hashes every document.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ import errno
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray.data
 
+from raytrain_gpt.data.bad_documents import BadDocuments
+from raytrain_gpt.data.plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.storage import Location, Place
-from raytrain_gpt.data.tokenize import Plan, finish, make_plan, run_task, start
+from raytrain_gpt.data.tokenize import done_tasks, duplicates, finish, hash_task, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.redact import redacted
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.lease import LEASE_FILE, held_lease
@@ -38,12 +45,14 @@ def prepare(
     A preparation that was stopped goes on with what is not done yet.
 
     Args:
-        sources: Files, directories or globs, local or in an object store, or `stdlib`.
+        sources: Files, directories or globs, local, in an object store or on the HF hub, web
+            addresses of files, or `stdlib`.
         directory: Where the dataset goes; tasks write there themselves.
         tokenizer: A name.
         log: Gets progress lines.
         num_cpus: Tasks at a time; None: all CPUs of the cluster.
-        options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens.
+        options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
+            max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
@@ -60,47 +69,127 @@ def prepare(
             if manifest is not None:
                 log(f"{directory} is already prepared")
                 return manifest
-            results = _run_tasks(directory, plan, num_cpus, log)
-            return finish(directory, plan, results, {"sources": sources})
+            max_bad = options.get("max_bad_documents", 0)
+            source = {"sources": [redacted(source) for source in sources]}
+            results = _run_tasks(directory, plan, max_bad, num_cpus, log)
+            return finish(directory, plan, results, source, max_bad)
     except OSError as error:
         raise _storage_error(error, directory) from None
 
 
 def _run_tasks(
-    directory: Location, plan: Plan, num_cpus: int | None, log: Callable[[str], None]
+    directory: Location,
+    plan: Plan,
+    max_bad: int,
+    num_cpus: int | None,
+    log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Results of all tasks, shown as they come."""
-    rows = [{"task": task} for task in range(len(plan.tasks))]
-    at_once = None if num_cpus is None else min(num_cpus, len(rows))
-    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        partial(_task_row, directory=directory, plan=plan), concurrency=at_once
-    )
-    total = sum(piece.text_bytes for piece in plan.pieces)
-    results, text_bytes, tokens = [], 0, 0
-    started = shown = time.monotonic()
-    try:
-        for row in done.iter_rows():
-            results.append(row["result"])
-            text_bytes += row["result"]["text_bytes"]
-            tokens += row["result"]["tokens"]
-            now = time.monotonic()
-            if now - shown >= PROGRESS_EVERY_S and text_bytes < total:
-                shown, seconds = now, now - started
-                eta = (total - text_bytes) * seconds / max(1, text_bytes)
-                log(
-                    f"prepare {text_bytes / total:4.0%} | {amount(tokens)} tokens | "
-                    f"{amount(tokens / seconds)} tok/s | eta {duration(eta)}"
-                )
-    except Exception as error:
-        raise user_error_in(error) or error from None
+    rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]
+    run = partial(_each, num_cpus=num_cpus, directory=directory, plan=plan, max_bad=max_bad)
+    if plan.dedupe:
+        progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
+        for row in run(_hash_row, rows):
+            progress.add(row["task"], row["documents"])
+        left_out = duplicates(directory, plan)
+        for row, mask in zip(rows, left_out, strict=True):
+            row["left_out"] = np.packbits(mask).tobytes()
+        log(
+            f"{sum(int(mask.sum()) for mask in left_out)} of {sum(map(len, left_out))} documents "
+            "are equal to an earlier one and left out"
+        )
+    progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
+    results, bad = [], BadDocuments(max_bad)
+    for row in run(_task_row, rows):
+        result = row["result"]
+        results.append(result)
+        bad.merge(result["bad"])
+        progress.add(result["task"], result["documents"], result["tokens"])
+    progress.end()
     return results
 
 
-def _task_row(row: dict[str, int], directory: Location, plan: Plan) -> dict[str, Any]:
+def _each(
+    function: Callable[..., dict[str, Any]],
+    rows: list[dict[str, Any]],
+    num_cpus: int | None,
+    **fixed: Any,
+) -> Iterator[dict[str, Any]]:
+    """What a function makes of each row, as it comes."""
+    at_once = None if num_cpus is None else min(num_cpus, len(rows))
+    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+        partial(function, **fixed), concurrency=at_once
+    )
     try:
-        return {"result": run_task(directory, plan, row["task"])}
+        yield from done.iter_rows()
+    except Exception as error:
+        raise user_error_in(error) or error from None
+
+
+def _hash_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+    try:
+        return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
     except OSError as error:
         raise _storage_error(error, directory) from None
+
+
+def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+    left_out = None
+    if "left_out" in row:  # filled up with documents that are not left out
+        left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)
+    try:
+        return {"result": run_task(directory, plan, row["task"], max_bad, left_out)}
+    except OSError as error:
+        raise _storage_error(error, directory) from None
+
+
+class _Progress:
+    """Says now and then how far the tasks are; its rates leave out what was done before."""
+
+    def __init__(
+        self, what: str, plan: Plan, done_before: set[int], log: Callable[[str], None]
+    ) -> None:
+        self._what, self._log, self._done_before = what, log, done_before
+        self._task_bytes = [
+            sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
+        ]
+        self._done_bytes = self._new_bytes = 0
+        self._documents = self._new_documents = self._tokens = self._new_tokens = 0
+        self._started = self._shown = time.monotonic()
+
+    def add(self, task: int, documents: int, tokens: int = 0) -> None:
+        """Count a task that is done."""
+        self._done_bytes += self._task_bytes[task]
+        self._documents += documents
+        self._tokens += tokens
+        if task not in self._done_before:
+            self._new_bytes += self._task_bytes[task]
+            self._new_documents += documents
+            self._new_tokens += tokens
+        now, total = time.monotonic(), sum(self._task_bytes)
+        if now - self._shown < PROGRESS_EVERY_S or self._done_bytes >= total:
+            return
+        self._shown, seconds = now, now - self._started
+        eta = (total - self._done_bytes) * seconds / max(1, self._new_bytes)
+        self._log(
+            f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)} | "
+            f"eta {duration(eta)}"
+        )
+
+    def end(self) -> None:
+        """Say what all of it came to."""
+        seconds = max(1e-3, time.monotonic() - self._started)
+        before = f", {len(self._done_before)} tasks before" if self._done_before else ""
+        self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
+
+    def _amounts(self, seconds: float) -> str:
+        amounts = [("documents", self._documents, self._new_documents)]
+        if self._tokens:
+            amounts.append(("tokens", self._tokens, self._new_tokens))
+        return " | ".join(
+            f"{amount(all_of)} {name}, {amount(round(new / seconds))}/s"
+            for name, all_of, new in amounts
+        )
 
 
 def _storage_error(error: OSError, directory: Location) -> DataError:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer
@@ -22,6 +23,7 @@ from raytrain_gpt.runtime.lease import LEASE_FILE, live_holder
 from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.report import REPORT_FILE, write_comparison, write_report
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, read_rows, read_samples
+from raytrain_gpt.runtime.speed import speed
 from raytrain_gpt.runtime.supervisor import RunSummary
 from raytrain_gpt.runtime.trackers import TRACKING_FILE
 
@@ -49,6 +51,12 @@ def dataset(directory: Location, manifest: Manifest, say: Say) -> dict[str, Any]
             f"  {name:5} {amount(facts['tokens'])} tokens in {facts['documents']} documents, "
             f"{facts['shards']} shards of {size(facts['file_bytes'])} in all"
         )
+    left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
+    if left_out["bad_documents"]:
+        report = directory / BAD_FILE
+        say(f"  left out: {left_out['bad_documents']} unreadable, see {report}")
+    if left_out["duplicates"]:
+        say(f"  left out: {left_out['duplicates']} duplicates")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]
     sample = read_tokenizer(directory).decode(tokens.tolist())
@@ -60,6 +68,7 @@ def dataset(directory: Location, manifest: Manifest, say: Say) -> dict[str, Any]
         "dtype": manifest.dtype,
         "manifest_hash": manifest.hash,
         "splits": splits,
+        "left_out": left_out,
         "sample": sample,
     }
 
@@ -84,6 +93,7 @@ def run_end(summary: RunSummary, say: Say) -> None:
         f"val loss {_number(facts['val_loss'])} | {amount(facts['tokens_seen'])} tokens | "
         f"{duration(_training_s(rows))} of training steps"
     )
+    say(speed(rows).summary())
     say(goodput(rows).summary())
     say(f"run         {run_dir}")
     best = Catalogue(run_dir).best()
@@ -188,11 +198,13 @@ def _show(runs: list[Mirror], say: Say) -> dict[str, Any]:
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {_number(value) if isinstance(value, float) else value}")
-    run_goodput = goodput(read_rows(run.work_dir))
+    rows = read_rows(run.work_dir)
+    run_speed, run_goodput = speed(rows), goodput(rows)
+    say(run_speed.summary())
     say(run_goodput.summary())
     say((run.work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
     say(f"next: raytrain-gpt runs checkpoints {run.run_dir}")
-    return {**facts, "goodput": run_goodput.facts()}
+    return {**facts, "speed": run_speed.facts(), "goodput": run_goodput.facts()}
 
 
 def _checkpoints(runs: list[Mirror], say: Say) -> dict[str, Any]:

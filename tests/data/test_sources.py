@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from shard_tools import TEXTS, made_text, write_jsonl, write_parquet
 
-from raytrain_gpt.data import sources
-from raytrain_gpt.data.sources import find_pieces, read_documents
+from raytrain_gpt.data import documents, sources
+from raytrain_gpt.data.bad_documents import BadDocuments
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 
 MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
@@ -83,6 +87,82 @@ def test_json_lines_may_have_blank_lines_and_any_line_ends(
     ]
 
 
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.compress(content, codec="zstd", asbytes=True))
+
+
+COMPRESSED = {"a.jsonl.gz": gzip.compress, "a.jsonl.zst": zstd, "a.json.gz": gzip.compress}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_json_lines_are_read_as_the_plain_ones(tmp_path: Path, name: str) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl", [*TEXTS.values(), *MANY])
+    half = Path(plain).read_bytes().index(b"\n", 2000) - 5
+    content = Path(plain).read_bytes()
+    # Files put one behind the other are one file.
+    (tmp_path / name).write_bytes(
+        COMPRESSED[name](content[:half]) + COMPRESSED[name](content[half:])
+    )
+    assert read(str(tmp_path / name)) == [(name, at, text) for _, at, text in read(plain)]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("keep", [-1, -9, 100, 5])
+def test_a_compressed_file_that_is_cut_off_is_refused(
+    tmp_path: Path, name: str, keep: int, raises_line
+) -> None:
+    lines = b"".join(b'{"text": "%s"}\n' % made_text(900, seed=i).encode() for i in range(9))
+    (tmp_path / name).write_bytes(COMPRESSED[name](lines)[:keep])
+    with raises_line(DataError, f"{name} behind byte", "Truncated", "mend the file"):
+        texts(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path, raises_line) -> None:
+    write_jsonl(tmp_path / "a.jsonl.gz", MANY)
+    with raises_line(DataError, "a.jsonl.gz behind byte 0"):
+        texts(str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+@pytest.mark.parametrize("piece_bytes", [50, 2**23])
+def test_a_line_above_the_limit_is_bad_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece_bytes: int, raises_line
+) -> None:
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(documents, "_READ_BYTES", 64)
+    lines = [
+        json.dumps({"text": text}).encode() + b"\n" for text in ("a", "b" * 300, "c", "d" * 87)
+    ]
+    assert len(lines[3]) == 100
+    content = b"".join(lines)
+    (tmp_path / name).write_bytes(zstd(content) if name.endswith("zst") else content)
+    bad = BadDocuments(None)
+    found = [
+        document.text
+        for piece in find_pieces([str(tmp_path / name)], "text")
+        for document in read_documents(piece, "text", bad)
+    ]
+    assert found == ["a", "c", "d" * 87]
+    assert [(b.place, b.why) for b in bad.kept] == [("byte 14", "a line of 100 bytes or more")]
+    with raises_line(DataError, f"{name} at byte 14", "100 bytes or more"):
+        texts(str(tmp_path / name))
+
+
+def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path, raises_line) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**30)  # sparse: zeros that take no room
+    pieces = find_pieces([str(path)], "text")
+    tracemalloc.start()
+    with raises_line(DataError, "a.jsonl at byte 0", f"{documents.MAX_LINE_BYTES} bytes or more"):
+        list(read_documents(pieces[0], "text"))
+    assert [list(read_documents(piece, "text")) for piece in pieces[60:64]] == [[]] * 4
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4 * documents.MAX_LINE_BYTES
+
+
 def test_a_directory_is_read_in_sorted_order_with_its_folders(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "a/b.txt", "c.md", "a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -144,7 +224,7 @@ def test_an_empty_directory_is_refused(tmp_path: Path, raises_line) -> None:
         (b"b", "Expecting"),
         (b'["text"]', "list"),
         (b'{"text": 5}', "int, not a string"),
-        (b'{"text": null}', "NoneType, not a string"),
+        (b'{"text": null}', "null, not a string"),
         (b'{"text": "\xff"}', "utf-8"),
     ],
 )
@@ -158,7 +238,7 @@ def test_a_bad_json_line_is_refused_with_its_place(
 
 def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, raises_line) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\xffbad")
-    with raises_line(DataError, "a.txt is not UTF-8 at byte 4"):
+    with raises_line(DataError, "a.txt at byte 4: not UTF-8"):
         texts(str(tmp_path / "a.txt"))
 
 
@@ -173,14 +253,14 @@ def test_parquet_rows_without_text_are_refused(
     tmp_path: Path, values: list[object], raises_line
 ) -> None:
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
-    with raises_line(DataError, "a.parquet row", "not text"):
+    with raises_line(DataError, "a.parquet at row", "not a string"):
         texts(str(tmp_path / "a.parquet"))
 
 
 def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path, raises_line) -> None:
     not_utf8 = pa.array([b"good", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": not_utf8}), tmp_path / "a.parquet")
-    with raises_line(DataError, "a.parquet row 1", "utf-8"):
+    with raises_line(DataError, "a.parquet at row 1", "utf-8"):
         texts(str(tmp_path / "a.parquet"))
 
 

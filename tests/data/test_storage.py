@@ -21,8 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 from shard_tools import TEXTS, made_text, write_dataset, write_jsonl, write_parquet
 
+from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.object_files import CHUNK_BYTES, UPLOAD_BYTES
 from raytrain_gpt.data.order import Ids
+from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import (
     MANIFEST_FILE,
@@ -31,9 +33,9 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     read_row_group,
 )
-from raytrain_gpt.data.sources import find_pieces, read_documents
+from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.data.tokenize import make_plan, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from tests.conftest import RaisesLine

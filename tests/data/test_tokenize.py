@@ -23,10 +23,12 @@ from shard_tools import (
     write_parquet,
 )
 
-from raytrain_gpt.data import sources, tokenize
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.plan import Plan, make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, read_manifest
-from raytrain_gpt.data.sources import find_pieces, read_documents
-from raytrain_gpt.data.tokenize import Plan, finish, make_plan, prepare_here, run_task, start
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 
@@ -37,8 +39,8 @@ MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even little text makes several tasks of several pieces."""
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr(tokenize, "MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr(tokenize, "MIN_TASKS", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
 
 
 def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
@@ -258,7 +260,7 @@ def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
     start(out, plan, encoding)
     for task in range(num_tasks):
         run_task(out, plan, task)
-    (out / f"train-{num_tasks:05d}.parquet.unfinished").write_bytes(b"PAR1 and no more")
+    (out / f"train-{num_tasks:05d}.parquet.0123abcd.unfinished").write_bytes(b"PAR1 and no more")
     return plan
 
 

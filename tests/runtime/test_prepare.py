@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.data.bad_documents import BAD_FILE
+from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.runtime import prepare as prepare_module
 from raytrain_gpt.runtime.prepare import prepare
@@ -36,14 +40,27 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     cluster: str, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     source = tmp_path / "lines.jsonl"
-    source.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(150)))
+    lines = [f'{{"text": "document {i}"}}' for i in range(150)]
+    source.write_text("\n".join([*lines, "no JSON", lines[7], lines[149]]))
     out = tmp_path / "out"
-    code, shown, _ = run_cli("prepare", source, "--out", out, "--val-fraction", "0.1")
+    command = ["prepare", source, "--out", out, "--val-fraction", "0.1"]
+    assert "byte 3640: " in run_cli(*command)[2]
+    command += ["--dedupe", "exact", "--max-bad-documents", "1"]
+    code, shown, _ = run_cli(*command)
     assert code == 0
-    assert "tokens in 135 documents" in shown
-    assert "tokens in 15 documents" in shown
+    assert "2 of 152 documents are equal to an earlier one" in shown
+    assert "prepare done in" in shown
+    assert "| 150 documents, " in shown
+    train, val = re.findall(r"tokens in (\d+) documents", shown)
+    assert (int(train) + int(val), int(val)) == (150, pytest.approx(15, abs=2))
+    assert f"left out: 1 unreadable, see {out / BAD_FILE}" in shown
+    assert "left out: 2 duplicates" in shown
     assert "next: raytrain-gpt train" in shown
-    assert "already prepared" in run_cli("prepare", source, "--out", out, "--val_fraction=0.1")[1]
+    local = prepare_here([str(source)], tmp_path / "local", "bytes", val_fraction=0.1, dedupe=True,
+                         max_bad_documents=1)  # fmt: skip
+    assert read_manifest(out) == local
+    assert (out / BAD_FILE).read_bytes() == (tmp_path / "local" / BAD_FILE).read_bytes()
+    assert "already prepared" in run_cli(*command)[1]
     assert run_cli("data", "verify", out)[0] == 0
 
 

@@ -1,0 +1,201 @@
+"""Documents of text: what is in a piece of a source file.
+
+A `.txt` file, a JSON line and a row of a `.parquet` file is a document. Every document has a name (its
+file's) and a position inside the file (0, the line's byte offset in the text, the row), so that what
+becomes of it never depends on who reads it, or on where the file is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_gpt.data.bad_documents import BadDocuments
+from raytrain_gpt.data.storage import RETRY_FOR_S, Location
+from raytrain_gpt.errors import DataError
+
+STDLIB = "stdlib"
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+MAX_LINE_BYTES = 2**26
+"""Of a JSON line: it is held in memory a few times over."""
+_READ_BYTES = 2**23
+"""One request to a store, and what is skipped of a line at a time."""
+_PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: position in its file, and text."""
+
+    position: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one source file that is read on its own.
+
+    Attributes:
+        name: The file's name below the source it was found in.
+        path: Absolute path or URL; relative to the standard library for `stdlib`.
+        start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for a file that is
+            read whole.
+        stop: The end, exclusive, in the same unit; of a compressed file its bytes.
+        text_bytes: About how much text it holds, or its ids stand for.
+        endpoint: Of the object store or hub it is in.
+        retry_for_s: While that is out of reach.
+        ids: Of token ids their dtype (`.bin`, `.npy`) or their column (`.parquet`); None: text.
+        tokens: How many ids; of parquet an upper bound. 0 for text.
+    """
+
+    name: str
+    path: str
+    start: int
+    stop: int
+    text_bytes: int
+    endpoint: str | None = None
+    retry_for_s: float = RETRY_FOR_S
+    ids: str | None = None
+    tokens: int = 0
+
+    @property
+    def location(self) -> Location:
+        """The file."""
+        return Location(self.path, self.retry_for_s, self.endpoint)
+
+
+def stdlib_root() -> Path:
+    """The directory of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_documents(
+    piece: Piece, text_field: str, bad: BadDocuments | None = None
+) -> Iterator[Document]:
+    """The documents of a piece of text, in their order.
+
+    Args:
+        piece: Where they are.
+        text_field: Of a JSON line; column of a parquet file.
+        bad: Takes those that cannot be read; None: the first one is an error.
+
+    Raises:
+        DataError: more bad documents than the limit, or a damaged file, with file and place.
+    """
+    bad = bad or BadDocuments()
+    if piece.path.startswith(f"{STDLIB}:"):
+        path = stdlib_root() / piece.path.removeprefix(f"{STDLIB}:")
+        yield from _text_document(Location.of(path), bad)
+    elif piece.location.name.endswith(".txt"):
+        yield from _text_document(piece.location, bad)
+    elif piece.location.name.endswith(".parquet"):
+        yield from _parquet_documents(piece, text_field, bad)
+    else:
+        yield from _jsonl_documents(piece, text_field, bad)
+
+
+def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
+    try:
+        yield Document(0, path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        bad.add(str(path), f"byte {error.start}", "not UTF-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
+    try:
+        if path.is_local and compression is None:
+            return path.path.open("rb")
+        file = path.open()
+        if compression is not None:
+            if not path.is_local:  # or every request is for 64 KiB
+                file = pa.BufferedInputStream(file, _READ_BYTES)
+            file = pa.CompressedInputStream(file, compression)
+        return io.BufferedReader(file, _READ_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+    path, position = piece.location, 0
+    compression = COMPRESSIONS.get(Path(path.name).suffix)
+    try:
+        with _opened(path, compression) as file:
+            if piece.start:
+                position = _next_line(file, piece)
+            # Where compressed text ends is only known when the end is there.
+            while (position < piece.stop or compression) and (
+                line := file.readline(MAX_LINE_BYTES)
+            ):
+                start, position = position, position + len(line)
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    bad.add(
+                        piece.path, f"byte {start}", f"a line of {MAX_LINE_BYTES} bytes or more"
+                    )
+                    while (line := file.readline(_READ_BYTES)) and not line.endswith(b"\n"):
+                        position += len(line)
+                    position += len(line)
+                    continue
+                if line.isspace():
+                    continue
+                try:
+                    text = json.loads(line)[text_field]
+                    if not isinstance(text, str):
+                        raise TypeError(f"field {text_field} is {_kind(text)}, not a string")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    why = f"no field {error}" if isinstance(error, KeyError) else str(error)
+                    bad.add(piece.path, f"byte {start}", why)
+                    continue
+                yield Document(start, text)
+    except OSError as error:
+        raise DataError(
+            f"cannot read {piece.path} behind byte {position} of its text: {error.strerror or error}; "
+            "mend the file"
+        ) from None
+
+
+def _next_line(file: BinaryIO | io.BufferedReader, piece: Piece) -> int:
+    """Go behind the line that began in the piece before, which has it, and say where that is."""
+    position = file.seek(piece.start - 1)
+    while position < piece.stop and (part := file.readline(_READ_BYTES)):
+        position += len(part)
+        if part.endswith(b"\n"):
+            break
+    return position
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _parquet_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+    position = 0
+    try:
+        with piece.location.open() as source, pq.ParquetFile(source) as file:
+            position = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
+            groups = list(range(piece.start, piece.stop))
+            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
+                for value in batch.column(0):
+                    try:
+                        text = value.as_py()
+                        if not isinstance(text, str):
+                            raise TypeError(f"{text_field} is {_kind(text)}, not a string")
+                    except (UnicodeDecodeError, TypeError) as error:
+                        bad.add(piece.path, f"row {position}", str(error))
+                    else:
+                        yield Document(position, text)
+                    position += 1
+    except (OSError, pa.ArrowException) as error:
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{piece.path} row {position}: {why}; mend the file or set --text_field"
+        ) from None

@@ -1,0 +1,221 @@
+"""Token ids that others made: read, checked, and cut nowhere.
+
+    .bin      nanoGPT: uint16 ids and nothing else; llm.c: 256 int32 (magic, version, number of ids), then
+              uint16 (GPT-2) or uint32 (LLaMA 3) ids
+    .npy      one dimension of integers, as build-nanogpt writes them
+    .parquet  lists of integers, row behind row, in a column input_ids or tokens, or --text_field
+
+Ids are copied as they are: nothing is added, and a document ends at `eot` where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tiktoken
+from numpy.typing import NDArray
+
+from raytrain_gpt.data.documents import Piece
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.errors import DataError
+
+COLUMNS = ("input_ids", "tokens")
+HEADER_BYTES = 1024
+LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""Magic number -> version and dtype of the ids, as llm.c's dev/data writes them for GPT-2 and LLaMA 3."""
+_CHUNK_IDS = 2**22
+_CHUNK_ROWS = 1024
+
+Ids = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class IdFile:
+    """Where the ids of a `.bin` or `.npy` file are: bytes [start, stop)."""
+
+    dtype: np.dtype[Any]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class IdChunk:
+    """A run of ids of a piece.
+
+    Attributes:
+        ids: Integers (n,).
+        name: Of what `position` counts in: the file, or a row group of it.
+        position: Of the first id: its byte in the file, or the number of ids before it.
+        step: By how much the position of an id is above that of the one before.
+        offset: Ids of the piece before it.
+        opens: Whether the first id is known to begin a document.
+    """
+
+    ids: Ids
+    name: str
+    position: int
+    step: int
+    offset: int = 0
+    opens: bool = False
+
+
+def read_layout(path: Location, size: int) -> IdFile:
+    """What a `.bin` or `.npy` file says of itself, checked against its size.
+
+    Raises:
+        DataError: it is none of the known kinds, or cut off.
+    """
+    try:
+        with path.open() as file:
+            if path.name.endswith(".npy"):
+                return _npy_layout(path, file, size)
+            return _bin_layout(path, file.read(min(size, HEADER_BYTES)), size)
+    except OSError as error:
+        raise DataError(f"cannot read source {path}: {error.strerror or error}") from None
+
+
+def _bin_layout(path: Location, head: bytes, size: int) -> IdFile:
+    numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
+    magic = int(numbers[0]) if len(numbers) else 0
+    # As uint16 ids, the zeros behind an llm.c header would be 506 times the first word of a vocabulary.
+    has_header = len(head) == HEADER_BYTES and not numbers[3:].any()
+    if magic not in LLMC_KINDS:
+        if has_header:
+            known = " and ".join(map(str, LLMC_KINDS))
+            raise DataError(
+                f"source {path} has a header as llm.c's with the magic number {magic}, not {known}; "
+                "make it again with this version of llm.c, or import its text"
+            )
+        if size % 2:
+            raise DataError(
+                f"source {path} has {size} bytes, an odd number, so it is no file of uint16 ids or cut "
+                "off; fetch or make it again"
+            )
+        return IdFile(np.dtype("<u2"), 0, size)
+    version, dtype = LLMC_KINDS[magic][0], np.dtype(LLMC_KINDS[magic][1])
+    if len(head) < HEADER_BYTES:
+        raise DataError(
+            f"source {path} ends at byte {size}, inside its llm.c header; fetch it again"
+        )
+    if numbers[1] != version:
+        raise DataError(
+            f"source {path} has llm.c's magic number {magic} with version {numbers[1]}, not {version}; "
+            "make it again with this version of llm.c"
+        )
+    wanted = HEADER_BYTES + int(numbers[2]) * dtype.itemsize
+    if wanted != size:
+        raise DataError(
+            f"source {path} has {size} bytes; its header says {numbers[2]} ids, which are {wanted}; "
+            "fetch or make it again"
+        )
+    return IdFile(dtype, HEADER_BYTES, size)
+
+
+def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> IdFile:
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, _, dtype = read_header(file)
+    except (ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"source {path} is no .npy file of numbers: {why}; make it again") from None
+    if len(shape) != 1 or dtype.kind not in "ui":
+        raise DataError(
+            f"source {path} holds {dtype} of shape {shape}, not one dimension of integers; save the ids "
+            "as numpy.uint16 (tokens,)"
+        )
+    start = int(file.tell())
+    wanted = start + shape[0] * dtype.itemsize
+    if wanted != size:
+        raise DataError(
+            f"source {path} has {size} bytes; its header says {shape[0]} ids, which are {wanted}; fetch "
+            "or make it again"
+        )
+    return IdFile(dtype, start, size)
+
+
+def id_column(schema: pa.Schema, text_field: str) -> str | None:
+    """The column of a parquet file that holds token ids; None: it holds text, or neither."""
+    columns = [text_field] if text_field in schema.names else COLUMNS
+    return next((c for c in columns if c in schema.names and _is_id_list(schema, c)), None)
+
+
+def _is_id_list(schema: pa.Schema, column: str) -> bool:
+    kind = schema.field(column).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(
+        (is_list or pa.types.is_fixed_size_list(kind)) and pa.types.is_integer(kind.value_type)
+    )
+
+
+def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
+    """The ids of a piece, in their order.
+
+    Raises:
+        DataError: the file is damaged, or holds an id that the tokenizer doesn't have; says where.
+    """
+    chunks = _parquet_chunks if piece.location.name.endswith(".parquet") else _flat_chunks
+    num_ids = encoding.max_token_value + 1
+    offset, opens = 0, False
+    for chunk in chunks(piece):
+        low, top = int(chunk.ids.min(initial=0)), int(chunk.ids.max(initial=0))
+        if low < 0 or top >= num_ids:
+            at = int(chunk.ids.argmin() if low < 0 else chunk.ids.argmax())
+            inside = (
+                "" if chunk.name == piece.name else f" of row group {chunk.name.rpartition(':')[2]}"
+            )
+            raise DataError(
+                f"{piece.path} has token id {low if low < 0 else top} at {'byte' if not inside else 'id'} "
+                f"{chunk.position + at * chunk.step}{inside}, but the vocabulary of {encoding.name} is 0 "
+                f"to {num_ids - 1}; set --tokenizer to the one that made the ids"
+            )
+        if len(chunk.ids):
+            yield replace(chunk, offset=offset, opens=opens)
+            offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == encoding.eot_token)
+
+
+def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
+    dtype = np.dtype(piece.ids)
+    step = _CHUNK_IDS * dtype.itemsize
+    try:
+        with piece.location.open() as file:
+            for start in range(piece.start, piece.stop, step):
+                wanted = min(step, piece.stop - start)
+                content = file.read_at(wanted, start)
+                if len(content) != wanted:
+                    raise DataError(
+                        f"{piece.path} ends at byte {start + len(content)}, before byte {piece.stop}: it "
+                        "was changed while it was read; start again"
+                    )
+                yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
+    except OSError as error:
+        raise DataError(f"cannot read {piece.path}: {error.strerror or error}") from None
+
+
+def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
+    group, row = piece.start, 0
+    try:
+        with piece.location.open() as source, pq.ParquetFile(source) as file:
+            for group in range(piece.start, piece.stop):
+                position = row = 0
+                for batch in file.iter_batches(_CHUNK_ROWS, [group], columns=[piece.ids]):
+                    column = batch.column(0)
+                    ids = column.flatten()
+                    if column.null_count or ids.null_count:
+                        raise TypeError(f"{piece.ids} is null in one of {len(batch)} rows")
+                    yield IdChunk(ids.to_numpy(), f"{piece.name}:{group}", position, 1)
+                    position += len(ids)
+                    row += len(batch)
+    except (OSError, pa.ArrowException, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{piece.path} row group {group} from row {row}: {why}; mend the file"
+        ) from None

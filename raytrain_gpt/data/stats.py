@@ -1,0 +1,202 @@
+"""What a dataset is made of: how long its documents are and which ids occur, counted in one pass.
+
+Row groups are read one at a time. What is kept is a count of every id and of every length. Lengths add
+up to the tokens, so at most sqrt(2 · tokens) of them differ: memory is bounded and quantiles are exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
+from raytrain_gpt.data.storage import Place
+from raytrain_gpt.data.tokenizer import Tokens, text_of, token_bytes
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+MOST_FREQUENT = 20
+_BINS_PER_OCTAVE = 4
+
+
+@dataclass(frozen=True)
+class SplitStats:
+    """Counts of one split.
+
+    Attributes:
+        lengths: int64 (n,), the document lengths that occur, in tokens with `eot`, rising.
+        documents: int64 (n,), how many documents have each.
+        id_counts: int64 (vocab_size,), how often each id occurs.
+    """
+
+    lengths: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    id_counts: NDArray[np.int64]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents; tokens behind the last `eot` are one more."""
+        return int(self.documents.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, each `eot` included."""
+        return int(self.id_counts.sum())
+
+    @property
+    def entropy_bits(self) -> float:
+        """Bits a token that the ids' frequencies alone leave open: what a unigram model reaches."""
+        shares = self.id_counts[self.id_counts > 0] / max(1, self.num_tokens)
+        return float(-(shares * np.log2(shares)).sum()) + 0.0  # not -0.0
+
+    def quantile(self, fraction: float) -> int:
+        """The smallest length that at least this fraction of the documents does not exceed."""
+        reached = np.cumsum(self.documents)
+        at = np.searchsorted(reached, fraction * self.num_documents)
+        return int(self.lengths[min(int(at), len(self.lengths) - 1)])
+
+    def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Documents, and their tokens, by length.
+
+        Args:
+            edges: int64 (b + 1,), of the bins; the last one is exclusive, too.
+
+        Returns:
+            int64 (b,) and int64 (b,)
+        """
+        at = np.searchsorted(edges, self.lengths, "right") - 1
+        documents, tokens = np.zeros((2, len(edges) - 1), np.int64)
+        np.add.at(documents, at, self.documents)
+        np.add.at(tokens, at, self.documents * self.lengths)
+        return documents, tokens
+
+
+def count_dataset(
+    directory: Place, manifest: Manifest, progress: Callable[[int, int], None]
+) -> dict[Split, SplitStats]:
+    """Count every token of a dataset.
+
+    Args:
+        directory: The dataset.
+        manifest: Its manifest.
+        progress: Gets tokens counted and tokens in all, after every row group.
+
+    Raises:
+        DataError: a shard cannot be read, or holds an id outside the vocabulary.
+    """
+    total, done = sum(shard.tokens for shard in manifest.shards), 0
+    found: dict[Split, SplitStats] = {}
+    for split in SPLITS:
+        counter = _Counter(manifest.vocab_size, manifest.eot_token)
+        for shard, index, num_tokens in manifest.row_groups(split):
+            counter.add(read_row_group(directory, manifest, shard, index))
+            done += num_tokens
+            progress(done, total)
+        found[split] = counter.stats()
+    return found
+
+
+class _Counter:
+    """Counts a split row group by row group; a document may go on in the next one."""
+
+    def __init__(self, vocab_size: int, eot_token: int) -> None:
+        self._eot_token = eot_token
+        self._id_counts = np.zeros(vocab_size, np.int64)
+        self._lengths: Counter[int] = Counter()
+        self._open = 0
+        """Tokens since the last `eot`."""
+
+    def add(self, tokens: Tokens) -> None:
+        self._id_counts += np.bincount(tokens, minlength=len(self._id_counts))
+        ends = np.flatnonzero(tokens == self._eot_token)
+        if len(ends) == 0:
+            self._open += len(tokens)
+            return
+        lengths = np.diff(ends, prepend=-1)
+        lengths[0] += self._open
+        self._open = len(tokens) - 1 - int(ends[-1])
+        values, counts = np.unique(lengths, return_counts=True)
+        self._lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+
+    def stats(self) -> SplitStats:
+        if self._open:
+            self._lengths[self._open] += 1
+        pairs = np.array(sorted(self._lengths.items()), np.int64).reshape(-1, 2)
+        return SplitStats(pairs[:, 0], pairs[:, 1], self._id_counts)
+
+
+def histogram_edges(longest: int) -> NDArray[np.int64]:
+    """Edges of bins over all lengths up to the longest, each about 1.19 times the one before.
+
+    Returns:
+        int64 (bins + 1,)
+    """
+    octaves = int(np.ceil(np.log2(longest + 1)))
+    steps = np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE
+    return np.unique(np.round(2.0**steps).astype(np.int64))
+
+
+def facts(
+    stats: dict[Split, SplitStats], encoding: tiktoken.Encoding, edges: NDArray[np.int64]
+) -> dict[str, Any]:
+    """What the counts say of each split, as JSON takes it.
+
+    Args:
+        stats: Of each split.
+        encoding: The dataset's tokenizer.
+        edges: Of the length histogram.
+    """
+    in_train = stats["train"].id_counts > 0
+    return {
+        split: {
+            **_split_facts(one, encoding, edges),
+            "tokens_not_in_train": int(one.id_counts[~in_train].sum()),
+        }
+        for split, one in stats.items()
+    }
+
+
+def _split_facts(
+    stats: SplitStats, encoding: tiktoken.Encoding, edges: NDArray[np.int64]
+) -> dict[str, Any]:
+    counts, vocab_size = stats.id_counts, len(stats.id_counts)
+    text_bytes = int((counts * token_bytes(encoding, vocab_size)).sum())
+    ids = int((counts > 0).sum())
+    documents, tokens = stats.histogram(edges)
+    most_frequent = np.argsort(-counts, kind="stable")[: min(MOST_FREQUENT, ids)].tolist()
+    return {
+        "tokens": stats.num_tokens,
+        "documents": stats.num_documents,
+        "text_bytes": text_bytes,
+        "bytes_per_token": text_bytes / max(1, stats.num_tokens),
+        "document_tokens": {
+            "mean": stats.num_tokens / max(1, stats.num_documents),
+            "min": int(stats.lengths[0]),
+            **{f"p{fraction * 100:g}": stats.quantile(fraction) for fraction in QUANTILES},
+            "max": int(stats.lengths[-1]),
+        },
+        "vocabulary": {
+            "ids": ids,
+            "vocab_size": vocab_size,
+            "coverage": ids / vocab_size,
+            "entropy_bits": stats.entropy_bits,
+            "most_frequent": [
+                {
+                    "id": token,
+                    "text": text_of(encoding, [token]),
+                    "fraction": int(counts[token]) / stats.num_tokens,
+                }
+                for token in most_frequent
+            ],
+        },
+        "histogram": {
+            "edges": edges.tolist(),
+            "documents": documents.tolist(),
+            "tokens": tokens.tolist(),
+        },
+    }

@@ -1,0 +1,175 @@
+"""Documents that cannot be read: an error, or counted, reported and left out, the same in any order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_tools import documents, files, made_text
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
+from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.errors import DataError
+
+BAD_LINES = {
+    "no JSON": b'{"text": "cut o',
+    "no object": b"17",
+    "no such field": b'{"body": "text"}',
+    "null": b'{"text": null}',
+    "a number": b'{"text": 3}',
+    "not UTF-8": b'{"text": "\xff"}',
+    "too deep": b"[" * 100_000,
+}
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even little text makes several tasks of several pieces."""
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 3000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+
+
+def good_line(i: int) -> bytes:
+    return json.dumps({"text": f"document {i} " + "x" * (i % 50)}).encode()
+
+
+def write_mixed(path: Path, num_good: int = 300) -> tuple[str, list[bytes], list[int]]:
+    """Good lines with every kind of bad one among them: the source, good texts, bad places."""
+    lines = [good_line(i) for i in range(num_good)]
+    for i, bad in enumerate(BAD_LINES.values()):
+        lines.insert(7 + 40 * i, bad)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    places = [starts[lines.index(bad)] for bad in BAD_LINES.values()]
+    texts = [json.loads(line)["text"].encode() for line in lines if line not in BAD_LINES.values()]
+    return str(path), texts, places
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_one_bad_line_is_an_error_that_names_its_place_and_the_way_out(
+    tmp_path: Path, kind: str, raises_line
+) -> None:
+    lines = [good_line(i) for i in range(20)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD_LINES[kind], *lines]))
+    place = f"a.jsonl at byte {sum(len(line) + 1 for line in lines)}: "
+    with raises_line(DataError, place, "--max_bad_documents N"):
+        prepare_here([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize("limit", [len(BAD_LINES), 1000])
+def test_up_to_the_limit_they_are_left_out_counted_and_reported(tmp_path: Path, limit: int) -> None:
+    source, texts, places = write_mixed(tmp_path / "a.jsonl")
+    out = tmp_path / "out"
+    manifest = prepare_here([source], out, "bytes", val_tokens=50, max_bad_documents=limit)
+    found = [*documents(out, manifest, "val"), *documents(out, manifest, "train")]
+    assert found == texts
+    assert manifest.source["bad_documents"] == len(BAD_LINES)
+    report = [json.loads(line) for line in (out / BAD_FILE).read_text().splitlines()]
+    assert [(bad["path"], bad["place"]) for bad in report] == [
+        (source, f"byte {p}") for p in places
+    ]
+    assert all(bad["why"] for bad in report)
+    assert read_manifest(out) == manifest
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize("options", [{"val_fraction": 0.1}, {"val_tokens": 100}])
+def test_what_is_left_out_does_not_change_the_split_of_the_rest(
+    tmp_path: Path, options: dict[str, float]
+) -> None:
+    """Bad rows behind the good ones, so that positions stay."""
+    texts = [f"row {i}" for i in range(150)]
+    shards = []
+    for name, rows in (("clean", texts), ("mixed", [*texts, None, None])):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"text": rows}), tmp_path / name / "a.parquet", row_group_size=10)
+        source, out = str(tmp_path / name / "a.parquet"), tmp_path / f"{name} out"
+        made = prepare_here([source], out, "bytes", **options, max_bad_documents=2)  # type: ignore[arg-type]
+        shards.append([documents(out, made, split) for split in ("train", "val")])
+    assert shards[0] == shards[1]
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_one_more_than_the_limit_is_an_error_and_a_larger_limit_goes_on(
+    tmp_path: Path, raises_line
+) -> None:
+    source, _, _ = write_mixed(tmp_path / "a.jsonl")
+    out, limit = tmp_path / "out", len(BAD_LINES) - 1
+    with raises_line(
+        DataError, f"{limit + 1} documents", f"max_bad_documents={limit}", "a.jsonl at"
+    ):
+        prepare_here([source], out, "bytes", max_bad_documents=limit)
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert written
+    made = prepare_here([source], out, "bytes", max_bad_documents=limit + 1)
+    assert made.source["bad_documents"] == limit + 1
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_the_report_is_the_same_in_any_order_of_tasks(tmp_path: Path) -> None:
+    lines = [b"no JSON" if i % 2 else good_line(i) for i in range(3 * MAX_KEPT)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    source, limit = str(tmp_path / "a.jsonl"), 2 * MAX_KEPT
+    prepare_here([source], tmp_path / "forward", "bytes", max_bad_documents=limit)
+    encoding, out = load_tokenizer("bytes"), tmp_path / "backward"
+    plan = make_plan([source], encoding, max_bad_documents=limit)
+    start(out, plan, encoding)
+    results = [run_task(out, plan, t, limit) for t in reversed(range(len(plan.tasks)))]
+    assert len(results) > 1
+    made = finish(out, plan, results, {"sources": [source]}, limit)
+    assert made.source["bad_documents"] == 1.5 * MAX_KEPT
+    assert len((out / BAD_FILE).read_text().splitlines()) == MAX_KEPT
+    assert files(out) == files(tmp_path / "forward")
+
+
+def test_files_and_rows_are_left_out_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("good\ntext\n")
+    (tmp_path / "in" / "b.txt").write_bytes(b"bad \xff")
+    rows = pa.array([b"good row\n", b"\xff", None]).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "in" / "c.parquet")
+    out = tmp_path / "out"
+    made = prepare_here([str(tmp_path / "in")], out, "bytes", val_fraction=0.4, max_bad_documents=3)
+    found = documents(out, made, "train") + documents(out, made, "val")
+    assert b"".join(found) == b"good\ntext\ngood row\n"
+    report = [json.loads(line) for line in (out / BAD_FILE).read_text().splitlines()]
+    assert [(Path(bad["path"]).name, bad["place"]) for bad in report] == [
+        ("b.txt", "byte 4"),
+        ("c.parquet", "row 1"),
+        ("c.parquet", "row 2"),
+    ]
+
+
+def test_a_damaged_file_is_no_bad_document(tmp_path: Path, raises_line) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[100:160] = bytes(60)
+    path.write_bytes(content)
+    with raises_line(DataError, "a.parquet row 0"):
+        prepare_here([str(path)], tmp_path / "out", "bytes", max_bad_documents=1000)
+
+
+def test_without_bad_documents_there_is_no_report(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(good_line(i) for i in range(200)))
+    made = prepare_here([str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", max_bad_documents=5)
+    assert made.source["bad_documents"] == 0
+    assert not (tmp_path / "out" / BAD_FILE).exists()
+
+
+def test_a_limit_below_zero_is_refused(tmp_path: Path, raises_line) -> None:
+    with raises_line(DataError, "max_bad_documents=-1"):
+        prepare_here(["stdlib"], tmp_path / "out", "bytes", max_bad_documents=-1)

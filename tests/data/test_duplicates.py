@@ -1,0 +1,135 @@
+"""Exact duplicates: the first in source order stays, whatever the tasks' order, and nothing else goes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shard_tools import documents, files, write_jsonl, write_parquet
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.duplicates import find_duplicates, hash_texts
+from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.tokenize import duplicates, finish, hash_task, prepare_here, run_task, start
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.errors import DataError
+
+TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
+"""About 200 texts, half of them more than once."""
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even little text makes several tasks of several pieces."""
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 3000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+
+
+def first_of_each(texts: list[str]) -> list[bytes]:
+    return [text.encode() for text in dict.fromkeys(texts)]
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_of_equal_documents_the_first_in_source_order_stays(tmp_path: Path) -> None:
+    given_sources = [
+        write_jsonl(tmp_path / "a.jsonl", TEXTS[:250]),
+        write_parquet(tmp_path / "a.parquet", [*TEXTS[250:], "only here"], rows=20),
+    ]
+    out = tmp_path / "out"
+    made = prepare_here(given_sources, out, "bytes", val_tokens=60, dedupe=True)
+    found = [*documents(out, made, "val"), *documents(out, made, "train")]
+    assert found == first_of_each([*TEXTS, "only here"])
+    assert made.source["duplicates"] == len(TEXTS) + 1 - len(found)
+    assert sum(shard.documents for shard in made.shards) == len(found)
+    assert not (out / "unfinished").exists()
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_the_splits_share_no_document(tmp_path: Path) -> None:
+    source, out = write_parquet(tmp_path / "a.parquet", TEXTS, rows=20), tmp_path / "out"
+    for dedupe in (False, True):
+        made = prepare_here([source], out / str(dedupe), "bytes", val_fraction=0.3, dedupe=dedupe)
+        train, val = (documents(out / str(dedupe), made, split) for split in ("train", "val"))
+        assert bool(set(train) & set(val)) is not dedupe
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    whole = prepare_here([source], tmp_path / "whole", "bytes", val_tokens=60, dedupe=True)
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([source], encoding, val_tokens=60, dedupe=True)
+    tasks = range(len(plan.tasks))
+    assert len(tasks) > 3
+    start(out, plan, encoding)
+    counts = [hash_task(out, plan, task) for task in reversed(tasks)]
+    assert sum(counts) == len(TEXTS)
+    (out / "unfinished" / "00001.hashes").unlink()
+    start(out, plan, encoding)  # stopped, and started again
+    assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
+    left_out = duplicates(out, plan)
+    results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
+    assert finish(out, plan, results, {"sources": [source]}) == whole
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
+    texts = ["a", "a ", "A", "", "\u00e9", "e\u0301", "a"] * 20
+    source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    made = prepare_here([source], out, "bytes", val_tokens=1, dedupe=True)
+    found = documents(out, made, "val") + documents(out, made, "train")
+    assert found == first_of_each(texts)
+
+
+def test_with_and_without_are_two_datasets(tmp_path: Path, raises_line) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    assert "duplicates" not in prepare_here([source], out, "bytes").source
+    with raises_line(DataError, "another dataset"):
+        prepare_here([source], out, "bytes", dedupe=True)
+
+
+def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
+    lines = ['{"text": "same"}', "no JSON", '{"text": "other"}', "no JSON", '{"text": "same"}'] * 30
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    made = prepare_here(
+        [str(tmp_path / "a.jsonl")], tmp_path / "out", "bytes", val_tokens=1, dedupe=True,
+        max_bad_documents=60,
+    )  # fmt: skip
+    assert (made.source["bad_documents"], made.source["duplicates"]) == (60, 88)
+
+
+def test_token_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with raises_line(DataError, "train.bin", "dedupe"):
+        make_plan([str(tmp_path)], load_tokenizer("bytes"), dedupe=True)
+
+
+def test_a_hash_is_blake2b_of_the_text() -> None:
+    texts = ["one", "日本", "\ud800"]
+    parts = [hashlib.blake2b(t, digest_size=16).digest() for t in (b"one", "日本".encode(), b"?")]
+    assert hash_texts(texts) == b"".join(parts)
+
+
+@given(
+    tasks=st.lists(st.lists(st.integers(0, 20), max_size=30), min_size=1, max_size=5),
+    part_hashes=st.sampled_from([1, 7, 1000]),
+)
+def test_any_number_of_parts_finds_the_same(
+    tmp_path_factory: pytest.TempPathFactory, tasks: list[list[int]], part_hashes: int
+) -> None:
+    directory = Location.of(tmp_path_factory.mktemp("hashes"))
+    paths = [directory / f"{i}" for i in range(len(tasks))]
+    for path, task in zip(paths, tasks, strict=True):
+        path.write_bytes(hash_texts(str(text) for text in task))
+    seen: set[int] = set()
+    for task, found in zip(tasks, find_duplicates(paths, part_hashes), strict=True):
+        assert len(found) == len(task)
+        for text, is_duplicate in zip(task, found, strict=True):
+            assert bool(is_duplicate) is (text in seen)
+            seen.add(text)

@@ -1,0 +1,396 @@
+"""Imports: ids that others made arrive as they are, each once, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_tools import all_tokens, documents, files, write_jsonl
+
+from raytrain_gpt.data import imports, sources
+from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.reader import read_sequences
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
+from raytrain_gpt.errors import DataError
+
+EOT = 256
+"""Of the tokenizer `bytes`."""
+
+
+def drawn(num_ids: int, seed: int = 0, document_ids: int = 40) -> list[int]:
+    """Ids of bytes, of which about every `document_ids`-th closes a document."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, 256, num_ids)
+    ids[generator.random(num_ids) < 1 / document_ids] = EOT
+    return ids.tolist()
+
+
+def write_nanogpt(path: Path, ids: Sequence[int]) -> str:
+    path.write_bytes(struct.pack(f"<{len(ids)}H", *ids))
+    return str(path)
+
+
+def write_llmc(path: Path, ids: Sequence[int]) -> str:
+    header = struct.pack("<256i", 20240520, 1, len(ids), *[0] * 253)
+    path.write_bytes(header + struct.pack(f"<{len(ids)}H", *ids))
+    return str(path)
+
+
+def write_llmc_llama3(path: Path, ids: Sequence[int]) -> str:
+    header = struct.pack("<256i", 20240801, 7, len(ids), *[0] * 253)
+    path.write_bytes(header + struct.pack(f"<{len(ids)}I", *ids))
+    return str(path)
+
+
+def write_npy(path: Path, ids: Sequence[int]) -> str:
+    np.save(path, np.array(ids, np.uint16))
+    return str(path)
+
+
+def write_big_endian_npy(path: Path, ids: Sequence[int]) -> str:
+    np.save(path, np.array(ids, ">i8"))
+    return str(path)
+
+
+def write_lists(
+    path: Path, ids: Sequence[int], column: str = "input_ids", kind: pa.DataType | None = None
+) -> str:
+    rows = [ids[i : i + 64] for i in range(0, len(ids), 64)]
+    if kind is not None and pa.types.is_fixed_size_list(kind):
+        assert len(ids) % 64 == 0
+    table = pa.table(
+        {
+            "id": [str(i) for i in range(len(rows))],
+            column: pa.array(rows, kind or pa.list_(pa.int32())),
+        }
+    )
+    pq.write_table(table, path, row_group_size=5)
+    return str(path)
+
+
+def write_tokens_lists(path: Path, ids: Sequence[int]) -> str:
+    return write_lists(path, ids, "tokens", pa.large_list(pa.uint16()))
+
+
+def write_fixed_lists(path: Path, ids: Sequence[int]) -> str:
+    return write_lists(path, ids, kind=pa.list_(pa.int64(), 64))
+
+
+FORMATS = {
+    "nanogpt.bin": write_nanogpt,
+    "llmc.bin": write_llmc,
+    "llama3.bin": write_llmc_llama3,
+    "build-nanogpt.npy": write_npy,
+    "big-endian.npy": write_big_endian_npy,
+    "input_ids.parquet": write_lists,
+    "tokens.parquet": write_tokens_lists,
+    "fixed.parquet": write_fixed_lists,
+}
+Write = Callable[[Path, Sequence[int]], str]
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even few ids make several tasks of several pieces of several chunks."""
+    monkeypatch.setattr(sources, "_ID_PIECE_TOKENS", 512)
+    monkeypatch.setattr(imports, "_CHUNK_IDS", 200)
+    monkeypatch.setattr(imports, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+
+
+def as_read(directory: Path, manifest: Manifest) -> list[int]:
+    """The ids of both splits as training reads them, in sequences of one token and its target."""
+    found: list[int] = []
+    for split in ("train", "val"):
+        num_sequences = int(manifest.row_group_sequences(split, 1).sum())
+        tokens, _ = read_sequences(directory, manifest, split, 1, np.arange(num_sequences))
+        found += [*tokens[:, 0].tolist(), int(tokens[-1, 1])]
+    return found
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_arrives_token_by_token(tmp_path: Path, name: str) -> None:
+    ids = drawn(6400, document_ids=4000)
+    source = FORMATS[name](tmp_path / name, ids)
+    out = tmp_path / "out"
+    # Of fewer than 100 documents the end validates, so both splits in a row are the source.
+    manifest = prepare_here([source], out, "bytes", val_fraction=0.1, row_group_tokens=10**6)
+    shards = [shard for shard in manifest.shards if shard.split == "train"]
+    assert len(shards) > 2
+    train, val = all_tokens(out, manifest, "train"), all_tokens(out, manifest, "val")
+    assert [*train, *val] == ids
+    assert len(val) == 640
+    assert sum(shard.documents for shard in shards) == ids[: len(train)].count(EOT)
+    for shard in manifest.shards:
+        check_shard(out, manifest, shard, content=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_was_imported_is_read_and_decoded_as_it_was(tmp_path: Path, name: str) -> None:
+    text = "日本 naïve 😀\n" * 40
+    ids = [*text.encode(), EOT] * 2
+    ids = ids[: len(ids) // 64 * 64]
+    source = FORMATS[name](tmp_path / name, ids)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", row_group_tokens=10**6)
+    found = as_read(tmp_path / "out", manifest)
+    assert found == ids
+    assert text_of(read_tokenizer(tmp_path / "out"), found[: ids.index(EOT)]) == text
+    num_bytes = sum(shard.text_bytes for shard in manifest.shards)
+    assert num_bytes == len(ids) - ids.count(EOT)
+
+
+def test_gpt2_ids_are_those_that_the_tokenizer_makes(tmp_path: Path, gpt2) -> None:
+    texts = [f"document {i} of naïve text, 日本\n" for i in range(300)]
+    ids = [t for text in texts for t in [*gpt2.encode_ordinary(text), gpt2.eot_token]]
+    write_nanogpt(tmp_path / "a.bin", ids)
+    imported = prepare_here([str(tmp_path / "a.bin")], tmp_path / "imported", "gpt2", val_tokens=50)
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    tokenized = prepare_here([source], tmp_path / "tokenized", "gpt2", val_tokens=50)
+    # The manifests are equal in all but where the data came from: the same shards, byte for byte.
+    assert imported.hash == tokenized.hash
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_documents_are_dealt_whole_and_in_order(tmp_path: Path) -> None:
+    ids = [EOT, *drawn(30_000)[:-1], EOT]
+    source = write_npy(tmp_path / "a.npy", ids)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.05)
+    val = documents(tmp_path / "out", manifest, "val")
+    wanted = bytes_of_documents(ids)
+    assert len(wanted) > 500
+    assert 0.01 * len(wanted) < len(val) < 0.1 * len(wanted)
+    at = 0
+    for document in val:
+        at = wanted.index(document, at) + 1
+    assert sorted(val + documents(tmp_path / "out", manifest, "train")) == sorted(wanted)
+    assert sum(shard.documents for shard in manifest.shards) == len(wanted)
+
+
+def bytes_of_documents(ids: Sequence[int]) -> list[bytes]:
+    ends = np.flatnonzero(np.array(ids) == EOT) + 1
+    return [bytes(part[:-1].tolist()) for part in np.split(np.array(ids), ends)[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("train.bin", "val.bin"),
+        ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
+        ("edufineweb_train_000001.npy", "edufineweb_val_000000.npy"),
+        ("train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"),
+    ],
+)
+def test_files_keep_the_split_they_are_named_for(tmp_path: Path, train: str, val: str) -> None:
+    write = {".bin": write_nanogpt, ".npy": write_npy, ".parquet": write_lists}[Path(train).suffix]
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / train, drawn(640, seed=1))
+    write(tmp_path / "in" / val, drawn(320, seed=2))
+    manifest = prepare_here([str(tmp_path / "in")], tmp_path / "out", "bytes")
+    assert all_tokens(tmp_path / "out", manifest, "train").tolist() == drawn(640, seed=1)
+    assert all_tokens(tmp_path / "out", manifest, "val").tolist() == drawn(320, seed=2)
+
+
+def test_a_split_that_is_asked_for_goes_before_names(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_nanogpt(tmp_path / "in" / "train.bin", drawn(640, seed=1))
+    write_nanogpt(tmp_path / "in" / "val.bin", drawn(320, seed=2))
+    source = str(tmp_path / "in")
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.5)
+    assert manifest.split_tokens("val") == 480
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("val_tokens", [1, 200, 1000])
+def test_val_tokens_are_the_first_ids_up_to_a_documents_end(
+    tmp_path: Path, val_tokens: int
+) -> None:
+    ids = drawn(6400)
+    source = write_llmc(tmp_path / "a.bin", ids)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
+    end = val_tokens - 1 + ids[val_tokens - 1 :].index(EOT) + 1
+    val = all_tokens(tmp_path / "out", manifest, "val").tolist()
+    # A document that goes beyond a chunk of 200 ids is cut at the number asked for.
+    assert val in (ids[:end], ids[:val_tokens])
+    assert val + all_tokens(tmp_path / "out", manifest, "train").tolist() == ids
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("order", [1, -1])
+def test_tasks_may_run_in_any_order_and_be_interrupted(tmp_path: Path, order: int) -> None:
+    sources = [
+        write_npy(tmp_path / "a.npy", drawn(9000)),
+        write_lists(tmp_path / "b.parquet", drawn(9000, seed=1)),
+    ]
+    whole = prepare_here(sources, tmp_path / "whole", "bytes", val_fraction=0.05)
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan(sources, encoding, val_fraction=0.05)
+    start(out, plan, encoding)
+    tasks = range(len(plan.tasks))[::order]
+    assert len(tasks) > 3
+    for task in tasks[:2]:
+        run_task(out, plan, task)
+    assert start(out, make_plan(sources, encoding, val_fraction=0.05), encoding) is None
+    results = [run_task(out, plan, task) for task in tasks]
+    assert finish(out, plan, results, {"sources": sources}).hash == whole.hash
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_ids_without_eot_are_one_document(tmp_path: Path) -> None:
+    source = write_nanogpt(tmp_path / "a.bin", [i % 65 for i in range(1000)])
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.2)
+    assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (800, 200)
+    assert sum(shard.documents for shard in manifest.shards) == 1
+
+
+def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a"], "input_ids": [[1, 2]], "tokens": [[3, 4]], "mine": [[5, 6]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table.drop_columns("text"), tmp_path / "b.parquet")
+    pq.write_table(table.drop_columns(["text", "input_ids"]), tmp_path / "c.parquet")
+    columns = [
+        find_pieces([str(tmp_path / name)], field)[0].ids
+        for name, field in [
+            ("a.parquet", "text"),
+            ("b.parquet", "text"),
+            ("c.parquet", "text"),
+            ("a.parquet", "mine"),
+        ]
+    ]
+    assert columns == [None, "input_ids", "tokens", "mine"]
+
+
+def test_text_and_ids_are_not_mixed(tmp_path: Path, raises_line) -> None:
+    write_nanogpt(tmp_path / "train.bin", drawn(100))
+    (tmp_path / "input.txt").write_text("text")
+    with raises_line(DataError, "input.txt holds text", "train.bin token ids", "glob"):
+        find_pieces([str(tmp_path)], "text")
+
+
+def test_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:
+    source = write_nanogpt(tmp_path / "train.bin", drawn(100))
+    with raises_line(DataError, "train.bin holds token ids", "dedupe"):
+        make_plan([source], load_tokenizer("bytes"), dedupe=True)
+
+
+# --- damaged files
+
+
+def changed(content: bytes, at: int, numbers: bytes) -> bytes:
+    return content[:at] + numbers + content[at + len(numbers) :]
+
+
+DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
+    "odd size": (write_nanogpt, lambda c: c[:-1], ("a.bin has 1279 bytes", "odd", "uint16")),
+    "another magic number": (
+        write_llmc,
+        lambda c: changed(c, 0, struct.pack("<i", 20240521)),
+        ("a.bin", "magic number 20240521", "20240520"),
+    ),
+    "another version": (
+        write_llmc,
+        lambda c: changed(c, 4, struct.pack("<i", 2)),
+        ("a.bin", "version 2, not 1"),
+    ),
+    "another count": (
+        write_llmc,
+        lambda c: changed(c, 8, struct.pack("<i", 641)),
+        ("a.bin has 2304 bytes", "641 ids, which are 2306"),
+    ),
+    "cut off": (write_llmc, lambda c: c[:-2], ("a.bin has 2302 bytes", "640 ids")),
+    "cut off in the header": (
+        write_llmc,
+        lambda c: c[:1000],
+        ("a.bin ends at byte 1000", "header"),
+    ),
+    "cut off ids": (write_npy, lambda c: c[:-1], ("a.npy has 1407 bytes", "640 ids")),
+    "cut off shape": (write_npy, lambda c: c[:50], ("a.npy is no .npy file",)),
+    "no array": (write_npy, lambda _: b"ids", ("a.npy is no .npy file",)),
+    "cut off parquet": (write_lists, lambda c: c[:-9], ("a.parquet is no parquet file",)),
+    "no content": (write_nanogpt, lambda _: b"", ("no text in", "a.bin")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str, raises_line) -> None:
+    write, spoil, words = DAMAGES[damage]
+    path = tmp_path / {write_npy: "a.npy", write_lists: "a.parquet"}.get(write, "a.bin")
+    write(path, drawn(640))
+    path.write_bytes(spoil(path.read_bytes()))
+    with raises_line(DataError, *words):
+        prepare_here([str(path)], tmp_path / "out", "bytes")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((3, 4), np.uint16), "uint16 of shape (3, 4), not one dimension"),
+        (np.zeros(4, np.float32), "float32 of shape (4,), not one dimension of integers"),
+        (np.array([[1], "a"], object), "object of shape (2,)"),
+    ],
+)
+def test_an_array_of_another_kind_is_refused(
+    tmp_path: Path, array: np.ndarray, words: str, raises_line
+) -> None:
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with raises_line(DataError, "a.npy", words):
+        find_pieces([str(tmp_path / "a.npy")], "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("nanogpt.bin", "byte 1200"),
+        ("llmc.bin", "byte 2224"),
+        ("build-nanogpt.npy", "byte 1328"),
+        ("input_ids.parquet", "id 280 of row group 1"),
+    ],
+)
+def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
+    tmp_path: Path, name: str, place: str, raises_line
+) -> None:
+    ids = drawn(640)
+    ids[600] = 257
+    source = FORMATS[name](tmp_path / name, ids)
+    with raises_line(DataError, name, f"id 257 at {place}", "0 to 256", "--tokenizer"):
+        prepare_here([source], tmp_path / "out", "bytes")
+    assert not (tmp_path / "out" / MANIFEST_FILE).exists()
+
+
+def test_a_negative_id_is_refused(tmp_path: Path, raises_line) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 2, -1], np.int16))
+    with raises_line(DataError, "a.npy", "id -1 at byte 132"):
+        prepare_here([str(tmp_path / "a.npy")], tmp_path / "out", "bytes")
+
+
+@pytest.mark.parametrize("rows", [[[1], None, [2]], [[1], [None], [2]]])
+def test_a_null_among_lists_is_refused(tmp_path: Path, rows: list, raises_line) -> None:
+    kind = pa.list_(pa.int32())
+    pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
+    with raises_line(DataError, "a.parquet row group 0 from row 0", "null"):
+        prepare_here([str(tmp_path / "a.parquet")], tmp_path / "out", "bytes")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_task_whose_file_was_cut_off_meanwhile_leaves_no_shard(
+    tmp_path: Path, raises_line
+) -> None:
+    path = tmp_path / "a.bin"
+    write_nanogpt(path, drawn(6400))
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([str(path)], encoding, val_fraction=0.1)
+    start(out, plan, encoding)
+    path.write_bytes(path.read_bytes()[:1500])
+    with raises_line(DataError, "a.bin ends at byte 1500", "changed"):
+        run_task(out, plan, 0)
+    assert sorted(p.name for p in out.iterdir()) == ["tokenizer.json", "unfinished"]
