@@ -14,12 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import ray
 import torch
+from made_data import made_dataset
 from ray.data import ExecutionOptions
 
-from raytrain_gpt.data.shards import ROW_GROUP_TOKENS, Manifest, ShardWriter, write_manifest
+from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.cluster import connect
 from raytrain_gpt.runtime.feed import TrainFeed, rank_chunks
 from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
@@ -27,7 +27,6 @@ from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 SEQ_LEN = 1024
 BATCH_SEQUENCES = 64
 VOCAB_SIZE = 50257
-DOCUMENT_TOKENS = 2**20
 EPOCHS = 4
 """So many windows that the few read ahead before the clock starts hardly count."""
 
@@ -39,10 +38,11 @@ def main() -> None:
     args = parser.parse_args()
     connect(num_cpus_needed=4)
     with tempfile.TemporaryDirectory() as work:
-        manifest = made_dataset(Path(work), args.tokens)
-        spec = IngestSpec(Path(work), manifest, SEQ_LEN, BATCH_SEQUENCES, 1, args.workers, SEQ_LEN)
+        manifest = made_dataset(Path(work), args.tokens, VOCAB_SIZE)
+        parts = (SEQ_LEN, BATCH_SEQUENCES, 1, args.workers, SEQ_LEN)
+        spec = IngestSpec(Location.of(work), manifest, *parts)
         steps = EPOCHS * spec.order().batches_per_epoch
-        dataset = ingest_dataset(spec, 0, steps)
+        dataset = ingest_dataset(spec, steps)
         dataset.context.execution_options = ExecutionOptions(preserve_order=True)
         started = time.perf_counter()
         shards = dataset.streaming_split(args.workers, equal=True)
@@ -63,36 +63,11 @@ def main() -> None:
     )
 
 
-def made_dataset(directory: Path, tokens: int) -> Manifest:
-    """Random ids with the frequencies of a natural vocabulary (Zipf)."""
-    generator = np.random.Generator(np.random.PCG64(0))
-    shards = []
-    for split, amount in (("train", tokens), ("val", 2 * SEQ_LEN)):
-        writer = ShardWriter(directory / f"{split}-00000.parquet", np.uint16, ROW_GROUP_TOKENS)
-        for _ in range(-(-amount // DOCUMENT_TOKENS)):
-            ids = generator.zipf(1.2, min(amount, DOCUMENT_TOKENS)) % VOCAB_SIZE
-            writer.add(ids.astype(np.uint32), 4 * len(ids))
-        shards.append(writer.close(split))
-    manifest = Manifest(
-        format_version=1,
-        tokenizer="gpt2",
-        vocab_hash="made",
-        vocab_size=VOCAB_SIZE,
-        eot_token=VOCAB_SIZE - 1,
-        dtype="uint16",
-        row_group_tokens=ROW_GROUP_TOKENS,
-        shards=tuple(shards),
-        source={},
-    )
-    write_manifest(directory, manifest)
-    return manifest
-
-
 @ray.remote(num_cpus=1)
 def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
     """Clock of the first and of the last micro-batch."""
     tables = shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1)
-    chunks = rank_chunks(tables, spec, rank, first_batch=0)
+    chunks = rank_chunks(tables, spec, rank)
     next(chunks)
     feed = TrainFeed(chunks, BATCH_SEQUENCES // spec.world_size, torch.device("cpu"))
     first = None

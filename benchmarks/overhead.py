@@ -1,11 +1,19 @@
-"""What Ray, exact order, metrics and checkpoints cost: a run against a bare PyTorch loop.
+"""What Ray, exact order, metrics and checkpoints cost: a run against loops without all of that.
 
-Both train the same model on the same batch size and number of threads, in processes of their own,
-in turn, and the ratio of each pair is taken, so that a noisy machine disturbs both alike.
+Three ways train a GPT of the same sizes on batches of the same size with the same number of threads:
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 120] [--embd_size 256] …
+- `run`: `raytrain-gpt train` with one worker, on a Ray cluster of its own;
+- `bare`: a PyTorch loop around the same model, with what is fast in it;
+- `transformers`: the same loop around `GPT2LMHeadModel` with PyTorch's own attention.
 
-Prints one JSON object last: tokens/s of both, ratios, their median.
+Each is a process of its own, they take turns, and a ratio is of two next to each other, so that a noisy
+machine disturbs all alike. Of every process the median step counts, without the first ones.
+
+    python benchmarks/overhead.py [--rounds 5] [--compile] [--precision bf16] [--threads 2] …
+    python benchmarks/overhead.py --ways run run_bf16          # bf16 against fp32
+
+Prints one JSON object last: tokens/s of all, ratios with their medians, how far a process's steps are
+apart, and the part of a run's steps that waited for data.
 """
 
 from __future__ import annotations
@@ -18,111 +26,139 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from training import (
+    VOCAB_SIZE,
+    data_wait_fraction,
+    quiet_config,
+    ratios,
+    run_rows,
+    spread,
+    step_times,
+)
 
-from raytrain_gpt.config import Config, load_preset
+from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.run_files import read_rows
 
-VOCAB_SIZE = 257
+WAYS = ("bare", "run", "transformers", "run_bf16")
+PAIRS = (("run", "bare"), ("run", "transformers"), ("bare", "transformers"), ("run_bf16", "run"))
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Loss of inputs and targets, int64 (sequences, seq_len) each."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--num_layers", type=int, default=4)
-    parser.add_argument("--embd_size", type=int, default=256)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8)
-    # One core stays for Ray's own processes, which a bare loop does not have.
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1))
-    parser.add_argument("--bare", action="store_true", help="run the bare loop only (used inside)")
-    args = parser.parse_args()
-    if args.bare:
-        print(bare_tokens_per_s(args))
+    args = parsed()
+    if args.loop:
+        print(json.dumps(loop_times(args)))
         return
-
+    times: dict[str, list[list[float]]] = {way: [] for way in args.ways}
+    waits: dict[str, list[float]] = {way: [] for way in args.ways if way.startswith("run")}
     with tempfile.TemporaryDirectory() as work:
-        data = Path(work) / "data"
-        prepare_here(["stdlib"], data, "bytes")
-        shape = GPTShape.of(run_config(args, data, Path(work), 0), VOCAB_SIZE)
-        print(f"{amount(shape.num_parameters)} parameters, {args.threads} threads", flush=True)
-        pairs = []
-        for i in range(args.pairs):
-            command = [sys.executable, __file__, "--bare", *sys.argv[1:]]
-            bare = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-            ours = run_tokens_per_s(run_config(args, data, Path(work), i))
-            pairs.append((bare, ours))
-            print(f"bare {bare:,.0f} tok/s | run {ours:,.0f} tok/s | {ours / bare:.3f}", flush=True)
-    ratios = [ours / bare for bare, ours in pairs]
+        prepare_here(["stdlib"], Path(work) / "data", "bytes")
+        print(
+            f"{amount(shape(args).num_parameters)} parameters, {args.threads} threads", flush=True
+        )
+        for i in range(args.rounds):
+            for way in (*args.ways[i % len(args.ways) :], *args.ways[: i % len(args.ways)]):
+                if way in waits:
+                    rows = run_rows(run_config(args, way, Path(work), i))
+                    times[way].append(step_times(rows, args.skipped))
+                    waits[way].append(data_wait_fraction(rows, args.skipped))
+                else:
+                    command = [sys.executable, __file__, f"--loop={way}", *sys.argv[1:]]
+                    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                    times[way].append(json.loads(done.stdout.splitlines()[-1])[args.skipped :])
+            speeds = [f"{way} {tokens_per_s(args, times[way][-1]):,.0f}" for way in args.ways]
+            print(f"tokens/s: {' | '.join(speeds)}", flush=True)
+    speed = {way: [tokens_per_s(args, one) for one in times[way]] for way in args.ways}
+    pairs = [(a, b) for a, b in PAIRS if a in speed and b in speed]
     print(
         json.dumps(
             {
-                "bare_tokens_per_s": [round(bare) for bare, _ in pairs],
-                "run_tokens_per_s": [round(ours) for _, ours in pairs],
-                "ratios": [round(ratio, 4) for ratio in ratios],
-                "median_ratio": round(statistics.median(ratios), 4),
+                "num_parameters": shape(args).num_parameters,
+                "precision": args.precision,
+                "compile": args.compile,
+                "threads": args.threads,
+                "steps": args.steps - args.skipped,
+                "tokens_per_s": {
+                    way: [round(one) for one in all_of] for way, all_of in speed.items()
+                },
+                "ratios": {f"{a}/{b}": ratios(speed[a], speed[b]) for a, b in pairs},
+                "step_spread": {
+                    way: [round(spread(t), 4) for t in times[way]] for way in args.ways
+                },
+                "data_wait_fraction": {
+                    way: [round(part, 5) for part in all_of] for way, all_of in waits.items()
+                },
             }
         )
     )
 
 
-def run_config(args: argparse.Namespace, data: Path, work: Path, number: int) -> Config:
-    """The run: quickstart with the benchmark's sizes, no evaluation or checkpoint in between."""
-    return load_preset("quickstart").updated(
+def parsed() -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:3])
+    parser.add_argument("--steps", type=int, default=30, help="of every process")
+    parser.add_argument("--skipped", type=int, default=6, help="first steps that do not count")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--num_heads", type=int, default=6)
+    parser.add_argument("--embd_size", type=int, default=384)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--loop", choices=WAYS, help="be this loop (used inside)")
+    return parser.parse_args()
+
+
+def shape(args: argparse.Namespace) -> GPTShape:
+    """Sizes of all models."""
+    return GPTShape(args.num_layers, args.num_heads, args.embd_size, args.seq_len, VOCAB_SIZE)
+
+
+def tokens_per_s(args: argparse.Namespace, times: list[float]) -> float:
+    """Of the median step."""
+    return float(args.sequences * args.seq_len / statistics.median(times))
+
+
+def run_config(args: argparse.Namespace, way: str, work: Path, number: int) -> Config:
+    """The configuration of a run."""
+    names = ("num_layers", "num_heads", "embd_size", "seq_len", "compile")
+    return quiet_config(
+        args.steps,
         {
-            "num_layers": args.num_layers,
-            "num_heads": args.num_layers,
-            "embd_size": args.embd_size,
-            "seq_len": args.seq_len,
+            **{name: getattr(args, name) for name in names},
+            "precision": "bf16" if way == "run_bf16" else args.precision,
             "micro_batch_sequences": args.sequences,
             "global_batch_tokens": args.sequences * args.seq_len,
-            "max_steps": args.steps,
-            "eval_every_steps": args.steps,
-            "checkpoint_every_steps": args.steps,
             "eval_tokens": args.seq_len,
-            "num_samples": 0,
             "num_workers": 1,
+            "use_gpu": False,
             "cpus_per_worker": args.threads,
-            "data_path": str(data),
+            "data_path": str(work / "data"),
             "storage_path": str(work),
-            "run_name": f"run-{number}",
-        }
+            "run_name": f"{way}-{number}",
+        },
     )
 
 
-def run_tokens_per_s(config: Config) -> float:
-    """Median over the second half of a run's log intervals."""
-    flags = [
-        f"--{k}={'null' if v is None else str(v).lower() if isinstance(v, bool) else v}"
-        for k, v in config.leaves().items()
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "raytrain_gpt.cli", "train", *flags],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    rows = [
-        row
-        for row in read_rows(Path(config.run.storage_path) / config.run.run_name)
-        if "train/loss" in row
-    ]
-    return statistics.median(row["perf/tokens_per_s"] for row in rows[len(rows) // 2 :])
-
-
-def bare_tokens_per_s(args: argparse.Namespace) -> float:
-    """The loop a newcomer would write, with what is fast in it: fused AdamW, gradients set to None."""
+def loop_times(args: argparse.Namespace) -> list[float]:
+    """Seconds of every step of a loop that somebody who knows PyTorch would write."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = GPT(
-        GPTShape(args.num_layers, args.num_layers, args.embd_size, args.seq_len, VOCAB_SIZE)
-    )
-    model.init_weights(0)
+    model, loss_of = bare_model(args) if args.loop == "bare" else transformers_model(args)
+    if args.compile:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     tokens = torch.randint(0, VOCAB_SIZE, (1_000_000,))
     times = []
@@ -131,13 +167,50 @@ def bare_tokens_per_s(args: argparse.Namespace) -> float:
         starts = torch.randint(0, len(tokens) - args.seq_len - 1, (args.sequences,))
         inputs = torch.stack([tokens[s : s + args.seq_len] for s in starts])
         targets = torch.stack([tokens[s + 1 : s + 1 + args.seq_len] for s in starts])
-        loss = model(inputs, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            loss = loss_of(inputs, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - started)
-    return args.sequences * args.seq_len / statistics.median(times[len(times) // 2 :])
+    return times
+
+
+def bare_model(args: argparse.Namespace) -> tuple[nn.Module, Loss]:
+    """The product's own model."""
+    model = GPT(shape(args))
+    model.init_weights(0)
+    return model, model
+
+
+def transformers_model(args: argparse.Namespace) -> tuple[nn.Module, Loss]:
+    """The same sizes in `transformers`, whose loss is of all targets but a sequence's last."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=shape(args).padded_vocab_size,
+            n_positions=args.seq_len,
+            n_embd=args.embd_size,
+            n_layer=args.num_layers,
+            n_head=args.num_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=VOCAB_SIZE - 1,
+            eos_token_id=VOCAB_SIZE - 1,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+    model.train()
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=inputs, labels=inputs).loss
+        return loss
+
+    return model, loss_of
 
 
 if __name__ == "__main__":

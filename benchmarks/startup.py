@@ -1,0 +1,238 @@
+"""How long a run takes from its command to its first step on a running cluster, against Ray alone.
+
+Ray alone is the least that any run on Ray needs: a script with the same trainer, one worker, a function
+that only takes the first batch of a small sharded dataset. Both are commands of their own on one cluster
+that runs already, in turn, so that a noisy machine disturbs both alike.
+
+    python benchmarks/startup.py [--pairs 5] [--max_steps=10 …]
+
+What it does not know are flags of `raytrain-gpt train`. Prints one JSON object last: the seconds of every
+phase (medians), from the command to the first step of the run and to the first batch of Ray alone, and
+the ratios. A phase is called by what it ends with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RAY_BATCH_ROWS = 64
+
+PHASES = {
+    "python": "the interpreter runs",
+    "imported": "ray.init is called",
+    "connected": "ray.init returns",
+    "fit": "the trainer's fit() is called",
+    "process": "the worker's process starts",
+    "function": "the train function is called in it",
+    "ready": "the model is built and the first rows of the dataset are there",
+    "batch": "the first batch is there",
+    "step": "the first step is done",
+}
+"""Mark -> what happens there. Ray alone has no `ready` and no `step`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="Further flags are those of raytrain-gpt train."
+    )
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--inside", choices=["run", "ray"], help="be this command (used inside)")
+    parser.add_argument("--marks", type=Path, help="file for the times (used inside)")
+    args, flags = parser.parse_known_args()
+    if args.inside:
+        mark(args.marks, "python")
+        run(args.marks, flags) if args.inside == "run" else ray_alone(args.marks)
+        return
+    with tempfile.TemporaryDirectory(prefix="startup-") as work, running_cluster() as address:
+        prepared = [sys.executable, "-m", "raytrain_gpt.cli", "prepare", "stdlib"]
+        subprocess.run([*prepared, f"--out={work}/data"], check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, list[dict[str, float]]] = {"run": [], "ray": []}
+        for i in range(args.pairs):
+            for name in ("run", "ray") if i % 2 else ("ray", "run"):
+                marks = Path(work, f"{name}-{i}.jsonl")
+                settings = {
+                    "data_path": f"{work}/data",
+                    "storage_path": work,
+                    "run_name": f"run-{i}",
+                }
+                settings |= {"max_steps": 1, "num_samples": 0, "eval_tokens": 128}
+                given = [f"--{key}={value}" for key, value in settings.items()] + flags
+                found[name].append(timed(name, marks, given if name == "run" else [], address))
+            ours, theirs = (total_s(found[name][-1]) for name in ("run", "ray"))
+            print(f"run {ours:.2f} s | Ray alone {theirs:.2f} s | {ours / theirs:.3f}", flush=True)
+    totals = {name: [total_s(one) for one in all_of] for name, all_of in found.items()}
+    ratios = [a / b for a, b in zip(totals["run"], totals["ray"], strict=True)]
+    print(
+        json.dumps(
+            {
+                "phases_end_when": PHASES,
+                **{f"{name}_phases_s": medians(all_of) for name, all_of in found.items()},
+                **{f"{name}_s": [round(s, 2) for s in all_of] for name, all_of in totals.items()},
+                "ratios": [round(ratio, 3) for ratio in ratios],
+                "median_ratio": round(statistics.median(ratios), 3),
+            }
+        )
+    )
+
+
+def total_s(phases: dict[str, float]) -> float:
+    """Seconds from the command to its last mark."""
+    return sum(phases.values())
+
+
+def medians(all_phases: list[dict[str, float]]) -> dict[str, float]:
+    """Of each phase, over all commands."""
+    return {
+        name: round(statistics.median(phases[name] for phases in all_phases), 2)
+        for name in all_phases[0]
+    }
+
+
+def timed(name: str, marks: Path, flags: list[str], address: str) -> dict[str, float]:
+    """Seconds of every phase of one command, in order."""
+    command = [sys.executable, __file__, f"--inside={name}", f"--marks={marks}", *flags]
+    before = time.time()
+    done = subprocess.run(
+        command,
+        env={**os.environ, "RAY_ADDRESS": address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}")
+    times = [json.loads(line) for line in marks.read_text().splitlines()]
+    first = {name: min(at for key, at in times if key == name) for name, _ in times}
+    phases = {}
+    for name in sorted(first, key=lambda name: first[name]):
+        phases[name], before = first[name] - before, first[name]
+    return phases
+
+
+def mark(file: Path, name: str, at: float | None = None) -> None:
+    """Write down that something happens now; the first time counts."""
+    with file.open("a") as marks:
+        marks.write(json.dumps([name, at or time.time()]) + "\n")
+
+
+def run(file: Path, flags: list[str]) -> None:
+    """`raytrain-gpt train` with its times written down."""
+    import functools
+
+    from raytrain_gpt import cli
+    from raytrain_gpt.runtime import launch
+
+    mark_driver(file)
+    launch.train = functools.partial(launch.train, train_loop=marked_train_loop(file))
+    cli.main(["train", *flags])
+
+
+def ray_alone(file: Path) -> None:
+    """The least that a run on Ray is."""
+    import ray
+    import ray.data
+    import ray.train.torch
+
+    mark_driver(file)
+    ray.init(logging_level="ERROR", log_to_driver=False)
+    rows = ray.data.range(16 * RAY_BATCH_ROWS, override_num_blocks=16).map_batches(
+        lambda rows: rows
+    )
+
+    def train_loop() -> None:
+        mark_worker(file)
+        batches = ray.train.get_dataset_shard("train").iter_batches(batch_size=RAY_BATCH_ROWS)
+        next(iter(batches))
+        mark(file, "batch")
+
+    ray.train.torch.TorchTrainer(
+        train_loop,
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
+        run_config=ray.train.RunConfig(storage_path=str(file.parent / "ray")),
+        datasets={"train": rows},
+    ).fit()
+
+
+def mark_driver(file: Path) -> None:
+    """Mark `imported`, `connected` and `fit` of this process."""
+    import ray
+    import ray.train.torch
+
+    init, trainer = ray.init, ray.train.torch.TorchTrainer
+    fit = trainer.fit
+
+    def marked_init(*args: Any, **kwargs: Any) -> Any:
+        mark(file, "imported")
+        context = init(*args, **kwargs)
+        mark(file, "connected")
+        return context
+
+    def marked_fit(self: Any) -> Any:
+        mark(file, "fit")
+        return fit(self)
+
+    ray.init, trainer.fit = marked_init, marked_fit
+
+
+def mark_worker(file: Path) -> None:
+    """Mark `process` and `function`."""
+    import psutil
+
+    mark(file, "process", psutil.Process().create_time())
+    mark(file, "function")
+
+
+def marked_train_loop(file: Path) -> Callable[[Any], None]:
+    """`train_worker` that marks `ready`, `batch` and `step`."""
+
+    def train_loop(spec: Any) -> None:
+        from raytrain_gpt.runtime import worker
+
+        mark_worker(file)
+        init, record = worker.Worker.__init__, worker.Worker.record
+        micro_batches = worker.TrainFeed.micro_batches
+
+        def marked_init(self: Any, *args: Any) -> None:
+            init(self, *args)
+            mark(file, "ready")
+
+        def marked_batches(self: Any) -> Iterator[Any]:
+            for micro_batch in micro_batches(self):
+                mark(file, "batch")
+                yield micro_batch
+
+        def marked_record(self: Any, result: Any) -> None:
+            mark(file, "step")
+            record(self, result)
+
+        worker.Worker.__init__, worker.Worker.record = marked_init, marked_record
+        worker.TrainFeed.micro_batches = marked_batches
+        worker.train_worker(spec)
+
+    return train_loop
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[str]:
+    """The address of a cluster of this machine, which runs with Ray's own settings."""
+    import ray
+
+    cpus = max(2, os.cpu_count() or 1)
+    context = ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level="ERROR")
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
