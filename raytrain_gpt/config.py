@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.errors import ConfigError
@@ -25,6 +32,8 @@ DEFAULT_PRESET = "quickstart"
 
 VOCAB_MULTIPLE = 64
 """The embedding has a multiple of this many rows, for speed on tensor cores."""
+STEPS_BEFORE_PROFILE = 5
+"""Steps after a start that `profile_steps` leaves out: they compile, fill caches and warm up."""
 
 
 class _Section(BaseModel):
@@ -107,14 +116,16 @@ class TrainSection(_Section):
     """Optimizer updates of the whole run."""
     global_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one step over all workers; a multiple of seq_len."""
-    micro_batch_sequences: int = Field(16, ge=1)
-    """Sequences of one forward and backward on one worker."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs)."""
+    micro_batch_sequences: int | Literal["auto"] = 16
+    """Sequences of one forward and backward on one worker; auto: as many as its memory has room for."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs); fp16: with loss scaling."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: the whole model on every worker; fsdp: weights, gradients and moments dealt to the workers."""
     compile: bool = False
     """torch.compile the model; evaluation and samples go on working."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    """Recompute in the backward pass: selective: what is cheap; full: all; auto: what memory asks for."""
     seed: int = Field(1337, ge=0, lt=2**32)
     """The one seed: of weights, data order and dropout."""
     log_every_steps: int = Field(10, ge=1)
@@ -123,6 +134,34 @@ class TrainSection(_Section):
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = Field(10, ge=1)
     """Newest checkpoints kept; the best by validation loss is kept besides."""
+    profile_steps: int = Field(0, ge=0, le=100)
+    """Steps of rank 0, soon after a start, that a trace is recorded of; 0: none."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _booleans_of_before(cls, value: Any) -> Any:
+        booleans = {"true": "full", "false": "none"}
+        return booleans.get(str(value).lower(), value)
+
+    @model_validator(mode="after")
+    def _profile_within_the_run(self) -> TrainSection:
+        at_most = max(self.max_steps - STEPS_BEFORE_PROFILE, 0)
+        if self.profile_steps > at_most:
+            raise ValueError(
+                f"profile_steps={self.profile_steps} after the first {STEPS_BEFORE_PROFILE} steps is "
+                f"beyond max_steps={self.max_steps}; set profile_steps to at most {at_most}, or "
+                f"max_steps to {self.profile_steps + STEPS_BEFORE_PROFILE} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batch_counts(self) -> TrainSection:
+        micro = self.micro_batch_sequences
+        if isinstance(micro, int) and micro < 1:
+            raise ValueError(
+                f"micro_batch_sequences={micro} is below 1; set micro_batch_sequences to 1 or more, or auto"
+            )
+        return self
 
 
 class SpikesSection(_Section):
@@ -267,6 +306,20 @@ class Config(_Section):
     def batch_sequences(self) -> int:
         """Sequences of a global batch."""
         return self.train.global_batch_tokens // self.data.seq_len
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        """Sequences of a forward pass, where `auto` has been decided."""
+        micro = self.train.micro_batch_sequences
+        assert isinstance(micro, int), "autofit decides micro_batch_sequences"
+        return micro
+
+    @property
+    def activation_checkpointing(self) -> Literal["none", "selective", "full"]:
+        """What is recomputed, where `auto` has been decided."""
+        recompute = self.train.activation_checkpointing
+        assert recompute != "auto", "autofit decides activation_checkpointing"
+        return recompute
 
     def leaves(self) -> dict[str, Any]:
         """Flat view: leaf name -> value."""
@@ -456,15 +509,16 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def micro_batches_per_step(config: Config, world_size: int) -> int:
-    """Forward and backward passes of one worker in a step.
+    """Forward and backward passes of one worker in a step; as many as possible with `auto`.
 
     `global_batch_tokens / (micro_batch_sequences · seq_len · world_size)`
 
     Raises:
         ConfigError: it is not a whole number; names the nearest sizes that are.
     """
-    seq_len, micro = config.data.seq_len, config.train.micro_batch_sequences
-    tokens = config.train.global_batch_tokens
+    seq_len, tokens = config.data.seq_len, config.train.global_batch_tokens
+    asked = config.train.micro_batch_sequences
+    micro = 1 if asked == "auto" else asked
     unit = micro * seq_len * world_size
     if tokens % unit == 0:
         return tokens // unit
@@ -473,10 +527,12 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
     ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
     ways += [f"num_workers {_nearest(workers, world_size)}"] * bool(workers)
-    ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
+    if asked != "auto":
+        ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
     raise ConfigError(
         f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
-        f"{world_size} workers × {micro} sequences; nearest: {'; or '.join(ways)}"
+        f"{world_size} workers{'' if asked == 'auto' else f' × {micro} sequences'}; "
+        f"nearest: {'; or '.join(ways)}"
     )
 
 
@@ -493,9 +549,10 @@ def _nearest(valid: list[int], value: int) -> str:
 SAFE_ON_RESUME = frozenset(
     {
         *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
+        "parallel",
         *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
         *(
-            "keep_checkpoints",
+            *("keep_checkpoints", "profile_steps"),
             *EvalSection.model_fields,
             *SpikesSection.model_fields,
             *ClusterSection.model_fields,

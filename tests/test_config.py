@@ -99,6 +99,9 @@ def test_an_update_replaces_leaves_and_keeps_the_rest() -> None:
         ("eval_tokens", "10_485_760", 10_485_760),
         ("global_batch_tokens", "524_288", 524_288),
         ("compile", "true", True),
+        ("activation_checkpointing", "selective", "selective"),
+        ("activation_checkpointing", "true", "full"),
+        ("activation_checkpointing", "False", "none"),
         ("num_workers", "4", 4),
         ("num_workers", "auto", "auto"),
         ("use_gpu", "false", False),
@@ -290,3 +293,13 @@ def test_what_is_safe_on_resume_is_no_maths() -> None:
 def test_sections_and_leaves_have_different_names() -> None:
     assert not set(LEAVES) & set(Config.model_fields)
     assert parse_config({}, "nothing") == Config()
+
+
+def test_a_profile_that_does_not_fit_the_run_is_refused(raises_line) -> None:
+    assert Config().updated({"profile_steps": 3, "max_steps": 8}).train.profile_steps == 3
+    words = ("profile_steps=4", "max_steps=8", "at most 3", "9 or more")
+    with raises_line(ConfigError, *words):
+        Config().updated({"profile_steps": 4, "max_steps": 8})
+    for nonsense in (-1, 101, 1.5, "all"):
+        with raises_line(ConfigError, f"profile_steps={nonsense!r}"):
+            Config().updated({"profile_steps": nonsense})

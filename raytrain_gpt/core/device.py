@@ -20,7 +20,7 @@ def best_device() -> torch.device:
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """`fp32` or `bf16`.
+    """`fp32`, `bf16` or `fp16`.
 
     Raises:
         ConfigError: bf16 is asked for on a GPU that has none.
@@ -29,11 +29,16 @@ def resolve_precision(asked: str, device: torch.device) -> str:
     if asked == "bf16" and not has_bf16:
         raise ConfigError(
             f"precision=bf16, but {torch.cuda.get_device_name(device)} computes no bf16; "
-            "set precision to fp32 or auto"
+            "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
         return "bf16" if device.type == "cuda" and has_bf16 else "fp32"
     return asked
+
+
+def matmul_dtype(precision: str) -> torch.dtype | None:
+    """What autocast computes matmuls in; None for `fp32`, which has no autocast."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast_of(
@@ -41,9 +46,10 @@ def autocast_of(
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """Makes the context that forward passes run in; weights stay fp32."""
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    if precision == "fp32":
+    dtype = matmul_dtype(precision)
+    if dtype is None:
         return contextlib.nullcontext
-    return lambda: torch.autocast(device.type, torch.bfloat16)
+    return lambda: torch.autocast(device.type, dtype)
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.core.loop import Autocast, MicroBatch
-from raytrain_gpt.core.model import GPT, IGNORED
+from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.model import GPT
 
 
 @dataclass(frozen=True)

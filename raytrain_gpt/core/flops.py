@@ -9,7 +9,8 @@ from raytrain_gpt.core.model import GPTShape
 def flops_per_token(shape: GPTShape) -> float:
     """Floating point operations of forward and backward for one token.
 
-    `6·N + 12·layers·embd_size·seq_len`, N without the position embedding.
+    `6·N + 12·layers·embd_size·seq_len`, N without the position embedding. Causal attention counts in full,
+    and what activation checkpointing computes again does not count: it is no progress.
     Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     matmul_parameters = shape.num_parameters - shape.seq_len * shape.embd_size
@@ -17,6 +18,10 @@ def flops_per_token(shape: GPTShape) -> float:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known."""
+    """Peak FLOP/s of one device, or None where it is not known.
+
+    Dense bf16 and fp16 have the same one. In fp32 there is none: matrix products then run in TF32 and the
+    rest does not, so that no one peak is right.
+    """
     device = device_of(device_name)
     return device.bf16_flops if device and precision in ("bf16", "fp16") else None

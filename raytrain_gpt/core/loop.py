@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.optim import update
+from raytrain_gpt.core.parallel import gradients_synchronized
 
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 (micro_batch_sequences, seq_len) each, on the device."""
@@ -33,6 +34,7 @@ class StepResult:
         lr: Learning rate of the update.
         grad_norm: Global gradient norm before clipping, on the device.
         data_wait_s: Seconds spent waiting for micro-batches.
+        loss_scale: What the loss was multiplied by for the backward pass, on the device; None: nothing.
     """
 
     step: int
@@ -40,6 +42,7 @@ class StepResult:
     lr: float
     grad_norm: Tensor
     data_wait_s: float
+    loss_scale: Tensor | None = None
 
 
 def train_steps(
@@ -55,50 +58,54 @@ def train_steps(
     autocast: Autocast,
     seed: int,
     rank: int,
+    loss_scale: LossScale | None = None,
 ) -> Iterator[StepResult]:
     """Train from `first_step` updates done to `max_steps`, yielding after every update.
 
     Args:
-        model: Returns the mean loss of (inputs, targets); wrapped in DDP or not.
+        model: Returns the mean loss of (inputs, targets); wrapped in DDP, sharded, or neither.
         optimizer: Over the model's parameters.
         micro_batches: `micro_batches_per_step` of them are taken each step.
         first_step: Updates done so far.
         max_steps: Updates to do in all.
-        micro_batches_per_step: Gradient accumulation; gradients are all-reduced once a step.
+        micro_batches_per_step: Gradient accumulation; DDP reduces gradients once a step.
         learning_rate: Of the update after a number of updates.
         grad_clip: Largest global gradient norm.
         autocast: Makes the context that forward passes run in.
         seed: With step and rank it decides dropout, so that no generator state need be kept.
         rank: This worker's.
+        loss_scale: For fp16; None: no scaling.
     """
     parameters = list(model.parameters())
     for step in range(first_step, max_steps):
         model.train()
         seed_step(seed, step, rank)
         losses, data_wait_s = [], 0.0
+        factor = None if loss_scale is None else loss_scale.factor
         for micro_batch in range(micro_batches_per_step):
             waiting_since = time.perf_counter()
             inputs, targets = next(micro_batches)  # (B, T) each
             data_wait_s += time.perf_counter() - waiting_since
             last = micro_batch == micro_batches_per_step - 1
-            with _gradients_synchronized(model, last):
+            with gradients_synchronized(model, last):
                 with autocast():
                     loss = model(inputs, targets) / micro_batches_per_step
                 losses.append(loss.detach())
-                loss.backward(_one_or_nan(losses) if last else None)
+                loss.backward(_factor_or_nan(losses, factor) if last else factor)
         lr = learning_rate(step)
-        grad_norm = update(optimizer, parameters, lr, grad_clip)
-        yield StepResult(step + 1, torch.stack(losses).sum(), lr, grad_norm, data_wait_s)
+        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale)
+        yield StepResult(step + 1, torch.stack(losses).sum(), lr, grad_norm, data_wait_s, factor)
 
 
-def _one_or_nan(losses: list[Tensor]) -> Tensor:
-    """1, or NaN when a loss of the step is not finite.
+def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
+    """The factor, 1 where there is none, or NaN when a loss of the step is not finite.
 
     As the factor of the gradients that are all-reduced, it makes all ranks skip the update of a step
     in which one of them has a bad loss, without a collective of its own and without a wait.
     """
     total = torch.stack(losses).sum()
-    return torch.where(torch.isfinite(total), 1.0, torch.nan).to(total.dtype)
+    good = torch.isfinite(total)
+    return torch.where(good, 1.0 if factor is None else factor, torch.nan).to(total.dtype)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -121,11 +128,3 @@ def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast:
         loss = model(*micro_batch)
     loss.backward()
     model.zero_grad(set_to_none=True)
-
-
-def _gradients_synchronized(
-    model: nn.Module, synchronized: bool
-) -> contextlib.AbstractContextManager[object]:
-    if synchronized or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from raytrain_gpt.config import Config, padded_vocab_size
+from raytrain_gpt.core.loss import head_loss
+from raytrain_gpt.core.recompute import run_block
 
 INIT_STD = 0.02
-IGNORED = -100
-"""Target of a place that does not count."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
@@ -124,10 +123,11 @@ class GPT(nn.Module):
 
     Args:
         shape: Sizes.
-        activation_checkpointing: Recompute each block's activations in the backward pass.
+        activation_checkpointing: What of a block is computed again in the backward pass: `none`, `selective`
+            or `full`, see `run_block`.
     """
 
-    def __init__(self, shape: GPTShape, activation_checkpointing: bool = False) -> None:
+    def __init__(self, shape: GPTShape, activation_checkpointing: str = "none") -> None:
         super().__init__()
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
@@ -152,11 +152,9 @@ class GPT(nn.Module):
         position = torch.arange(ids.shape[1], device=ids.device)
         x = self.wte(ids) + self.wpe(position)  # (B, T, D)
         x = F.dropout(x, self.shape.dropout, self.training)
+        recompute = self.activation_checkpointing if self.training else "none"
         for block in self.h:
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = run_block(block, x, recompute)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -191,8 +189,4 @@ class GPT(nn.Module):
             targets: int64 (B, T); −100 does not count.
             reduction: `mean`: a scalar; `none`: (B, T).
         """
-        logits = self.logits(ids)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction=reduction, ignore_index=IGNORED
-        )
-        return loss if reduction == "mean" else loss.view_as(targets)
+        return head_loss(self.hidden(ids), self.wte.weight, targets, reduction)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.loss_scale import LossScale
+from raytrain_gpt.core.parallel import whole
 
 
 def build_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.AdamW:
@@ -24,21 +26,41 @@ def build_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.AdamW
 
 
 def update(
-    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], lr: float, grad_clip: float
+    optimizer: torch.optim.AdamW,
+    parameters: list[nn.Parameter],
+    lr: float,
+    grad_clip: float,
+    loss_scale: LossScale | None = None,
 ) -> Tensor:
     """One optimizer step with clipped gradients, which are dropped afterwards.
 
     A gradient that is not finite changes no weight and no moment; the device decides that alone,
     so it costs no synchronisation.
 
+    Args:
+        optimizer: Fused.
+        parameters: All that it updates.
+        lr: Learning rate.
+        grad_clip: Largest global gradient norm.
+        loss_scale: What the gradients are multiplied by, adjusted afterwards; None: nothing.
+
     Returns:
         The global gradient norm before clipping, a scalar on the device.
     """
-    norm = nn.utils.clip_grad_norm_(parameters, grad_clip, foreach=True)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = whole(nn.utils.get_total_norm(gradients, foreach=True))
+    factor: Tensor | float = 1.0 if loss_scale is None else loss_scale.factor
+    norm = norm / factor
     for group in optimizer.param_groups:
         group["lr"] = lr
-    # The flag with which torch.amp.GradScaler, too, makes a fused AdamW leave everything as it is.
-    optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+    not_finite = ~torch.isfinite(norm)
+    # A fused AdamW divides the gradients by one of these and does nothing if the other is set; they are
+    # made for torch.amp.GradScaler. Clipping so spares a pass through all gradients.
+    divisor = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = not_finite.float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if loss_scale is not None:
+        loss_scale.adjust(not_finite)
     return norm

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from raytrain_gpt.config import SpikesSection
+from raytrain_gpt.core.loss_scale import overflowed
 
 _LEAST_DEVIATION = 0.01
 """Of the mean: where values hardly vary, a small step up is no spike."""
@@ -38,13 +39,30 @@ class BadStep:
     grad_norm_zscore: float | None = None
 
 
+@dataclass(frozen=True)
+class BadStretch:
+    """So many bad steps in a row that the run goes back before them.
+
+    Attributes:
+        first_step: The first of them.
+        last_step: The one that exhausted the patience.
+        first_batch: Global batch of the first.
+        last_batch: Global batch of the last.
+    """
+
+    first_step: int
+    last_step: int
+    first_batch: int
+    last_batch: int
+
+
 class SpikeDetector:
     """Judges steps in their order.
 
     Args:
         config: Thresholds; with `spike_detection` off only what is not finite is bad.
-        before: (step, loss, gradient norm) of the steps before the first one, so that a run that goes
-            on judges like an unbroken one.
+        before: (step, loss, gradient norm, loss scale) of the steps before the first one, so that a run
+            that goes on judges like an unbroken one.
 
     Attributes:
         streak: Steps with a bad loss in a row up to now.
@@ -53,17 +71,26 @@ class SpikeDetector:
     def __init__(
         self,
         config: SpikesSection,
-        before: Iterable[tuple[int, float | None, float | None]] = (),
+        before: Iterable[tuple[int, float | None, float | None, float | None]] = (),
     ) -> None:
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window_steps)
         self._norms: deque[float] = deque(maxlen=config.spike_window_steps)
         self.streak: list[int] = []
-        for step, loss, norm in before:
-            self.judge(step, math.nan if loss is None else loss, math.nan if norm is None else norm)
+        for step, loss, norm, scale in before:
+            loss, norm = (math.nan if value is None else value for value in (loss, norm))
+            self.judge(step, loss, norm, scale)
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> BadStep | None:
-        """What is wrong with a step, None for a good one."""
+    def judge(
+        self, step: int, loss: float, grad_norm: float, loss_scale: float | None = None
+    ) -> BadStep | None:
+        """What is wrong with a step, None for a good one.
+
+        A step whose gradients overflowed because of its loss scale is neither: it changed nothing, and
+        what comes next is judged as if it had not been.
+        """
+        if overflowed(loss, grad_norm, loss_scale):
+            return None
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.streak.append(step)
             return BadStep(step, finite=False)

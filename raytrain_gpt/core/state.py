@@ -1,14 +1,19 @@
-"""Training state as named whole tensors, and back: safetensors only, so reading runs no code."""
+"""Training state as named whole tensors, and back: safetensors only, so reading runs no code.
+
+The files are the same whether the state was sharded or not, and every rank reads its shards out of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from raytrain_gpt.core.parallel import dealt_like, whole
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -33,41 +38,42 @@ class HostCopy:
         self, model: nn.Module, optimizer: torch.optim.AdamW, part: int = 0, num_parts: int = 1
     ) -> None:
         self._optimizer = optimizer
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if part == _parts(model, num_parts)[name]
-        }
-        self._weights = dict(model.state_dict()) if part == 0 else {}
+        self._parameters = dict(model.named_parameters())
         self._files: dict[str, dict[str, Tensor]] = {}
-        if self._weights:
-            self._files[MODEL_FILE] = {k: _host_like(t) for k, t in self._weights.items()}
-        if self._parameters:
+        if part == 0:
+            self._files[MODEL_FILE] = {k: _host_like(p) for k, p in self._parameters.items()}
+        parts = _parts(model, num_parts)
+        if part in parts.values():
             self._files[f"optim-{part:05d}.safetensors"] = {
                 f"{name}/{key}": torch.zeros(()) if key == "step" else _host_like(parameter)
                 for name, parameter in self._parameters.items()
                 for key in _MOMENTS
+                if parts[name] == part
             }
+        self._copies = {k: copy for file in self._files.values() for k, copy in file.items()}
 
     def refresh(self) -> None:
-        """Take the copy; waits for the device."""
+        """Take the copy; waits for the device.
+
+        The ranks of a sharded model call it together: each tensor is gathered on all of them for as long
+        as it takes to copy, so there is never more than one besides the shards.
+        """
         devices = set()
-        for tensors in self._files.values():
-            for name, copy in tensors.items():
-                source = self._source(name)
-                copy.copy_(source, non_blocking=True)
-                devices.add(source.device)
+        for name, source in self._sources():
+            tensor = whole(source)
+            if name in self._copies:
+                self._copies[name].copy_(tensor, non_blocking=True)
+                devices.add(tensor.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    def _source(self, name: str) -> Tensor:
-        if name in self._weights:
-            weight: Tensor = self._weights[name].detach()
-            return weight
-        parameter, _, key = name.rpartition("/")
-        moment: Tensor = self._optimizer.state[self._parameters[parameter]][key]
-        return moment
+    def _sources(self) -> Iterator[tuple[str, Tensor]]:
+        """All of the state, in the same order on all ranks."""
+        for name, parameter in self._parameters.items():
+            yield name, parameter.detach()
+            for key in _MOMENTS:
+                yield f"{name}/{key}", self._optimizer.state[parameter][key]
 
     def files(self) -> list[str]:
         """Names of this part's files."""
@@ -127,23 +133,38 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
         CheckpointError: the files are missing or damaged, or tensors of the model are not in them
             or have other shapes.
     """
-    tensors: dict[str, Tensor] = {}
+    parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path in sorted(directory.glob("optim-*.safetensors")):
-        tensors.update(_load(path))
-    for name, parameter in model.named_parameters():
-        try:
-            optimizer.state[parameter] = {
-                key: tensors[f"{name}/{key}"].to(parameter.device) for key in _MOMENTS
-            }
-        except KeyError as error:
-            raise CheckpointError(f"{directory} has no optimizer state {error}") from None
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = optimizer.state[parameter][key]
-            if moment.shape != parameter.shape:
+        for full_name, tensor in _tensors(path):
+            name, _, key = full_name.rpartition("/")
+            if name not in parameters or key not in _MOMENTS:
+                continue
+            parameter = parameters[name]
+            if key == "step":
+                states[name][key] = tensor.to(parameter.device)
+            elif tensor.shape == parameter.shape:
+                states[name][key] = dealt_like(tensor, parameter)
+            else:
                 raise CheckpointError(
-                    f"{directory} has optimizer state {name}/{key} {tuple(moment.shape)}, the model "
+                    f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, the model "
                     f"{tuple(parameter.shape)}; use the configuration it was trained with"
                 )
+    for name, parameter in parameters.items():
+        for key in _MOMENTS:
+            if key not in states[name]:
+                raise CheckpointError(f"{directory} has no optimizer state '{name}/{key}'")
+        optimizer.state[parameter] = states[name]
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors, one at a time: a rank that keeps shards never has the whole state."""
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
 def _load(path: Path) -> dict[str, Tensor]:

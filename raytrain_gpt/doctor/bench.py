@@ -11,20 +11,21 @@ import itertools
 import time
 from dataclasses import dataclass
 
-import ray.train.torch
 import torch
 import torch.distributed as dist
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
-from raytrain_gpt.core.loop import Autocast, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.doctor.check import Check, passed
 from raytrain_gpt.runtime.console import duration, size
 from raytrain_gpt.runtime.feed import RankChunk, TrainFeed
+from raytrain_gpt.runtime.model import prepare_model
 
 BENCH_S = 10.0
 """What is timed takes about this long, if its fewest steps do not take longer."""
@@ -68,10 +69,10 @@ def time_steps(
         device: Where it computes.
         group: What reduces gradients; None: the default group.
     """
-    micro = config.train.micro_batch_sequences
+    micro = config.micro_batch_sequences
     seed_everything(config.train.seed, dist.get_rank())
     precision = resolve_precision(config.train.precision, device)
-    timer = _Timer(config, vocab_size, chunks, device, group, autocast_of(precision, device))
+    timer = _Timer(config, vocab_size, chunks, device, group, precision)
     whole = config.batch_sequences // dist.get_world_size() // micro
     timer.seconds(1, 1)  # compiles, and fills caches
     one_s = _worst(timer.seconds(1, 1))
@@ -130,21 +131,18 @@ class _Timer:
         chunks: list[RankChunk],
         device: torch.device,
         group: dist.ProcessGroup | None,
-        autocast: Autocast,
+        precision: str,
     ) -> None:
-        self._config, self._device, self._autocast = config, device, autocast
-        raw_model = GPT(GPTShape.of(config, vocab_size), config.train.activation_checkpointing)
+        self._config, self._device = config, device
+        self._autocast = autocast_of(precision, device)
+        self._loss_scale = loss_scale_for(precision, device)
+        raw_model = GPT(GPTShape.of(config, vocab_size), config.activation_checkpointing)
         raw_model.init_weights(config.train.seed)
-        if config.train.compile:
-            raw_model.compile()
-        self._model = ray.train.torch.prepare_model(
-            raw_model,
-            parallel_strategy_kwargs={"gradient_as_bucket_view": True, "process_group": group},
-        )
+        self._model = prepare_model(raw_model, config.train, precision, device, group)
         self._optimizer = build_optimizer(raw_model, config.optim)
-        feed = TrainFeed(itertools.cycle(chunks), config.train.micro_batch_sequences, device)
+        feed = TrainFeed(itertools.cycle(chunks), config.micro_batch_sequences, device)
         self._micro_batches = feed.micro_batches()
-        settle_gradient_buckets(self._model, next(self._micro_batches), autocast)
+        settle_gradient_buckets(self._model, next(self._micro_batches), self._autocast)
 
     def seconds(self, num_steps: int, micro_batches: int) -> float:
         """Time of some steps of so many micro-batches, the device's work included."""
@@ -163,6 +161,7 @@ class _Timer:
             autocast=self._autocast,
             seed=config.train.seed,
             rank=dist.get_rank(),
+            loss_scale=self._loss_scale,
         ):
             pass
         synchronize(self._device)

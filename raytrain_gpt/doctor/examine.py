@@ -29,8 +29,9 @@ from raytrain_gpt.doctor.nodes import Errand, NodeFacts, ask_nodes, local_versio
 from raytrain_gpt.doctor.ranks import NUM_BATCHES, GroupFacts, ask_ranks
 from raytrain_gpt.errors import ClusterError, ConfigError, RaytrainGptError
 from raytrain_gpt.runtime import cluster, preflight
+from raytrain_gpt.runtime.autofit import fit_memory
 from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.failures import root_cause
+from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.launch import DEFAULT_DATA
 from raytrain_gpt.runtime.locations import data_location, location
@@ -259,6 +260,12 @@ def _look_at_ranks(
 ) -> None:
     readable = manifest is not None and not found.failed("data")
     ingest = IngestSpec.of(config, manifest, world_size) if manifest and readable else None
+    if bench and ingest is not None:
+        try:
+            config = fit_memory(config, world_size, ingest.manifest.vocab_size, found.log)
+        except (ClusterError, ray.exceptions.RayError) as error:
+            found.add(failed("bench", str(user_error_in(error) or root_cause(error))))
+            bench = False
     group = ask_ranks(config, world_size, ingest, bench)
     found.add(_devices(config, group))
     if world_size == 1:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config import Config, micro_batches_per_step
 from raytrain_gpt.core.devices import DEVICES, Device, device_of, devices_called
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.estimate.reckon import ASSUMED_MFU, Estimate, Facts, estimate
+from raytrain_gpt.estimate.reckon import ASSUMED_MFU, Estimate, Facts, estimate, usable_bytes
+from raytrain_gpt.runtime.autofit import counted_config
 from raytrain_gpt.runtime.console import amount, duration, size
 from raytrain_gpt.runtime.locations import data_location
 from raytrain_gpt.runtime.preflight import absolute_paths
@@ -61,7 +64,7 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
     facts = Facts(
         vocab_size=GPT2_VOCAB_SIZE if vocab_size is None else vocab_size,
         num_workers=1 if num_workers == "auto" else num_workers,
-        bf16=precision == "bf16" or (precision == "auto" and on_gpu),
+        bf16=precision in ("bf16", "fp16") or (precision == "auto" and on_gpu),
         device=device,
         train_tokens=train_tokens,
         step_time_s=asked.step_time_s,
@@ -70,6 +73,10 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
         price_per_hour=asked.price_per_hour,
         spot_price_per_hour=asked.spot_price_per_hour,
     )
+    micro_batches_per_step(config, facts.num_workers)
+    limit_bytes = math.inf if device is None else usable_bytes(device)
+    shape = GPTShape.of(config, facts.vocab_size)
+    config = counted_config(config, facts.num_workers, shape, facts.bf16, limit_bytes, on_gpu)
     return config, estimate(config, facts)
 
 
@@ -91,7 +98,7 @@ def lines(config: Config, found: Estimate) -> list[str]:
         f"model    {amount(found.num_parameters)} parameters: {m.num_layers} layers, {m.num_heads} heads, "
         f"{m.embd_size} channels, context {seq_len}",
         f"batch    {train.global_batch_tokens:,} tokens a step = {found.num_workers} workers × "
-        f"{found.micro_batches_per_step} micro-batches × {train.micro_batch_sequences} × {seq_len}",
+        f"{found.micro_batches_per_step} micro-batches × {config.micro_batch_sequences} × {seq_len}",
         f"work     {found.max_steps:,} steps, {amount(found.total_tokens)} tokens"
         + _epochs(found)
         + f", {found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
@@ -106,7 +113,7 @@ def lines(config: Config, found: Estimate) -> list[str]:
         ]
         out.append(
             f"fits     {found.device.name}, largest micro_batch_sequences (with "
-            f"activation_checkpointing): {', '.join(fits)}"
+            f"activation_checkpointing full): {', '.join(fits)}"
         )
     return out + _time_lines(found)
 
@@ -121,11 +128,12 @@ def _epochs(found: Estimate) -> str:
 
 
 def _memory_line(config: Config, found: Estimate) -> str:
-    memory = found.memory
+    memory, mode = found.memory, config.activation_checkpointing
+    recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
     parts = (
         f"memory   {size(memory.total)} a device: weights {size(memory.weights)}, gradients "
         f"{size(memory.gradients)}, AdamW {size(memory.moments)}, activations "
-        f"{size(memory.activations)}, logits {size(memory.logits)}"
+        f"{size(memory.activations)}{recomputed}, logits {size(memory.logits)}"
     )
     if found.fits is None or found.device is None:
         return parts

@@ -10,7 +10,8 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.doctor.bench import Forecast, forecast
 from raytrain_gpt.doctor.ranks import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
-from raytrain_gpt.runtime import cluster, preflight
+from raytrain_gpt.runtime import preflight
+from raytrain_gpt.runtime.autofit import fit_memory
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.launch import cluster_for
 from raytrain_gpt.runtime.locations import data_location
@@ -48,8 +49,8 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
     """
     stopped = StopSignals("interrupted; nothing is left behind")
     with stopped, cluster_for(config, log) as (config, world_size):
-        config = cluster.fit_micro_batch(config, world_size)
         manifest = read_manifest(data_location(config))
+        config = fit_memory(config, world_size, manifest.vocab_size, log)
         ingest = IngestSpec.of(config, manifest, world_size)
         preflight.check_data(ingest)
         preflight.check_compile(config)

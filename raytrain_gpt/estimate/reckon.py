@@ -9,22 +9,23 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_gpt.config import Config, micro_batches_per_step
+from raytrain_gpt.core.autofit import USABLE_FRACTION, memory_of
 from raytrain_gpt.core.devices import Device
 from raytrain_gpt.core.flops import flops_per_token
-from raytrain_gpt.core.memory import TrainingMemory, training_memory
+from raytrain_gpt.core.memory import TrainingMemory
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.runtime.preflight import STATE_BYTES_PER_PARAMETER
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16, where nothing was measured: what good loops reach on A100 and H100."""
-USABLE_FRACTION = 0.92
-"""Of a GPU's memory: CUDA, NCCL and the allocator take the rest."""
-STATE_COPIES = 3
-"""A checkpoint has weights and AdamW's two moments."""
+MOST_SEQUENCES = 2**20
+"""Of a micro-batch; no device holds so many."""
 GPT2_SIZES = {
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
@@ -167,9 +168,8 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         ConfigError: the batch does not divide over the workers.
     """
     shape, train = GPTShape.of(config, facts.vocab_size), config.train
-    micro = train.micro_batch_sequences
     per_step = micro_batches_per_step(config, facts.num_workers)
-    memory = training_memory(shape, micro, facts.bf16, train.activation_checkpointing)
+    memory = memory_of(config, facts.num_workers, shape, facts.bf16)
     total_tokens = train.max_steps * train.global_batch_tokens
     speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
@@ -186,11 +186,11 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         steps_per_epoch=steps_per_epoch,
         num_workers=facts.num_workers,
         micro_batches_per_step=per_step,
-        checkpoint_bytes=STATE_COPIES * memory.weights,
+        checkpoint_bytes=STATE_BYTES_PER_PARAMETER * shape.num_parameters,
         memory=memory,
         device=facts.device,
-        fits=None if facts.device is None else memory.total <= _usable(facts.device),
-        largest=[] if facts.device is None else largest_models(facts.device, shape, facts.bf16),
+        fits=None if facts.device is None else memory.total <= usable_bytes(facts.device),
+        largest=_largest_models(config, shape, facts),
         speed=speed,
         step_time_s=None if train_s is None else train_s / train.max_steps,
         train_s=train_s,
@@ -204,7 +204,8 @@ def _times(hours: float | None, rate: float | None) -> float | None:
     return None if hours is None or rate is None else hours * rate
 
 
-def _usable(device: Device) -> float:
+def usable_bytes(device: Device) -> float:
+    """Of a device's memory, what training may use."""
     return device.memory_bytes * USABLE_FRACTION
 
 
@@ -225,16 +226,28 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> Speed | None:
     return Speed(tokens_per_s, source, mfu)
 
 
-def largest_models(device: Device, like: GPTShape, bf16: bool) -> list[Fit]:
-    """What of GPT-2's sizes fits a device, with the context and vocabulary of a shape."""
+def _largest_models(config: Config, like: GPTShape, facts: Facts) -> list[Fit]:
+    """What of GPT-2's sizes fits the device, with the context and vocabulary of a shape."""
+    if facts.device is None:
+        return []
     found = []
     for name, (layers, heads, channels) in GPT2_SIZES.items():
         shape = GPTShape(layers, heads, channels, like.seq_len, like.vocab_size)
-        kept, recomputed = (_largest_micro_batch(device, shape, bf16, c) for c in (False, True))
+        kept, recomputed = (
+            _largest_micro_batch(config, shape, facts, facts.device, mode)
+            for mode in ("none", "full")
+        )
         found.append(Fit(name, shape.num_parameters, kept, recomputed))
     return found
 
 
-def _largest_micro_batch(device: Device, shape: GPTShape, bf16: bool, recompute: bool) -> int:
-    one, two = (training_memory(shape, n, bf16, recompute).total for n in (1, 2))
-    return max(0, int((_usable(device) - one) // (two - one)) + 1)
+def _largest_micro_batch(
+    config: Config, shape: GPTShape, facts: Facts, device: Device, mode: str
+) -> int:
+    def total(sequences: int) -> int:
+        chosen = config.updated(
+            {"micro_batch_sequences": sequences, "activation_checkpointing": mode}
+        )
+        return memory_of(chosen, facts.num_workers, shape, facts.bf16).total
+
+    return bisect_right(range(1, MOST_SEQUENCES), usable_bytes(device), key=total)

@@ -22,6 +22,7 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.runtime import cluster
 from raytrain_gpt.runtime.beside import Beside
 from raytrain_gpt.runtime.checkpoints import Checkpoint
@@ -30,7 +31,6 @@ from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
 from raytrain_gpt.runtime.lease import Lease
 from raytrain_gpt.runtime.recorder import RankState, RecorderSpec, start_recorder
 from raytrain_gpt.runtime.run_files import Row
-from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.worker import WorkerSpec
 
 POLL_S = 0.5

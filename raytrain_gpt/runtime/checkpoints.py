@@ -38,8 +38,8 @@ CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-STATE_VERSION = 2
-"""2: batches may be skipped."""
+STATE_VERSION = 3
+"""2: batches may be skipped; 3: there may be a loss scale."""
 _NAME = re.compile(r"step=\d{8,}")
 _FILE = re.compile(r"\w[\w.-]*")
 
@@ -65,6 +65,7 @@ class CheckpointState:
         order_version: Of the order's algorithm.
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches left out after loss spikes.
+        loss_scale: Of fp16: the factor and the steps since it changed; None: another precision.
     """
 
     step: int
@@ -79,6 +80,7 @@ class CheckpointState:
     order_version: int
     num_workers: int
     skipped_batches: Skipped = ()
+    loss_scale: tuple[float, int] | None = None
     state_version: int = STATE_VERSION
 
 
@@ -207,7 +209,9 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
         skipped = tuple((int(a), int(b)) for a, b in content.pop("skipped_batches", ()))
-        state = CheckpointState(**content, skipped_batches=skipped)
+        factor = content.pop("loss_scale", None)
+        scale = None if factor is None else (float(factor[0]), int(factor[1]))
+        state = CheckpointState(**content, skipped_batches=skipped, loss_scale=scale)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -25,8 +26,8 @@ DATA_CPUS = 1
 
 _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    # Ray takes one report a poll, so this is how long a checkpoint's report may take.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # Ray takes one report a poll; training does not wait for it, but the end of a run does.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -40,6 +41,10 @@ _OWN_CLUSTER_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Idle processes wake a hundred times a second each; those that nobody needs for long end.
+    "RAY_num_workers_soft_limit": "0",
+    "RAY_idle_worker_killing_time_threshold_ms": "10000",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
     # Sweeps have more processes than CPUs on purpose, of which Ray would warn on the console.
     "RAY_worker_maximum_startup_concurrency": "16",
     # Else gloo listens where the machine's name leads to.
@@ -55,6 +60,8 @@ class Node:
 
     cpus: float
     gpus: float
+    memory_bytes: float = math.inf
+    """What Ray counts for processes, its object store left out; infinite: Ray was not told."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,8 @@ def connect(num_cpus_needed: int) -> Resources:
         cpus = max(os.cpu_count() or 1, num_cpus_needed)
         with _sigterm_is_ours(), _loopback_only():
             ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
+        # It reads the workers' output for a driver that does not ask for it, ten times a second.
+        ray._private.worker._global_node.kill_log_monitor()
     keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -164,11 +173,15 @@ def resources(ours: bool = False) -> Resources:
     """What the connected cluster has now, without nodes that are about to be taken away."""
     draining = ray._private.state.state.get_draining_nodes()
     nodes = tuple(
-        Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        _node(node["Resources"])
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in draining
     )
     return Resources(nodes, ours)
+
+
+def _node(has: dict[str, float]) -> Node:
+    return Node(has.get("CPU", 0.0), has.get("GPU", 0.0), has.get("memory", math.inf))
 
 
 def _set_environment(values: dict[str, str]) -> None:
@@ -322,9 +335,11 @@ def fit_micro_batch(config: Config, world_size: int) -> Config:
     """The configuration for a world size that may not be `num_workers`.
 
     With fewer workers the micro-batch is the largest divisor of a rank's share that is not above
-    `micro_batch_sequences`.
+    `micro_batch_sequences`. An `auto` stays.
     """
+    if config.train.micro_batch_sequences == "auto":
+        return config
     share = config.batch_sequences // world_size
-    largest = min(config.train.micro_batch_sequences, share)
+    largest = min(config.micro_batch_sequences, share)
     micro = next(m for m in range(largest, 0, -1) if share % m == 0)
     return config.updated({"micro_batch_sequences": micro})

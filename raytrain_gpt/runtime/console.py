@@ -37,6 +37,7 @@ def size(num_bytes: float) -> str:
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of a training step."""
     loss, norm, mfu = row["train/loss"], row["optim/grad_norm"], row["perf/mfu"]
+    tokens_per_s = row["perf/tokens_per_s"]
     parts = [
         f"step {row['step']}/{max_steps}",
         f"epoch {row['data/epoch']}",
@@ -44,7 +45,7 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
         f"lr {row['optim/lr']:.2e}",
         f"norm {number(norm, '.2f')}",
         f"{row['perf/step_time_s'] * 1000:.0f} ms",
-        f"{row['perf/tokens_per_s']:,.0f} tok/s",
+        "profiled" if tokens_per_s is None else f"{tokens_per_s:,.0f} tok/s",
         *([] if mfu is None else [f"mfu {mfu:.1%}"]),
         f"eta {duration((max_steps - row['step']) * row['perf/step_time_s'])}",
     ]

@@ -52,7 +52,7 @@ class Evaluation:
 
     Args:
         config: The run's.
-        model: Not wrapped.
+        model: Not wrapped; its weights may come later.
         tokenizer: Its tokenizer.
         feed: This rank's share of the validation sequences; None: no validation loss.
         ranks: This process among all that evaluate together.
@@ -73,9 +73,8 @@ class Evaluation:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._ranks, self._autocast = feed, ranks, autocast
         self._choices = choices
-        self._device = model.wte.weight.device
         lengths = token_bytes(tokenizer, model.shape.padded_vocab_size)
-        self._token_bytes = torch.from_numpy(lengths).to(self._device)
+        self._token_bytes = torch.from_numpy(lengths)
 
     def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
         """The keys of an evaluation's line, over all ranks, which all call this.
@@ -98,7 +97,8 @@ class Evaluation:
                 progress()
                 yield micro_batch
 
-        own = evaluation_sums(self._model, batches(), self._token_bytes, self._autocast)
+        lengths = self._token_bytes.to(self._model.wte.weight.device)
+        own = evaluation_sums(self._model, batches(), lengths, self._autocast)
         return eval_result(self._ranks.summed(own))
 
     def _scored(self, choices: Choices, progress: Callable[[], None]) -> ChoiceScore:
@@ -117,10 +117,11 @@ class Evaluation:
             Four int64 (n,): places of the examples in the file, right endings, and the endings with
             the smallest summed loss and with the smallest loss per token.
         """
+        device = self._model.wte.weight.device
         for batch in choices.batches(self._ranks.rank, self._ranks.world_size):
             progress()
             tokens, scored = (
-                torch.from_numpy(part).to(self._device) for part in (batch.tokens, batch.scored)
+                torch.from_numpy(part).to(device) for part in (batch.tokens, batch.scored)
             )
             summed, mean = ending_losses(self._model, tokens, scored, self._autocast)
             yield (

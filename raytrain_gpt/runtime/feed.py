@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from raytrain_gpt.core.loop import MicroBatch
-from raytrain_gpt.core.model import IGNORED
+from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.runtime.ingest import IngestSpec

@@ -100,8 +100,8 @@ class Goodput:
             `startup`: to the first step of every attempt. `restarts`: between the attempts of a session.
             `repeated_steps`: steps thrown away because they came after the checkpoint that the next
             attempt resumed. `evaluation`, `checkpoints`: while training stood still for them.
-            `data_wait`: of steps that were kept. `other`: the rest, such as samples, steps that were
-            never reported, evaluations thrown away, and a hang until it was seen.
+            `data_wait`: of steps that were kept. `other`: the rest, such as samples, profiles, steps that
+            were never reported, evaluations thrown away, and a hang until it was seen.
         num_attempts: All, over all sessions.
         restarts: Attempts but for the first one.
         restarts_by_cause: Their number for each end of the attempt before: an end event, `killed` for

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
-from raytrain_gpt.data.sources import STDLIB
 from raytrain_gpt.data.storage import Place
 from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.locations import data_location

@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-import uuid
 from pathlib import Path
-
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.hellaswag import DOWNLOAD
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, check_tokenizer
+from raytrain_gpt.data.shards import Manifest, check_shard, check_tokenizer
 from raytrain_gpt.data.storage import Location, is_url
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
 from raytrain_gpt.runtime.console import size
-from raytrain_gpt.runtime.failures import user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.locations import location
 
@@ -29,8 +24,6 @@ VERIFY_CONTENT_BYTES = 2**30
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 weight and AdamW's two moments."""
 SQLITE = "sqlite:///"
-RAY_FILES_BYTES = 2**27
-"""Ray's logs and sockets."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
@@ -138,72 +131,6 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
         raise ClusterError(
             f"{run_dir} has {size(free)} free, {num} checkpoints of {size(each)} need "
             f"{size(needed)}; make room, set storage_path, or lower keep_checkpoints"
-        )
-
-
-def check_storage(run_dir: Location, data: Location) -> None:
-    """Write a file, read it back from every node, and see the data from there.
-
-    Raises:
-        ClusterError: names the node that does not share the directory.
-    """
-    token = uuid.uuid4().hex
-    probe = run_dir / f".probe-{token}"
-    try:
-        probe.write_text(token)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write storage_path {run_dir.parent}: {error.strerror or error}; set storage_path "
-            "to a directory that every node can write"
-        ) from None
-    try:
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        asked = [
-            _probe.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote(probe, token, data)
-            for node in nodes
-        ]
-        ray.get(asked)
-    except Exception as error:
-        raise user_error_in(error) or error from None
-    finally:
-        probe.remove()
-
-
-def check_ray_disk(directory: Path, node: str) -> None:
-    """See that Ray has room for its own files on a node: a full disk there hangs a run.
-
-    Raises:
-        ClusterError: says what is needed and what is free.
-    """
-    free = shutil.disk_usage(directory).free
-    if free < RAY_FILES_BYTES:
-        raise ClusterError(
-            f"node {node} has {size(free)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} "
-            "for its own files; make room there, or start Ray with another --temp-dir"
-        )
-
-
-@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-def _probe(probe: Location, token: str, data: Location) -> None:
-    node = ray.util.get_node_ip_address()
-    check_ray_disk(Path(ray._private.worker.global_worker.node.get_session_dir_path()), node)
-    try:
-        seen = probe.read_text() == token
-        own = probe.parent / f"{probe.name}-{os.getpid()}"
-        own.write_text(token)
-        own.remove()
-    except OSError:
-        seen = False
-    if not seen:
-        raise ClusterError(
-            f"node {node} does not share storage_path {probe.parent.parent} with the driver; "
-            "use a directory that all nodes mount, or s3://"
-        )
-    if not (data / MANIFEST_FILE).is_file():
-        raise ClusterError(
-            f"node {node} does not see data_path {data}; use a directory that all nodes mount, or s3://"
         )
 
 

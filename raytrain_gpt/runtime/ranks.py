@@ -44,6 +44,13 @@ class Ranks:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest value of any rank, for each element, on the CPU."""
+        tensor = tensor.cpu()
+        if self._group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
     def any(self, *wishes: bool) -> list[bool]:
         """Which wishes any rank has; the same answer on all ranks."""
         if self._group is None:

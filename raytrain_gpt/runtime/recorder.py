@@ -18,12 +18,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.runtime.console import eval_line, event_line, step_line
 from raytrain_gpt.runtime.mirror import Mirror
-from raytrain_gpt.runtime.run_files import Row, RunFiles
-from raytrain_gpt.runtime.step_log import BadStretch
+from raytrain_gpt.runtime.run_files import PROFILE_DIR, Row, RunFiles
+from raytrain_gpt.runtime.time_use import TimeUse
 from raytrain_gpt.runtime.trackers import MLflow, TensorBoard
 
 BEAT_S = 3.0
@@ -179,6 +180,18 @@ class Recorder:
             self._files.add_samples(step, text)
             for tracker in self._trackers:
                 tracker.add_samples(step, text)
+
+    async def add_profile(self, attempt: int, use: TimeUse, trace: bytes) -> None:
+        """Keep a profile: its trace, its tables for reading and for the console, its row."""
+        name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
+        trace_file = f"{name}.json.gz"
+        directory = Location.of(self._mirror.work_dir)
+        with contextlib.suppress(OSError):  # a full disk is told with the rows
+            (directory / f"{name}.txt").write_text(use.text() + "\n")
+            (directory / trace_file).write_bytes(trace)
+        self._news.put(f"{use.text()}\ntrace       {self._mirror.run_dir / trace_file}")
+        last_step = use.first_step + use.num_steps - 1
+        await self.add_event(last_step, "profile", trace=trace_file, **use.facts())
 
     async def add_evaluated(self, row: Row, samples: str) -> None:
         """Write an evaluation beside training, unless a checkpoint has told it already."""

@@ -23,7 +23,7 @@ from raytrain_gpt import __version__
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.console import amount, duration
+from raytrain_gpt.runtime.console import amount, duration, size
 from raytrain_gpt.runtime.goodput import (
     BAD_STEP_EVENTS,
     LOST_TO,
@@ -33,6 +33,8 @@ from raytrain_gpt.runtime.goodput import (
 )
 from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
+from raytrain_gpt.runtime.speed import speed
+from raytrain_gpt.runtime.time_use import TimeUse
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
@@ -53,7 +55,8 @@ class RunStory:
         self.rows = [row for row in rows if "train/loss" in row]
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0))
-        self.goodput = goodput(rows)
+        self.goodput, self.speed = goodput(rows), speed(rows)
+        self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
         config = yaml.safe_load(config_path.read_text("utf-8")) if config_path.exists() else None
         self.config: dict[str, dict[str, Any]] = config or {}
         self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
@@ -257,6 +260,7 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
     environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
     environment.filters |= {"short_duration": short_duration}
     environment.filters |= {"amount": amount, "duration": duration, "thousands": "{:,}".format}
+    environment.filters["size"] = size
     now = _utc(datetime.now(UTC).timestamp())
     html = environment.get_template(TEMPLATE_FILE).render(
         runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more

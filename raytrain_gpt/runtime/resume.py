@@ -8,6 +8,7 @@ from raytrain_gpt.config import LEAVES, SAFE_ON_RESUME, Config, changed_leaves
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.runtime.autofit import AUTO_LEAVES
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 
 
@@ -62,4 +63,5 @@ def check_changes(
     if state.step < config.train.max_steps:
         log(f"going on from step {state.step} ({resumed.path})")
     for name, change in changed.items():
-        log(f"changed since then: {name} {change}")
+        if name not in AUTO_LEAVES or config.leaves()[name] != "auto":
+            log(f"changed since then: {name} {change}")

@@ -25,6 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
+PROFILE_DIR = "profile"
 _BAD_STEP_DETAILS = (
     ("loss", "loss", ".4f"),
     ("loss_zscore", "z", ".1f"),
@@ -97,6 +98,8 @@ def event_text(row: Row) -> str:
     elif event == "rollback":
         to_step = f"to step {row['to_step']}, " if "to_step" in row else ""
         details = f" {to_step}batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+    elif event == "profile":
+        details = f" of {row['num_steps']} steps from {row['first_step']} on: {row['trace']}"
     elif event == "failed":
         details = f" {' '.join(str(row.get('error', '')).split())}".rstrip()
     return event + details

@@ -9,6 +9,7 @@ row the run is to go back.
 from __future__ import annotations
 
 import math
+import resource
 import time
 from dataclasses import dataclass
 
@@ -16,28 +17,11 @@ import torch
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.loop import StepResult
-from raytrain_gpt.core.spikes import BadStep, SpikeDetector
+from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
 from raytrain_gpt.data.order import Order, Skipped, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.runtime.feed import TrainFeed
 from raytrain_gpt.runtime.ranks import Ranks
 from raytrain_gpt.runtime.run_files import Row
-
-
-@dataclass(frozen=True)
-class BadStretch:
-    """So many bad steps in a row that the run goes back before them.
-
-    Attributes:
-        first_step: The first of them.
-        last_step: The one that exhausted the patience.
-        first_batch: Global batch of the first.
-        last_batch: Global batch of the last.
-    """
-
-    first_step: int
-    last_step: int
-    first_batch: int
-    last_batch: int
 
 
 @dataclass
@@ -67,6 +51,8 @@ class StepLog:
         detector: Judges the steps.
         flops_per_token: Of the model, forward and backward.
         peak_flops: Of one worker's device, FLOP/s; None where it is not known.
+        device: Of this worker.
+        slowed: Steps that a profile slows: how fast they were would mislead.
     """
 
     def __init__(
@@ -79,12 +65,16 @@ class StepLog:
         detector: SpikeDetector,
         flops_per_token: float,
         peak_flops: float | None,
+        device: torch.device,
+        slowed: range,
     ) -> None:
         self._config, self._order, self._ranks = config, order, ranks
         self._feed, self._detector = feed, detector
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._device, self._slowed = device, slowed
         self._pending: list[StepResult] = []
-        self._clock_from = time.perf_counter()
+        self._clock_from = self._began = time.perf_counter()
+        self._steps_done = 0
         self.position = position
         self.bad_stretch: BadStretch | None = None
 
@@ -95,7 +85,7 @@ class StepLog:
 
     def start_clock(self) -> None:
         """The first step is about to begin."""
-        self._clock_from = time.perf_counter()
+        self._clock_from = self._began = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
         """Time that was not training."""
@@ -116,10 +106,18 @@ class StepLog:
         delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
         waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
         norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
+        scales = [None if r.loss_scale is None else r.loss_scale.item() for r in pending]
         skipping_ranks = ranks.summed((~torch.isfinite(norms)).long())
+        peak_bytes = int(ranks.largest(torch.tensor(peak_memory_bytes(self._device))))
         now = time.perf_counter()
         step_time_s = (now - self._clock_from) / len(pending)
         self._clock_from = now
+        self._steps_done += len(pending)
+        tokens = self._config.train.global_batch_tokens
+        since_start = {
+            "perf/tokens_per_s_overall": self._steps_done * tokens / (now - self._began),
+            "perf/peak_memory_bytes": peak_bytes,
+        }
         rows: list[Row] = []
         for i, result in enumerate(pending):
             if int(delivered[i]) != sums[i][1]:
@@ -130,8 +128,10 @@ class StepLog:
             self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
             self.position.next_batch = batch + 1
             loss, norm = float(losses[i]), float(norms[i])
-            rows.append(self._row(result, batch, loss, norm, step_time_s, float(waits[i])))
-            bad = self._detector.judge(result.step, loss, norm)
+            row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
+            scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
+            rows.append(row | since_start | scale)
+            bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skipping_ranks[i])))
             if self._detector.gives_up:
@@ -151,9 +151,9 @@ class StepLog:
         wait_s: float,
     ) -> Row:
         tokens = self._config.train.global_batch_tokens
-        tokens_per_s = tokens / step_time_s
+        tokens_per_s = None if result.step in self._slowed else tokens / step_time_s
         mfu = None
-        if self._peak_flops is not None:
+        if self._peak_flops is not None and tokens_per_s is not None:
             peak = self._peak_flops * self._ranks.world_size
             mfu = tokens_per_s * self._flops_per_token / peak
         return {
@@ -184,6 +184,13 @@ def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: i
         zscores = {"loss_zscore": bad.loss_zscore, "grad_norm_zscore": bad.grad_norm_zscore}
         return {**row, **{k: None if z is None else round(z, 2) for k, z in zscores.items()}}
     return {**row, "skipped_on_ranks": skipping_ranks}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory since the process began: allocated on a GPU, else resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def finite(value: float) -> float | None:

@@ -26,6 +26,7 @@ import ray
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.data.storage import Location
@@ -33,6 +34,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, StorageError, TrainingFailed
 from raytrain_gpt.runtime import cluster, preflight
 from raytrain_gpt.runtime.attempt import Attempt, End
+from raytrain_gpt.runtime.autofit import fit_memory
 from raytrain_gpt.runtime.beside import Beside
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount
@@ -46,8 +48,8 @@ from raytrain_gpt.runtime.recorder import RecorderSpec
 from raytrain_gpt.runtime.report import write_report
 from raytrain_gpt.runtime.resume import check_changes, find_resume
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.runtime.shared_storage import check_storage
 from raytrain_gpt.runtime.signals import StopSignals
-from raytrain_gpt.runtime.step_log import BadStretch
 from raytrain_gpt.runtime.trackers import mlflow_store
 from raytrain_gpt.runtime.worker import WorkerSpec
 
@@ -131,7 +133,7 @@ class Run:
         preflight.check_data(ingest)
         self._choices = self._put_choices(ingest)
         preflight.check_compile(self.config)
-        preflight.check_storage(self.run_dir, ingest.directory)
+        check_storage(self.run_dir, ingest.directory)
         with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalogue.complete()
             preflight.check_disk(self.config, self.run_dir, self.manifest.vocab_size, len(existing))
@@ -301,6 +303,10 @@ class Run:
         """One attempt: how it ended and, after bad steps, where the run has gone back to."""
         step = _step_of(resumed)
         lease.verify()
+        try:
+            config = self._fitted(resumed)
+        except ray.exceptions.RayError as error:
+            return End("failed", error), None
         self._attempts = self._next_attempt()
         self.signals.defer()
         self.catalogue.clean(good_until=step)
@@ -316,7 +322,7 @@ class Run:
         }
         recorder_spec = self._recorder_spec(step, self.catalogue.complete(), details)
         attempt = Attempt(
-            config=cluster.fit_micro_batch(self.config, self.world_size),
+            config=config,
             ingest=ingest,
             num_batches=self.config.train.max_steps - step,
             recorder=recorder_spec,
@@ -350,6 +356,16 @@ class Run:
         if known is not None:
             raise known from None
         return end, gone_back_to
+
+    def _fitted(self, resumed: Checkpoint | None) -> Config:
+        return fit_memory(
+            self.config,
+            self.world_size,
+            self.manifest.vocab_size,
+            self.log,
+            resumed=resumed.state if resumed else None,
+            stop=self.signals.stop,
+        )
 
     def _recorder_spec(
         self, step: int, checkpoints: list[Checkpoint], attempt: Row | None

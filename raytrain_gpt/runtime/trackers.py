@@ -26,7 +26,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.locations import location
-from raytrain_gpt.runtime.run_files import Row
+from raytrain_gpt.runtime.run_files import PROFILE_DIR, Row
 
 _SQLITE = "sqlite:///"
 TRACKING_FILE = "mlflow.json"
@@ -276,6 +276,8 @@ class _Session:
         for name in ("config.yaml", "report.html", "samples.txt"):
             if (self._dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._dir / name))
+        for path in sorted(self._dir.glob(f"{PROFILE_DIR}/*")):
+            self._client.log_artifact(self._run_id, str(path), PROFILE_DIR)
         if newest_checkpoint is not None:
             self._client.set_tag(self._run_id, "newest_checkpoint", newest_checkpoint)
         self._client.set_terminated(self._run_id, status)

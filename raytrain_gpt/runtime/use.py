@@ -146,7 +146,8 @@ def validation_feed(
     if not len(ids):
         raise DataError(f"the val split of {directory} has no sequence of {spec.seq_len} tokens")
     tokens, delivered = read_sequences(directory, manifest, "val", spec.seq_len, ids)
-    return EvalFeed(tokens, delivered, config.train.micro_batch_sequences, device)
+    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).micro_batch_sequences
+    return EvalFeed(tokens, delivered, micro, device)
 
 
 def sample_checkpoint(

@@ -22,8 +22,10 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.parallel import lent_weights, model_to_evaluate
 from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.core.spikes import SpikeDetector
 from raytrain_gpt.core.state import load_model, load_optimizer
@@ -45,6 +47,8 @@ from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.lease import LEASE_FILE, still_held
 from raytrain_gpt.runtime.link import Link
 from raytrain_gpt.runtime.locations import location
+from raytrain_gpt.runtime.model import prepare_model
+from raytrain_gpt.runtime.profile import Profile, StepProfile
 from raytrain_gpt.runtime.ranks import Ranks
 from raytrain_gpt.runtime.run_files import Row
 from raytrain_gpt.runtime.saver import Saver
@@ -96,7 +100,8 @@ def train_worker(spec: WorkerSpec) -> None:
         beside = evaluation.eval_mode == "beside"
         evaluate = due and not beside
         save = last or leave or step % train.checkpoint_every_steps == 0 or (due and beside)
-        if evaluate or save or step % train.log_every_steps == 0:
+        log = step % train.log_every_steps == 0 or worker.profile.is_edge(step)
+        if evaluate or save or log:
             worker.flush()
         if worker.steps_were_bad:
             break
@@ -131,13 +136,22 @@ class Worker:
         torch.set_num_threads(cpus)
         seed_everything(self.config.train.seed, self.ranks.rank)
         self.device = ray.train.torch.get_device()
-        precision = resolve_precision(self.config.train.precision, self.device)
-        self.autocast = autocast_of(precision, self.device)
+        self.precision = resolve_precision(self.config.train.precision, self.device)
+        self.autocast = autocast_of(self.precision, self.device)
+        saved_scale = spec.resumed.state.loss_scale if spec.resumed else None
+        self.loss_scale = loss_scale_for(self.precision, self.device, saved_scale)
         self._build_model()
         self._open_feeds()
+        self.profile = StepProfile(
+            self.config.train.profile_steps,
+            self.step,
+            self.config.train.max_steps,
+            self.device,
+            self._profiled if self.ranks.rank == 0 else None,
+        )
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self.log = self._step_log(
-            flops_per_token(self.raw_model.shape), peak_flops(name, precision)
+            flops_per_token(self.raw_model.shape), peak_flops(name, self.precision)
         )
         self.saver = Saver(
             Catalogue(spec.run_dir),
@@ -158,10 +172,12 @@ class Worker:
             "num_workers": self.ranks.world_size,
             "device": name,
             "threads": torch.get_num_threads(),
-            "precision": precision,
+            "precision": self.precision,
+            "micro_batch_sequences": self.config.micro_batch_sequences,
+            "activation_checkpointing": self.config.activation_checkpointing,
         }
         self.link.log(
-            f"{name} on {socket.gethostname()}, {torch.get_num_threads()} threads, {precision}, "
+            f"{name} on {socket.gethostname()}, {torch.get_num_threads()} threads, {self.precision}, "
             f"{self.share} of {self.config.batch_sequences} sequences a step"
         )
 
@@ -176,7 +192,7 @@ class Worker:
         config, resumed = self.config, self.spec.resumed
         self.tokenizer: tiktoken.Encoding = read_tokenizer(self.spec.ingest.directory)
         shape = GPTShape.of(config, self.tokenizer.max_token_value + 1)
-        self.raw_model = GPT(shape, config.train.activation_checkpointing)
+        self.raw_model = GPT(shape, config.activation_checkpointing)
         source = resumed
         if resumed is None and config.model.init_from:
             source = read_checkpoint(location(config, config.model.init_from))
@@ -192,15 +208,12 @@ class Worker:
             self._prepare_model()
 
     def _prepare_model(self) -> None:
-        if self.config.train.compile:
-            self.raw_model.compile()
-        self.model = ray.train.torch.prepare_model(
-            self.raw_model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
-        )
+        self.model = prepare_model(self.raw_model, self.config.train, self.precision, self.device)
+        self.eval_model = model_to_evaluate(self.raw_model)
         self.optimizer = build_optimizer(self.raw_model, self.config.optim)
 
     def _open_feeds(self) -> None:
-        micro = self.config.train.micro_batch_sequences
+        micro = self.config.micro_batch_sequences
         self.share = self.config.batch_sequences // self.ranks.world_size
         tables = ray.train.get_dataset_shard("train").iter_batches(
             batch_size=1, batch_format="pyarrow", prefetch_batches=1
@@ -209,7 +222,7 @@ class Worker:
         val = next(chunks)
         eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
         choices = None if self.spec.choices is None else ray.get(self.spec.choices)
-        parts = (self.config, self.raw_model, self.tokenizer, eval_feed, self.ranks, self.autocast)
+        parts = (self.config, self.eval_model, self.tokenizer, eval_feed, self.ranks, self.autocast)
         self.evaluation = Evaluation(*parts, choices)
         self.feed = TrainFeed(chunks, micro, self.device)
 
@@ -221,20 +234,26 @@ class Worker:
             skipped=ingest.skipped,
         )
         before = [
-            (row["step"], row["train/loss"], row["optim/grad_norm"])
+            (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in self.spec.rows_before
         ]
         detector = SpikeDetector(self.config.spikes, before)
         order = ingest.order()
         parts = (self.config, order, position, self.ranks, self.feed, detector)
-        return StepLog(*parts, flops_per_token=flops, peak_flops=peak)
+        return StepLog(
+            *parts,
+            flops_per_token=flops,
+            peak_flops=peak,
+            device=self.device,
+            slowed=self.profile.slowed,
+        )
 
     def steps(self) -> Iterator[StepResult]:
         """The results of all steps to come."""
         config = self.config
         if self.ranks.world_size > 1:
             dummy = torch.zeros(
-                config.train.micro_batch_sequences, config.data.seq_len, dtype=torch.int64
+                config.micro_batch_sequences, config.data.seq_len, dtype=torch.int64
             ).to(self.device)
             settle_gradient_buckets(self.model, (dummy, dummy), self.autocast)
         if self.leave_agreed():
@@ -243,19 +262,26 @@ class Worker:
         event = "resume" if self.spec.resumed else "start"
         self.link.event(self.step, event, **self._hardware)
         self.log.start_clock()
-        yield from train_steps(
+        results = train_steps(
             self.model,
             self.optimizer,
-            self._watched(self.feed.micro_batches()),
+            self._watched(self.profile.marked(self.feed.micro_batches())),
             first_step=self.step,
             max_steps=config.train.max_steps,
-            micro_batches_per_step=self.share // config.train.micro_batch_sequences,
+            micro_batches_per_step=self.share // config.micro_batch_sequences,
             learning_rate=lambda step: learning_rate(step, config.optim, config.train.max_steps),
             grad_clip=config.optim.grad_clip,
             autocast=self.autocast,
             seed=config.train.seed,
             rank=self.ranks.rank,
+            loss_scale=self.loss_scale,
         )
+        yield from self.profile.around(results)
+
+    def _profiled(self, profile: Profile) -> None:
+        """Hand a profile over; the time that it took is no step's."""
+        self.link.call("add_profile", self.spec.attempt, profile.use, profile.trace)
+        self.log.leave_out(profile.took_s)
 
     def _watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro_batch in micro_batches:
@@ -284,15 +310,16 @@ class Worker:
     def evaluate(self) -> None:
         """Metrics over all ranks, and samples; not counted as training time."""
         started = time.perf_counter()
-        metrics = self.evaluation.metrics(self.link.progress)
-        self._val_loss = (self.step, metrics["val/loss"])
-        numbers = {name: finite(value) for name, value in metrics.items()}
-        row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}
-        self._rows_since_checkpoint.append(row)
-        self._evaluated = row
-        self.link.rows([row], force=True)
-        if self.ranks.rank == 0 and self.config.eval.num_samples:
-            self.link.call("add_samples", self.step, self.evaluation.samples())
+        with lent_weights(self.raw_model, self.eval_model):
+            metrics = self.evaluation.metrics(self.link.progress)
+            self._val_loss = (self.step, metrics["val/loss"])
+            numbers = {name: finite(value) for name, value in metrics.items()}
+            row = {"step": self.step, **numbers, "perf/eval_s": time.perf_counter() - started}
+            self._rows_since_checkpoint.append(row)
+            self._evaluated = row
+            self.link.rows([row], force=True)
+            if self.ranks.rank == 0 and self.config.eval.num_samples:
+                self.link.call("add_samples", self.step, self.evaluation.samples())
         self.log.leave_out(time.perf_counter() - started)
 
     def save_checkpoint(self) -> None:
@@ -327,6 +354,7 @@ class Worker:
             order_version=ORDER_VERSION,
             num_workers=self.ranks.world_size,
             skipped_batches=position.skipped,
+            loss_scale=self.loss_scale.state() if self.loss_scale else None,
         )
 
     def _collect(self) -> None:

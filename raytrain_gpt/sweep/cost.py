@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
 import torch
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.autofit import USABLE_FRACTION
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.runtime.autofit import counted_config
 from raytrain_gpt.runtime.cluster import DATA_CPUS
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.launch import DEFAULT_DATA
@@ -96,11 +99,14 @@ def measured_tokens_per_s(config: Config, device: torch.device) -> float:
     cpus = config.cluster.cpus_per_worker
     assert isinstance(cpus, int), "the sweep decides cpus_per_worker"
     torch.set_num_threads(cpus)
-    model = GPT(GPTShape.of(config, _vocab_size(config)), config.train.activation_checkpointing)
+    shape = GPTShape.of(config, _vocab_size(config))
+    precision = resolve_precision(config.train.precision, device)
+    config = _counted(config, shape, precision, device)
+    model = GPT(shape, config.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
-    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
-    num = config.train.micro_batch_sequences if device.type == "cuda" else 1
+    autocast = autocast_of(precision, device)
+    num = config.micro_batch_sequences if device.type == "cuda" else 1
     tokens = torch.zeros(num, config.data.seq_len, dtype=torch.int64, device=device)
 
     def step() -> None:
@@ -115,6 +121,15 @@ def measured_tokens_per_s(config: Config, device: torch.device) -> float:
         step()
         steps += 1
     return steps * tokens.numel() / elapsed
+
+
+def _counted(config: Config, shape: GPTShape, precision: str, device: torch.device) -> Config:
+    num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
+    assert isinstance(num_workers, int), "the sweep decides num_workers"
+    limit_bytes = math.inf
+    if on_gpu:
+        limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    return counted_config(config, num_workers, shape, precision != "fp32", limit_bytes, on_gpu)
 
 
 def _vocab_size(config: Config) -> int:

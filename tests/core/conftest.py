@@ -43,7 +43,7 @@ def new_model() -> Callable[..., GPT]:
     )
 
 
-def make_model(shape: GPTShape, seed: int = 0, **kwargs: bool) -> GPT:
+def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
     """A model with GPT-2's initialisation."""
     model = GPT(shape, **kwargs)
     model.init_weights(seed)

@@ -1,11 +1,15 @@
-"""FLOPs of a token against a count of the matrix products, and peaks only where they are known."""
+"""FLOPs of a token against counts, torch's own among them, and peaks only where they are known."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.model import GPT, GPTShape
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 768), (24, 16, 1024), (48, 25, 1600)])
@@ -23,6 +27,33 @@ def test_flops_of_the_124m_model() -> None:
     shape = GPTShape(12, 12, 768, 1024, 50_257)
     without_positions = 124_439_808 + 47 * 768 - 1024 * 768
     assert flops_per_token(shape) == 6 * without_positions + 12 * 12 * 768 * 1024
+
+
+def counted_flops(shape: GPTShape, num_sequences: int) -> int:
+    """What torch counts for forward and backward; it knows attention only as matrix products.
+
+    The head is not cut into chunks: torch leaves out products that are added in place.
+    """
+    with torch.device("meta"):
+        model = GPT(shape)
+        ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        F.cross_entropy(model.logits(ids).flatten(0, 1), ids.flatten()).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 32, 16, 100), (2, 4, 64, 48, 257), (3, 2, 48, 7, 64), (12, 12, 768, 1024, 50_257)],
+)
+def test_flops_are_those_that_torch_counts(sizes: tuple[int, ...], num_sequences: int) -> None:
+    """Causal attention in full on both sides; the formula counts biases and LayerNorm besides."""
+    shape = GPTShape(*sizes)
+    vectors = (13 * shape.num_layers + 2) * shape.embd_size
+    num_tokens = num_sequences * shape.seq_len
+    counted = counted_flops(shape, num_sequences)
+    assert counted == num_tokens * (flops_per_token(shape) - 6 * vectors)
 
 
 @pytest.mark.parametrize(

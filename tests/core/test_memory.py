@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import Tensor, nn
 
+from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.memory import training_memory
 from raytrain_gpt.core.model import GPT, GPTShape
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
+GPT2 = GPTShape(12, 12, 768, 1024, 50_257)
 
 
-def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool) -> tuple[int, int]:
-    """Bytes kept for the backward pass by a real forward pass: of the logits, and of all else."""
-    model = GPT(shape)
+def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) -> int:
+    """Bytes that a real forward pass allocates and does not free, by torch's profiler."""
+    model = GPT(shape, recompute)
     model.init_weights(0)
     model.train()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     ids = torch.randint(0, shape.vocab_size, (num_sequences, shape.seq_len))
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        model(ids, ids)
-    sizes = {at: t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights}
-    of_logits = sum(sizes[at] for at in sizes if kept[at].shape[-1:] == (shape.padded_vocab_size,))
-    return of_logits, sum(sizes.values()) - of_logits
+    with (
+        torch.profiler.profile(profile_memory=True, acc_events=True) as profile,
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        hidden = model.hidden(ids)
+    assert hidden.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -39,21 +35,47 @@ def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool) -> tuple[int, in
 def test_activations_are_those_that_a_real_forward_pass_keeps(
     num_sequences: int, bf16: bool
 ) -> None:
-    logits, others = kept_bytes(SHAPE, num_sequences, bf16)
-    counted = training_memory(SHAPE, num_sequences, bf16, activation_checkpointing=False)
-    assert counted.activations == pytest.approx(others, rel=0.01)
-    assert counted.logits >= logits
+    counted = training_memory(SHAPE, num_sequences, bf16, "none")
+    kept = kept_bytes(SHAPE, num_sequences, bf16, "none")
+    assert counted.activations == pytest.approx(kept, rel=0.005)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
+    recompute: str, bf16: bool
+) -> None:
+    """The rest of one block: what a block more costs with everything kept, less what it costs so."""
+    deeper = replace(SHAPE, num_layers=4)
+    every, kept = (
+        kept_bytes(deeper, 40, bf16, mode) - kept_bytes(SHAPE, 40, bf16, mode)
+        for mode in ("none", recompute)
+    )
+    counted = training_memory(SHAPE, 40, bf16, recompute)
+    expected = kept_bytes(SHAPE, 40, bf16, recompute) + every - kept
+    assert counted.activations == pytest.approx(expected, rel=0.01)
+
+
+def test_the_more_is_recomputed_the_less_is_kept() -> None:
+    none, selective, full = (
+        training_memory(GPT2, 8, True, mode) for mode in ("none", "selective", "full")
+    )
+    inputs = 12 * 8 * 1024 * 768 * 4
+    assert inputs < full.activations < inputs + none.activations / 6
+    assert full.activations < selective.activations < 0.7 * none.activations
+    assert none.logits == selective.logits == full.logits
 
 
 def test_the_state_is_16_bytes_a_parameter() -> None:
-    memory = training_memory(SHAPE, 1, bf16=True, activation_checkpointing=False)
+    memory = training_memory(SHAPE, 1, True, "none")
     assert memory.weights + memory.gradients + memory.moments == 16 * SHAPE.num_parameters
 
 
-def test_recomputing_keeps_one_block_and_the_inputs_of_all() -> None:
-    shape = GPTShape(12, 12, 768, 1024, 50_257)
-    kept = training_memory(shape, 8, bf16=True, activation_checkpointing=False)
-    recomputed = training_memory(shape, 8, bf16=True, activation_checkpointing=True)
-    inputs = 12 * 8 * 1024 * 768 * 4
-    assert inputs < recomputed.activations < inputs + kept.activations / 6
-    assert recomputed.logits == kept.logits
+def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
+    few, many, more = (training_memory(GPT2, n, True, "none").logits for n in (1, 8, 80))
+    assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
+    of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (4 + 2)
+    assert of_chunk < many < of_chunk + 0.5e9
+    assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
+    compiled = training_memory(GPT2, 80, True, "none", compiled=True).logits
+    assert compiled > 80 * 1024 * 50_304 * 2 * 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.evaluate import evaluation_sums
+from raytrain_gpt.core.loop import MicroBatch
+from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.core.model import GPT, GPTShape
 
 SIZES = {
@@ -158,15 +162,54 @@ def gradients(model: GPT, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("bf16", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(
-    new_model: Callable[..., GPT], made_tokens: Callable[..., Tensor], dropout: float
+    new_model: Callable[..., GPT],
+    made_tokens: Callable[..., Tensor],
+    recompute: str,
+    dropout: float,
+    bf16: bool,
 ) -> None:
     tokens = made_tokens(4, 17)
-    kept = gradients(new_model(dropout=dropout), tokens)
-    again = gradients(new_model(dropout=dropout, activation_checkpointing=True), tokens)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        kept = gradients(new_model(dropout=dropout), tokens)
+        again = gradients(new_model(dropout=dropout, activation_checkpointing=recompute), tokens)
     assert len(kept) == len(again) == len(list(new_model().parameters()))
     for one, other in zip(kept, again, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_nothing_is_compiled_again_from_the_second_evaluation_on(
+    new_model: Callable[..., GPT],
+    micro_batches: Callable[..., Iterator[MicroBatch]],
+    recompute: str,
+) -> None:
+    """One graph for training, one for evaluation: with padding or without, whatever came between."""
+    torch.compiler.reset()
+    model = new_model(activation_checkpointing=recompute)
+    model.compile(backend="aot_eager")
+    expected = new_model(activation_checkpointing=recompute)
+    lengths = torch.ones(model.shape.padded_vocab_size, dtype=torch.int64)
+
+    def one_step(model: GPT, evaluations: int) -> list[Tensor]:
+        model.train()
+        model(*next(micro_batches(1))).backward()
+        model.zero_grad()
+        sums = []
+        for _ in range(evaluations):
+            inputs, targets = next(micro_batches(1))
+            padded = torch.where(torch.arange(8)[:, None] < 7, targets, IGNORED)
+            batches = [(inputs, targets), (inputs, padded)]
+            sums.append(evaluation_sums(model, batches, lengths, contextlib.nullcontext))
+        return sums
+
+    found = one_step(model, evaluations=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found += one_step(model, evaluations=2)
+    for sums, same in zip(found, 3 * one_step(expected, evaluations=1), strict=True):
+        torch.testing.assert_close(sums, same)
 
 
 def test_dropout_is_off_in_evaluation(

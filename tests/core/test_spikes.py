@@ -231,12 +231,13 @@ def runs(draw: st.DrawFn) -> Steps:
     return numbered(losses, norms)
 
 
-def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None]]:
-    """What metrics.jsonl has of them: null for what is not finite."""
-    return [
+def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None, None]]:
+    """What metrics.jsonl has of them: null for what is not finite, and no loss scale."""
+    losses_and_norms = [
         (step, *(value if math.isfinite(value) else None for value in values))
         for step, *values in steps
     ]
+    return [(step, loss, norm, None) for step, loss, norm in losses_and_norms]
 
 
 @settings(max_examples=50)

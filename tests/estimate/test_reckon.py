@@ -10,10 +10,9 @@ import pytest
 from raytrain_gpt import cli
 from raytrain_gpt.config import load_preset
 from raytrain_gpt.core.devices import device_of
-from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.answer import Asked, answer, lines
-from raytrain_gpt.estimate.reckon import Facts, estimate, largest_models
+from raytrain_gpt.estimate.reckon import Facts, estimate
 
 H200 = device_of("NVIDIA H200")
 FACTS = Facts(
@@ -73,8 +72,9 @@ def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None
     assert estimate(CONFIG, FACTS).largest == []
     small, large = device_of("NVIDIA L4"), H200
     assert small is not None
-    shape = GPTShape.of(CONFIG, 50_257)
-    on_small, on_large = (largest_models(d, shape, bf16=True) for d in (small, large))
+    on_small, on_large = (
+        estimate(CONFIG, replace(FACTS, device=device)).largest for device in (small, large)
+    )
     for little, much in zip(on_small, on_large, strict=True):
         assert little.sequences <= little.sequences_recomputing
         assert little.sequences < much.sequences
@@ -92,6 +92,36 @@ def test_a_micro_batch_fits_where_the_largest_says_so() -> None:
             }
         )
         assert estimate(changed, facts).fits is fits
+
+
+def test_auto_is_counted_for_the_device() -> None:
+    auto = CONFIG.updated({"micro_batch_sequences": "auto", "activation_checkpointing": "auto"})
+    chosen = {}
+    for name in ("L4", "h200"):
+        config, found = answer(auto, replace(ASKED, device=name), print)
+        assert found.fits
+        chosen[name] = config.micro_batch_sequences
+        assert 512 % config.micro_batch_sequences == 0
+    assert 1 < chosen["L4"] < chosen["h200"]
+    config, found = answer(auto, replace(ASKED, device="L4", vocab_size=10**9), print)
+    assert found.fits is False
+    assert (config.micro_batch_sequences, config.activation_checkpointing) == (1, "full")
+    config, _ = answer(auto, ASKED, print)
+    assert (config.micro_batch_sequences, config.activation_checkpointing) == (2, "none")
+
+
+def test_sharding_makes_room_for_larger_models() -> None:
+    small = device_of("NVIDIA L4")
+    shared = CONFIG.updated({"parallel": "fsdp"})
+    whole, alone, among_8 = (
+        estimate(config, replace(FACTS, device=small, num_workers=num_workers))
+        for config, num_workers in ((CONFIG, 8), (shared, 1), (shared, 8))
+    )
+    assert alone.memory == replace(whole.memory)
+    assert among_8.memory.moments == whole.memory.moments // 8
+    assert among_8.memory.total < whole.memory.total
+    assert whole.largest[-1].sequences_recomputing == 0 < among_8.largest[-1].sequences
+    assert among_8.checkpoint_bytes == whole.checkpoint_bytes
 
 
 def test_the_answer_says_what_is_not_known() -> None:

@@ -17,8 +17,8 @@ from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.preflight import check_ray_disk
 from raytrain_gpt.runtime.run_files import read_rows
+from raytrain_gpt.runtime.shared_storage import check_ray_disk
 from raytrain_gpt.runtime.supervisor import RunSummary
 from tests.s3 import S3Server
 

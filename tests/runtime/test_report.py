@@ -25,6 +25,7 @@ from raytrain_gpt.runtime.report import (
     write_report,
 )
 from raytrain_gpt.runtime.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
+from raytrain_gpt.runtime.time_use import KINDS, Operator, TimeUse
 
 PROMPT = "<b>def</b> "
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -327,6 +328,28 @@ def test_waiting_is_related_to_the_time_of_the_same_steps(tmp_path: Path) -> Non
             for s, t, w in ((1, 0.2, 0.3), (2, 0.2, 0.0), (3, 0.4, 0.0), (4, 0.4, 0.08))]  # fmt: skip
     chart = RunStory(make_run(tmp_path / "run", rows)).charts()[-1]
     np.testing.assert_allclose(chart.curves[0].values, [75, 75, 10, 10])
+
+
+def test_profiles_are_shown(tmp_path: Path) -> None:
+    operators = [Operator("<aten::mm>", "matmul", 0.08, 48)]
+    kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
+    uses = [TimeUse(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
+    profiles = [
+        {
+            **start("profile", use.first_step + 1, 1e9 + i, trace=f"profile/{i}.json.gz"),
+            **use.facts(),
+        }
+        for i, use in enumerate(uses)
+    ]
+    rows = [step_row(s, perf__tokens_per_s=None if s in (5, 6, 7) else 1e4) for s in range(1, 41)]
+    path = write_report(make_run(tmp_path / "run", [*rows, *profiles]))
+    ids = checked(path).ids
+    assert len(ids) == len(set(ids))
+    html = page(path)
+    for words in ("steps 6 to 7, 100.0 ms a step", "steps 26 to 27", "profile/1.json.gz", "75.0%"):
+        assert words in html
+    assert "&lt;aten::mm&gt;" in html
+    assert ">nan" not in html
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:

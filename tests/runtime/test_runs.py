@@ -57,8 +57,13 @@ def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
             *("step", "train/loss", "optim/lr", "optim/grad_norm", "perf/tokens_per_s"),
             *("perf/step_time_s", "perf/data_wait_s", "perf/mfu", "data/epoch"),
             *("data/tokens_seen", "data/order_hash"),
+            *("perf/tokens_per_s_overall", "perf/peak_memory_bytes"),
         )
     }
+    assert 1e8 < rows[-1]["perf/peak_memory_bytes"] < 1e11
+    # An evaluation of step 25 and checkpoints are no part of the one, but of the other.
+    in_steps = 50 * 12 * 32 / sum(row["perf/step_time_s"] for row in rows)
+    assert 0 < rows[-1]["perf/tokens_per_s_overall"] < in_steps
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
 
 

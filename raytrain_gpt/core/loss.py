@@ -1,0 +1,106 @@
+"""The language model's loss from hidden states, without logits of the whole micro-batch.
+
+With GPT-2's vocabulary the logits are most of the memory of a step, and their gradient as much again.
+So the head runs a chunk of tokens at a time, and the gradients of a chunk are computed as soon as its loss
+is: its logits are dropped before the next one, and no matrix product is computed twice. Small logits, as
+those of a vocabulary of bytes, are computed at once; so are all of them under `torch.compile`, which
+fuses the softmax with what is around it and keeps no fp32 logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""Target of a place that does not count."""
+
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
+"""Device -> bytes of the fp32 logits of a chunk. A GPU takes larger ones: the sum of the weight's gradient
+passes through memory once a chunk."""
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats of the logits `hidden · weightᵀ`; under autocast they are of its type.
+
+    Args:
+        hidden: (B, T, D).
+        weight: (V, D).
+        targets: int64 (B, T); −100 does not count.
+        reduction: `mean`: a scalar; `none`: (B, T).
+    """
+    rows, labels = hidden.flatten(0, 1), targets.flatten()  # (N, D), (N,)
+    chunk = chunk_tokens(len(weight), weight.device.type)
+    if torch.compiler.is_compiling() or len(rows) <= chunk:
+        loss = _loss(rows, weight, labels, reduction)
+    elif reduction == "mean" and torch.is_grad_enabled():
+        mean: Any = _ChunkedMean.apply
+        loss = mean(rows, weight, labels, chunk, _matmul_dtype(rows))
+    else:
+        parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
+        loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])
+        if reduction == "mean":
+            loss = loss.sum() / (labels != IGNORED).sum()
+    return loss if reduction == "mean" else loss.view_as(targets)
+
+
+def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
+    """Tokens whose logits are made at once."""
+    num_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
+    return max(1, num_bytes // (4 * padded_vocab_size))
+
+
+def _loss(rows: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    logits = F.linear(rows, weight)  # (N, V)
+    return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=IGNORED)
+
+
+def _matmul_dtype(tensor: Tensor) -> torch.dtype:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+class _ChunkedMean(torch.autograd.Function):
+    """The mean loss, whose gradients are computed in the forward pass and only scaled in the backward one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, chunk: int, dtype: torch.dtype
+    ) -> Tensor:
+        counted = (labels != IGNORED).float().unsqueeze(1)  # (N, 1)
+        total = rows.new_zeros((), dtype=torch.float32)
+        grad_rows = torch.empty_like(rows)
+        grad_weight = torch.zeros_like(weight)
+        with torch.autocast(rows.device.type, enabled=False):
+            narrow = weight.to(dtype)  # (V, D)
+            for start in range(0, len(rows), chunk):
+                part = slice(start, start + chunk)
+                x, counts = rows[part].to(dtype), counted[part]  # (C, D), (C, 1)
+                label = labels[part].clamp(min=0).unsqueeze(1)  # (C, 1)
+                log_p = F.log_softmax(x @ narrow.T, 1, dtype=torch.float32)  # (C, V)
+                total -= (log_p.gather(1, label) * counts).sum()
+                # Times the number of targets: in fp16 the gradient of a mean would be too small.
+                grad = log_p.exp_().scatter_add_(1, label, -torch.ones_like(counts)).to(dtype)
+                torch.mul(grad @ narrow, counts, out=grad_rows[part])
+                _add_product(grad_weight, grad, (x * counts).to(dtype))
+        num = counted.sum()
+        ctx.gradients, ctx.num = (grad_rows, grad_weight), num
+        return total / num
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grads[0] / ctx.num
+        (rows, weight), ctx.gradients = ctx.gradients, None
+        # In place, as there is no second backward pass.
+        return rows.mul_(factor), weight.mul_(factor), None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ · right, summed in the type of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right

@@ -1,0 +1,75 @@
+"""Loss scaling for fp16, whose small gradients would otherwise become zero.
+
+The loss is multiplied by a factor before the backward pass and the gradients are divided by it before the
+update. A gradient that overflows halves the factor, and the step changes nothing; after many steps without
+one the factor doubles. All of it stays on the device. The factor never falls below 1, as that of torch's
+GradScaler may: there an overflow means that the gradients themselves are broken.
+
+Source: Micikevicius et al., "Mixed Precision Training" (2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FIRST_FACTOR = 2.0**16
+DOUBLES_AFTER_STEPS = 2000
+
+
+class LossScale:
+    """The factor and what decides about the next one; the same on all ranks, as the gradients are.
+
+    Args:
+        device: Where the losses are.
+        factor: To begin with; of a checkpoint, the one that it was saved with.
+        good_steps: Steps without an overflow since the factor last changed.
+
+    Attributes:
+        factor: fp32 scalar on the device.
+    """
+
+    def __init__(
+        self, device: torch.device, factor: float = FIRST_FACTOR, good_steps: int = 0
+    ) -> None:
+        self.factor = torch.tensor(factor, device=device)
+        self._good_steps = torch.tensor(good_steps, device=device)
+
+    def adjust(self, overflowed: Tensor) -> None:
+        """Take in whether a step's gradients were not finite: a bool scalar on the device."""
+        good_steps = torch.where(overflowed, 0, self._good_steps + 1)
+        doubles = good_steps == DOUBLES_AFTER_STEPS
+        halved = (self.factor / 2).clamp(min=1)
+        self.factor = torch.where(
+            overflowed, halved, torch.where(doubles, self.factor * 2, self.factor)
+        )
+        self._good_steps = torch.where(doubles, 0, good_steps)
+
+    def state(self) -> tuple[float, int]:
+        """Factor and good steps, for a checkpoint; waits for the device."""
+        return self.factor.item(), int(self._good_steps.item())
+
+
+def loss_scale_for(
+    precision: str, device: torch.device, saved: tuple[float, int] | None = None
+) -> LossScale | None:
+    """What training in a precision needs: none but in fp16.
+
+    Args:
+        precision: Resolved.
+        device: Where the losses are.
+        saved: The `state` of a checkpoint; None: a new run.
+    """
+    return LossScale(device, *(saved or ())) if precision == "fp16" else None
+
+
+def overflowed(loss: float, grad_norm: float, loss_scale: float | None) -> bool:
+    """Whether a step's gradients left the range of fp16 only because of the factor.
+
+    Args:
+        loss: Of the step, over all ranks.
+        grad_norm: Of the step.
+        loss_scale: Its factor; None: there was none.
+    """
+    finite = abs(loss) < float("inf")
+    return loss_scale is not None and loss_scale > 1 and finite and not grad_norm < float("inf")

@@ -1,0 +1,54 @@
+"""Activation checkpointing: what a block computes again in the backward pass, to keep less until then."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+def run_block(block: nn.Module, x: Tensor, recompute: str) -> Tensor:
+    """The output of a block, with the same gradients whatever is computed again.
+
+    Args:
+        block: (B, T, D) -> (B, T, D).
+        x: (B, T, D).
+        recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
+            the maps whose outputs the backward pass needs; `full`: all but the block's input.
+    """
+    if recompute == "none":
+        out: Tensor = block(x)
+        return out
+    contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
+    again: Tensor = checkpoint(block, x, use_reentrant=False, **contexts)
+    return again
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _ATTENTION or (operation is torch.ops.aten.addmm.default and _widens(*args)):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _widens(_: Tensor, rows: Tensor, weight: Tensor) -> bool:
+    """Whether a map's output is needed: not that of the last one, which narrows, since it is only added."""
+    return weight.shape[1] >= rows.shape[1]
+
+
+_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)

@@ -1,0 +1,209 @@
+"""What the ranks of a sharded model do in processes of their own, for `test_parallel.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.device import autocast_of, matmul_dtype
+from raytrain_gpt.core.loop import Autocast, MicroBatch, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loss_scale import loss_scale_for
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.parallel import lent_weights, model_to_evaluate, shard, whole
+from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+
+SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
+STEPS = 6
+BAD_STEP = 3
+"""In which the last rank's loss is not a number."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    precision: str = "fp32"
+    recompute: str = "none"
+    dropout: float = 0.0
+
+
+CASES = {
+    "fp32": Case(),
+    "bf16": Case(precision="bf16"),
+    "fp16": Case(precision="fp16"),
+    "bf16, selective": Case(precision="bf16", recompute="selective", dropout=0.1),
+    "fp32, full": Case(recompute="full", dropout=0.1),
+}
+
+
+class Trained:
+    """One rank's model and optimizer, not trained yet.
+
+    Args:
+        case: How it trains.
+        sharded: Or wrapped in DDP.
+        from_checkpoint: Goes on there.
+    """
+
+    def __init__(self, case: Case, sharded: bool, from_checkpoint: Path | None = None) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.autocast = autocast_of(case.precision, CPU)
+        self.loss_scale = loss_scale_for(case.precision, CPU)
+        self.raw_model = GPT(replace(SHAPE, dropout=case.dropout), case.recompute)
+        self.raw_model.init_weights(0)
+        if from_checkpoint is not None:
+            load_model(from_checkpoint, self.raw_model)
+        self.model: nn.Module = self.raw_model
+        if sharded:
+            shard(self.raw_model, CPU, matmul_dtype(case.precision))
+        else:
+            self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
+        self.optimizer = build_optimizer(self.raw_model, OptimSection())
+        if from_checkpoint is not None:
+            load_optimizer(from_checkpoint, self.raw_model, self.optimizer)
+        settle_gradient_buckets(self.model, batch_of(0, self.rank), self.autocast)
+
+    def train(self, first: int, stop: int, bad_step: int | None = None) -> list[dict[str, Any]]:
+        """What every step gave on this rank."""
+        steps = train_steps(
+            self.model,
+            self.optimizer,
+            self._micro_batches(first),
+            first_step=first,
+            max_steps=stop,
+            micro_batches_per_step=2,
+            learning_rate=lambda step: 1e-3,
+            grad_clip=1.0,
+            autocast=self._spoiling(bad_step, first),
+            seed=1337,
+            rank=self.rank,
+            loss_scale=self.loss_scale,
+        )
+        return [{"loss": float(s.loss), "grad_norm": float(s.grad_norm)} for s in steps]
+
+    def _micro_batches(self, first: int) -> Iterator[MicroBatch]:
+        micro_batch = 2 * first
+        while True:
+            yield batch_of(micro_batch, self.rank)
+            micro_batch += 1
+
+    def _spoiling(self, bad_step: int | None, first: int) -> Autocast:
+        """The autocast of this case, in whose bad step the last rank's loss is spoilt."""
+        passes = 0
+
+        def spoil(_model: nn.Module, _inputs: Any, loss: Tensor) -> Tensor | None:
+            spoilt = bad_step is not None and passes == 2 * (bad_step - first) - 1
+            return loss * torch.nan if spoilt and self.rank == self.world_size - 1 else None
+
+        def counted() -> contextlib.AbstractContextManager[object]:
+            nonlocal passes
+            passes += 1
+            return self.autocast()
+
+        self.model.register_forward_hook(spoil)
+        return counted
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        copy = HostCopy(self.raw_model, self.optimizer, self.rank, self.world_size)
+        copy.refresh()
+        for file in copy.files():
+            copy.write(file, directory / file)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, on every rank."""
+        named = self.raw_model.named_parameters()
+        return {name: whole(parameter.detach()).clone() for name, parameter in named}
+
+    def steps_done(self) -> set[float]:
+        """The optimizer's own count, of each parameter."""
+        return {float(state["step"]) for state in self.optimizer.state.values()}
+
+    def kept_numbers(self) -> tuple[int, int]:
+        """How many numbers this rank keeps: of weights, and of moments."""
+
+        def mine(tensor: Tensor) -> int:
+            return (
+                int(getattr(tensor, "to_local", lambda: tensor)().untyped_storage().nbytes()) // 4
+            )
+
+        moments = [
+            s[key] for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+        ]
+        return sum(map(mine, self.raw_model.parameters())), sum(map(mine, moments))
+
+    def evaluated(self) -> list[float]:
+        """Losses of batches, of which the first rank has most; and a greedy token of rank 0 alone."""
+        model = model_to_evaluate(self.raw_model)
+        with lent_weights(self.raw_model, model), torch.no_grad(), self.autocast():
+            model.eval()
+            batches = [batch_of(n, 0) for n in range(3 if self.rank == 0 else self.rank - 1)]
+            losses = [float(model(*batch)) for batch in batches]
+            if self.rank == 0:
+                losses.append(float(model.logits(batches[0][0])[0, -1].argmax()))
+        return losses
+
+
+def batch_of(micro_batch: int, rank: int) -> MicroBatch:
+    """Four sequences that no other micro-batch or rank has."""
+    i = torch.arange(4 * 17) + 68 * (7 * micro_batch + rank)
+    tokens = ((7 * i + i // 50) % 97).view(4, 17)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def in_ranks(rank: int, world_size: int, directory: Path, job: Callable[[Path], Any]) -> None:
+    """One process: run a job as a rank, and keep what it gives in `rank-N.pt`."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{directory / 'rendezvous'}"
+    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=world_size)
+    torch.save(job(directory), directory / f"rank-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_all_cases(directory: Path) -> dict[str, Any]:
+    """Every case, in DDP and sharded; and a sharded run that was broken off and went on."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for kind in ("ddp", "fsdp"):
+            run = Trained(case, sharded=kind == "fsdp")
+            steps = run.train(0, STEPS, BAD_STEP)
+            found[f"{kind} {name}"] = {
+                "steps": steps,
+                "weights": run.weights(),
+                "steps_done": run.steps_done(),
+                "kept": run.kept_numbers(),
+                "evaluated": run.evaluated(),
+                "weights after": run.weights(),
+            }
+    for kind in ("ddp", "fsdp"):
+        (directory / kind).mkdir(exist_ok=True)
+        run = Trained(CASES["fp32"], sharded=kind == "fsdp")
+        run.train(0, 3)
+        run.save(directory / kind)
+    found["at 3"] = run.weights()
+    found["went on"] = (run.train(3, STEPS), run.weights())
+    dist.barrier()
+    again = Trained(CASES["fp32"], sharded=True, from_checkpoint=directory / "fsdp")
+    found["read"] = (again.weights(), again.kept_numbers())
+    found["again"] = (again.train(3, STEPS), again.weights())
+    return found
+
+
+def go_on_from(directory: Path) -> dict[str, Any]:
+    """From the checkpoint in `from`: written again at once, then trained on."""
+    run = Trained(CASES["fp32"], sharded=True, from_checkpoint=directory / "from")
+    (directory / "written").mkdir(exist_ok=True)
+    run.save(directory / "written")
+    return {"steps": run.train(3, STEPS), "weights": run.weights(), "kept": run.kept_numbers()}

@@ -1,0 +1,190 @@
+"""Loss scaling: the factor's life, an overflow that changes nothing, and a resume that is bitwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from raytrain_gpt.config import OptimSection, SpikesSection
+from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.loss_scale import (
+    DOUBLES_AFTER_STEPS,
+    FIRST_FACTOR,
+    LossScale,
+    loss_scale_for,
+    overflowed,
+)
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.spikes import SpikeDetector
+
+CPU = torch.device("cpu")
+OPTIM = OptimSection(peak_lr=1e-2, warmup_steps=0)
+MicroBatches = Callable[..., Iterator[MicroBatch]]
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def steps(
+    model: GPT,
+    optimizer: torch.optim.AdamW,
+    micro_batches: Iterator[MicroBatch],
+    scale: LossScale | None,
+    first: int,
+    last: int,
+    precision: str = "fp16",
+) -> list[StepResult]:
+    return list(
+        train_steps(
+            model,
+            optimizer,
+            micro_batches,
+            first_step=first,
+            max_steps=last,
+            micro_batches_per_step=2,
+            learning_rate=lambda step: 1e-2,
+            grad_clip=1.0,
+            autocast=autocast_of(precision, CPU),
+            seed=1,
+            rank=0,
+            loss_scale=scale,
+        )
+    )
+
+
+def test_the_factor_halves_with_an_overflow_and_doubles_after_many_steps_without() -> None:
+    scale = LossScale(CPU, 8.0)
+    scale.adjust(YES)
+    assert scale.state() == (4.0, 0)
+    for _ in range(DOUBLES_AFTER_STEPS - 1):
+        scale.adjust(NO)
+    assert scale.state() == (4.0, DOUBLES_AFTER_STEPS - 1)
+    scale.adjust(NO)
+    assert scale.state() == (8.0, 0)
+    scale.adjust(NO)
+    scale.adjust(YES)
+    assert scale.state() == (4.0, 0)
+
+
+def test_the_factor_stays_at_one() -> None:
+    scale = LossScale(CPU)
+    for _ in range(40):
+        scale.adjust(YES)
+    assert scale.state() == (1.0, 0)
+
+
+def test_only_fp16_is_scaled() -> None:
+    assert loss_scale_for("fp32", CPU) is None
+    assert loss_scale_for("bf16", CPU) is None
+    new, saved = loss_scale_for("fp16", CPU), loss_scale_for("fp16", CPU, (32.0, 7))
+    assert new is not None
+    assert new.state() == (FIRST_FACTOR, 0)
+    assert saved is not None
+    assert saved.state() == (32.0, 7)
+    assert resolve_precision("fp16", CPU) == "fp16"
+
+
+def test_a_power_of_two_changes_no_bit(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches
+) -> None:
+    """In fp32, where nothing over- or underflows: weights, and the norm that is told."""
+    plain, scaled = new_model(), new_model()
+    for scale, model in ((None, plain), (LossScale(CPU, 1024.0), scaled)):
+        batches = micro_batches(4, 4)
+        told = steps(model, build_optimizer(model, OPTIM), batches, scale, 0, 4, "fp32")
+        norms = [result.grad_norm.item() for result in told]
+        factors = [None if r.loss_scale is None else r.loss_scale.item() for r in told]
+        assert factors == [None if scale is None else 1024.0] * 4
+        if scale is None:
+            expected = norms
+    assert norms == expected
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_in_fp16_learns_as_in_fp32(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches
+) -> None:
+    losses = {}
+    for precision in ("fp32", "fp16"):
+        model = new_model()
+        scale = loss_scale_for(precision, CPU)
+        batches = micro_batches(12, 4)
+        told = steps(model, build_optimizer(model, OPTIM), batches, scale, 0, 12, precision)
+        losses[precision] = [result.loss.item() for result in told]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 1
+    assert losses["fp16"] == pytest.approx(losses["fp32"], abs=0.02)
+
+
+def test_an_overflow_changes_nothing_but_the_factor(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches
+) -> None:
+    model, scale = new_model(), LossScale(CPU, 2.0**30)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = build_optimizer(model, OPTIM)
+    (result,) = steps(model, optimizer, micro_batches(1, 4), scale, 0, 1)
+    assert math.isfinite(result.loss.item())
+    assert not math.isfinite(result.grad_norm.item())
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, kept)
+    assert scale.state() == (2.0**29, 0)
+
+
+@pytest.mark.parametrize("at", [1, 6])
+def test_going_on_is_bitwise_the_unbroken_run(
+    new_model: Callable[..., GPT], micro_batches: MicroBatches, at: int
+) -> None:
+    """Also among the overflows of the first steps."""
+    first = 2.0**20
+    unbroken, broken = new_model(), new_model()
+    scale = LossScale(CPU, first)
+    told = steps(unbroken, build_optimizer(unbroken, OPTIM), micro_batches(8, 4), scale, 0, 8)
+    finite = [math.isfinite(result.grad_norm.item()) for result in told]
+    assert (finite[0], finite[-1]) == (False, True)
+    optimizer, before = build_optimizer(broken, OPTIM), LossScale(CPU, first)
+    steps(broken, optimizer, micro_batches(8, 4), before, 0, at)
+    after = loss_scale_for("fp16", CPU, before.state())
+    steps(broken, optimizer, micro_batches(8, 4, first_step=at), after, at, 8)
+    assert after is not None
+    assert after.state() == scale.state()
+    for a, b in zip(broken.parameters(), unbroken.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "scale", "answer"),
+    [
+        (2.0, math.inf, 2.0, True),
+        (2.0, math.nan, 2.0, True),
+        (2.0, math.inf, 1.0, False),
+        (2.0, math.inf, None, False),
+        (math.nan, math.nan, 2.0, False),
+        (math.inf, 1.0, 2.0, False),
+        (2.0, 1.0, 2.0, False),
+    ],
+)
+def test_an_overflow_is_of_the_gradients_alone(
+    loss: float, norm: float, scale: float | None, answer: bool
+) -> None:
+    assert overflowed(loss, norm, scale) is answer
+
+
+def test_overflows_are_no_bad_steps_until_the_factor_is_one() -> None:
+    config = SpikesSection()
+    detector = SpikeDetector(config)
+    for step in range(100):
+        assert detector.judge(step, 2.0, math.inf, 2.0) is None
+    assert detector.streak == []
+    for step in range(config.spike_patience):
+        bad = detector.judge(100 + step, 2.0, math.inf, 1.0)
+        assert bad is not None
+        assert not bad.finite
+    assert detector.gives_up
+
+
+def test_overflows_before_a_start_are_no_bad_steps_either() -> None:
+    rows = [(step, 2.0, None, 4.0) for step in range(20)]
+    assert SpikeDetector(SpikesSection(), rows).streak == []

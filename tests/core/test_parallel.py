@@ -1,0 +1,157 @@
+"""Sharded models of real processes: the same losses, updates, evaluations and checkpoints as in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded import (
+    BAD_STEP,
+    CASES,
+    SHAPE,
+    STEPS,
+    go_on_from,
+    in_ranks,
+    train_all_cases,
+)
+from torch import Tensor
+
+from raytrain_gpt.config import OptimSection
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+
+Found = list[dict[str, Any]]
+
+
+def ranks_of(world_size: int, directory: Path, job: Callable[[Path], Any]) -> Found:
+    """What a job gave on every rank."""
+    torch.multiprocessing.spawn(in_ranks, (world_size, directory, job), nprocs=world_size)
+    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the two ranks write."""
+    return tmp_path_factory.mktemp("two-ranks")
+
+
+@pytest.fixture(scope="module")
+def two(directory: Path) -> Found:
+    """What two ranks found."""
+    return ranks_of(2, directory, train_all_cases)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def closeness(case: str) -> float:
+    """Micro-batches and ranks are summed in another order, which 16 bits make more of."""
+    return 1e-5 if CASES[case].precision == "fp32" else 5e-4
+
+
+def files_of(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whatever files they are in."""
+    return {
+        f"{path.name.partition('-')[0]} {name}": tensor
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_norms_and_weights_are_those_of_ddp(two: Found, case: str) -> None:
+    for rank in two:
+        ddp, fsdp = rank[f"ddp {case}"], rank[f"fsdp {case}"]
+        for ours, theirs in zip(fsdp["steps"], ddp["steps"], strict=True):
+            assert ours == pytest.approx(theirs, rel=closeness(case), nan_ok=True)
+        # Of all weights: AdamW moves one by a whole step whose gradient is nothing but rounding.
+        ours, theirs = (
+            torch.cat([*map(torch.flatten, w.values())]) for w in (fsdp["weights"], ddp["weights"])
+        )
+        assert (ours - theirs).norm() < closeness(case) * theirs.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_have_the_same_norm_and_the_same_weights(two: Found, case: str) -> None:
+    first, second = (rank[f"fsdp {case}"] for rank in two)
+    norms = [[step["grad_norm"] for step in rank["steps"]] for rank in (first, second)]
+    assert norms[0] == pytest.approx(norms[1], rel=0, abs=0, nan_ok=True)
+    assert same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_loss_of_one_rank_skips_the_update_on_all(two: Found, case: str) -> None:
+    for number, rank in enumerate(two):
+        found = rank[f"fsdp {case}"]
+        norms = [step["grad_norm"] for step in found["steps"]]
+        losses = [step["loss"] for step in found["steps"]]
+        finite = [step != BAD_STEP for step in range(1, STEPS + 1)]
+        assert [norm == norm for norm in norms] == finite
+        assert [loss == loss for loss in losses] == (finite if number == 1 else [True] * STEPS)
+        assert found["steps_done"] == {STEPS - 1}
+
+
+def test_a_rank_keeps_its_shards_only(two: Found) -> None:
+    parameters = SHAPE.num_parameters
+    for rank in two:
+        for kept in (rank["fsdp fp32"]["kept"], rank["read"][1]):
+            weights, moments = kept
+            assert weights == parameters // 2
+            assert moments == parameters
+        assert rank["ddp fp32"]["kept"] >= (parameters, 2 * parameters)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_with_other_numbers_of_batches_evaluate_as_in_ddp(two: Found, case: str) -> None:
+    for number, rank in enumerate(two):
+        ddp, fsdp = rank[f"ddp {case}"], rank[f"fsdp {case}"]
+        assert len(fsdp["evaluated"]) == (4 if number == 0 else 0)
+        assert fsdp["evaluated"] == pytest.approx(ddp["evaluated"], rel=closeness(case))
+        assert same(fsdp["weights after"], fsdp["weights"])
+
+
+def test_a_checkpoint_has_the_names_and_shapes_that_ddp_writes(two: Found, directory: Path) -> None:
+    ddp, fsdp = files_of(directory / "ddp"), files_of(directory / "fsdp")
+    assert {k: (t.shape, t.dtype) for k, t in fsdp.items()} == {
+        k: (t.shape, t.dtype) for k, t in ddp.items()
+    }
+    names = [sorted(p.name for p in (directory / kind).iterdir()) for kind in ("ddp", "fsdp")]
+    assert names[0] == names[1]
+
+
+def test_what_goes_on_from_a_checkpoint_is_the_unbroken_training(two: Found) -> None:
+    for rank in two:
+        assert same(rank["read"][0], rank["at 3"])
+        steps, weights = rank["again"]
+        unbroken_steps, unbroken_weights = rank["went on"]
+        assert steps == unbroken_steps
+        assert same(weights, unbroken_weights)
+
+
+@pytest.mark.models
+def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
+    two: Found, directory: Path, tmp_path: Path
+) -> None:
+    """2 sharded -> 1 whole -> 3 sharded, where the first dimensions do not divide."""
+    model = GPT(SHAPE)
+    load_model(directory / "fsdp", model)
+    assert same(dict(model.named_parameters()), two[0]["at 3"])
+    optimizer = build_optimizer(model, OptimSection())
+    load_optimizer(directory / "fsdp", model, optimizer)
+    (tmp_path / "from").mkdir()
+    copy = HostCopy(model, optimizer)
+    copy.refresh()
+    for file in copy.files():
+        copy.write(file, tmp_path / "from" / file)
+    three = ranks_of(3, tmp_path, go_on_from)
+    assert same(files_of(tmp_path / "written"), files_of(directory / "fsdp"))
+    assert sum(rank["kept"][0] for rank in three) < 1.05 * SHAPE.num_parameters
+    for rank in three:
+        assert len(rank["steps"]) == STEPS - 3
+        assert same(rank["weights"], three[0]["weights"])
