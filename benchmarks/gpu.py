@@ -20,7 +20,9 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -66,20 +68,22 @@ def main() -> None:
     ways = [way for way in args.ways if way != "run" or importlib.util.find_spec("ray")]
     found: dict[str, Any] = {**about(args), "cases": [], "comparisons": []}
     for number, model, mode in itertools.product(range(args.rounds), args.models, args.modes):
-        cases = {way: run_in_process(model, mode, way) for way in ways}
-        for way, case in cases.items():
+        cases: dict[str, Any] = {}
+        for way in ways:
+            cases[way] = case = run_in_process(model, mode, way)
             found["cases"].append(
                 {"model": model, "mode": mode, "way": way, "round": number} | case
             )
             told = f"{case['tokens_per_s']:,} tokens/s" if "tokens_per_s" in case else case["error"]
             print(f"{model} {mode} {way}: {told}", flush=True)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
         if all("losses" in cases.get(way, {}) for way in ("core", "plain")):
             comparison = compared(cases["core"], cases["plain"])
             found["comparisons"].append(
                 {"model": model, "mode": mode, "round": number} | comparison
             )
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
     if any("error" in case for case in found["cases"]):
         sys.exit(1)
@@ -102,7 +106,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     parser.add_argument("--case", nargs=3, help="measure this one (used inside)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.spans < 2:
+        parser.error(f"spans={args.spans} is below 2, and the first does not count")
+    return args
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,14 +131,18 @@ def device_name(device: torch.device) -> str:
 def run_in_process(model: str, mode: str, way: str) -> dict[str, Any]:
     """What one case measured, or its `error`."""
     command = [sys.executable, __file__, *sys.argv[1:], "--case", model, mode, way]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_WITHIN_S)
+        printed, errors = process.communicate(timeout=CASE_WITHIN_S)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the run that it may have started
+        process.communicate()
         return {"error": f"not done within {CASE_WITHIN_S} s"}
-    if done.returncode:
-        print(done.stderr, file=sys.stderr, flush=True)
-        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
-    case: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        print(errors, file=sys.stderr, flush=True)
+        return {"error": (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]}
+    case: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return case
 
 

@@ -7,7 +7,8 @@ Three ways train a GPT of the same sizes on batches of the same size with the sa
 - `transformers`: the same loop around `GPT2LMHeadModel` with PyTorch's own attention.
 
 Each is a process of its own, they take turns, and a ratio is of two next to each other, so that a noisy
-machine disturbs all alike. Of every process the median step counts, without the first ones.
+machine disturbs all alike. Of every process the median of means of five steps counts, as a run reports
+five at a time, without the first ones.
 
     python benchmarks/overhead.py [--rounds 5] [--compile] [--precision bf16] [--threads 2] …
     python benchmarks/overhead.py --ways run run_bf16          # bf16 against fp32
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from training import (
     VOCAB_SIZE,
     data_wait_fraction,
+    means,
     quiet_config,
     ratios,
     run_rows,
@@ -74,7 +76,8 @@ def main() -> None:
                 else:
                     command = [sys.executable, __file__, f"--loop={way}", *sys.argv[1:]]
                     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                    times[way].append(json.loads(done.stdout.splitlines()[-1])[args.skipped :])
+                    steps = json.loads(done.stdout.splitlines()[-1])
+                    times[way].append(means(steps[args.skipped :]))
             speeds = [f"{way} {tokens_per_s(args, times[way][-1]):,.0f}" for way in args.ways]
             print(f"tokens/s: {' | '.join(speeds)}", flush=True)
     speed = {way: [tokens_per_s(args, one) for one in times[way]] for way in args.ways}
@@ -108,7 +111,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:3])
     parser.add_argument("--steps", type=int, default=30, help="of every process")
-    parser.add_argument("--skipped", type=int, default=6, help="first steps that do not count")
+    parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--num_layers", type=int, default=6)

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help="of every run")
-    parser.add_argument("--skipped", type=int, default=6, help="first steps that do not count")
+    parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all workers")
     parser.add_argument("--gpus", action="store_true", help="a GPU for every worker")
     parser.add_argument("--compile", action="store_true")

@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import tiktoken
-from training import ratios
+from training import ratios, without_cluster
 
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -125,6 +125,8 @@ class Measured:
     def steady_per_s(self) -> float:
         """Tokens a second of the steady part."""
         (first, _), *rest = self._steady
+        if len(rest) < 3:
+            sys.exit(f"only {len(self.ended)} tasks ended; give more text")
         return sum(tokens for _, tokens in rest) / (rest[-1][0] - first)
 
     def most_mb(self) -> dict[str, float]:
@@ -133,7 +135,7 @@ class Measured:
         third = (last - first) / 3
         spans = {"first_third": (first, first + third), "last_third": (last - third, last)}
         return {
-            name: round(max(size for at, size in self.memory if a <= at <= b) / 1e6)
+            name: round(max((size for at, size in self.memory if a <= at <= b), default=0) / 1e6)
             for name, (a, b) in spans.items()
         }
 
@@ -169,7 +171,7 @@ def measuring(command: list[str]) -> Iterator[Measured]:
     """Run a command to its end, and measure it."""
     measured = Measured()
     started = time.time()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=without_cluster())
     done = threading.Event()
 
     def watch() -> None:

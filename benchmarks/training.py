@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -14,18 +15,19 @@ from raytrain_gpt.runtime.run_files import Row, read_rows
 
 VOCAB_SIZE = 257
 """Of the tokenizer `bytes`."""
+STEPS_TOGETHER = 5
+"""Steps that a run reports at a time, each with their mean."""
 
 
 def quiet_config(steps: int, changes: dict[str, Any]) -> Config:
     """A configuration of the quickstart's with some leaves changed, for a run that only trains.
 
-    Every step is reported by itself; an evaluation and a checkpoint, which every run has at its end,
-    come after the last step.
+    An evaluation and a checkpoint, which every run has at its end, come after the last step.
     """
     return load_preset("quickstart").updated(
         {
             "max_steps": steps,
-            "log_every_steps": 1,
+            "log_every_steps": STEPS_TOGETHER,
             "eval_every_steps": steps,
             "checkpoint_every_steps": steps,
             "num_samples": 0,
@@ -37,7 +39,7 @@ def quiet_config(steps: int, changes: dict[str, Any]) -> Config:
 def run_rows(config: Config) -> list[Row]:
     """The rows of all steps of `raytrain-gpt train` with a configuration, in a process of its own.
 
-    What it printed is shown where it fails.
+    It starts a Ray cluster of its own. What it printed is shown where it fails.
     """
     file = Path(config.run.storage_path, f"{config.run.run_name}.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +49,7 @@ def run_rows(config: Config) -> list[Row]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=without_cluster(),
     )
     if done.returncode:
         sys.exit(f"raytrain-gpt train failed:\n{done.stdout}")
@@ -54,21 +57,35 @@ def run_rows(config: Config) -> list[Row]:
     return [row for row in rows if "train/loss" in row]
 
 
+def without_cluster() -> dict[str, str]:
+    """The environment of a command that joins no cluster."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
 def step_times(rows: list[Row], first: int) -> list[float]:
-    """Seconds of every step but the first ones."""
-    return [row["perf/step_time_s"] for row in rows[first:]]
+    """Mean seconds of every `STEPS_TOGETHER` steps of a run, without the first ones."""
+    return means([row["perf/step_time_s"] for row in rows[first:]])
+
+
+def means(times: Sequence[float]) -> list[float]:
+    """The means of `STEPS_TOGETHER` values each; what is left over is left out."""
+    whole = len(times) - len(times) % STEPS_TOGETHER
+    return [
+        statistics.fmean(times[start : start + STEPS_TOGETHER])
+        for start in range(0, whole, STEPS_TOGETHER)
+    ]
 
 
 def data_wait_fraction(rows: list[Row], first: int) -> float:
     """The part of all steps but the first ones that waited for data."""
-    waits = sum(row["perf/data_wait_s"] for row in rows[first:])
-    return waits / sum(step_times(rows, first))
+    rows = rows[first:]
+    waits = sum(row["perf/data_wait_s"] for row in rows)
+    return waits / sum(row["perf/step_time_s"] for row in rows)
 
 
 def spread(times: Sequence[float]) -> float:
-    """How far the tenth and the ninetieth percentile are apart, as a part of the median."""
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return (deciles[-1] - deciles[0]) / statistics.median(times)
+    """How far the shortest and the longest are apart, as a part of the median."""
+    return (max(times) - min(times)) / statistics.median(times)
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:

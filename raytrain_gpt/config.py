@@ -134,7 +134,7 @@ class TrainSection(_Section):
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = Field(10, ge=1)
     """Newest checkpoints kept; the best by validation loss is kept besides."""
-    profile_steps: int = Field(0, ge=0, le=100)
+    profile_steps: int = Field(0, ge=0, le=10)
     """Steps of rank 0, soon after a start, that a trace is recorded of; 0: none."""
 
     @field_validator("activation_checkpointing", mode="before")

@@ -85,7 +85,7 @@ def least(config: Config, world_size: int, shape: GPTShape, bf16: bool) -> Fit:
         config: As for `fit`.
         world_size: Of the run.
         shape: Of the model.
-        bf16: Whether the forward pass runs in bf16 autocast.
+        bf16: Whether the forward pass runs in autocast of 16 bits.
     """
     sequences, mode = candidates(config, world_size)[0], _modes(config)[-1]
     chosen = Fit(sequences, mode, 0).applied(config)
@@ -99,12 +99,12 @@ def memory_of(config: Config, world_size: int, shape: GPTShape, bf16: bool) -> T
         config: With micro-batch and recomputing decided.
         world_size: Of the run.
         shape: Of the model.
-        bf16: Whether the forward pass runs in bf16 autocast.
+        bf16: Whether the forward pass runs in autocast of 16 bits.
     """
     train, mode = config.train, config.activation_checkpointing
     memory = training_memory(shape, config.micro_batch_sequences, bf16, mode, train.compile)
     if train.parallel == "fsdp" and world_size > 1:
-        return sharded(memory, shape, bf16, world_size)
+        return sharded(memory, shape, bf16, world_size, config.eval.eval_mode == "inline")
     return memory
 
 
@@ -176,7 +176,7 @@ def counted(
         config: Of the run.
         world_size: Of the run.
         shape: Of the model.
-        bf16: Whether the forward pass runs in bf16 autocast.
+        bf16: Whether the forward pass runs in autocast of 16 bits.
         limit_bytes: What training may use.
     """
 

@@ -36,6 +36,7 @@ class TrainingMemory:
         moments: AdamW's two, fp32.
         activations: Kept for the backward pass, the logits not included.
         logits: What the head takes at once: logits, their softmax, and its gradients.
+        evaluation: What an evaluation needs beyond all this; 0 where it needs less.
     """
 
     weights: int
@@ -43,11 +44,13 @@ class TrainingMemory:
     moments: int
     activations: int
     logits: int
+    evaluation: int = 0
 
     @property
     def total(self) -> int:
         """All of it, without what the allocator and CUDA take for themselves."""
-        return self.weights + self.gradients + self.moments + self.activations + self.logits
+        step = self.weights + self.gradients + self.moments + self.activations + self.logits
+        return step + self.evaluation
 
 
 def training_memory(
@@ -84,7 +87,9 @@ def training_memory(
     return TrainingMemory(state, state, 2 * state, activations, head)
 
 
-def sharded(memory: TrainingMemory, shape: GPTShape, bf16: bool, world_size: int) -> TrainingMemory:
+def sharded(
+    memory: TrainingMemory, shape: GPTShape, bf16: bool, world_size: int, evaluates: bool
+) -> TrainingMemory:
     """What one of several ranks needs that share weights, gradients and moments, counted.
 
     The embeddings are whole on every rank from the forward pass to the backward one, with their gradient;
@@ -95,15 +100,21 @@ def sharded(memory: TrainingMemory, shape: GPTShape, bf16: bool, world_size: int
         shape: Of the model.
         bf16: Whether the forward pass runs in autocast of 16 bits.
         world_size: Number of ranks.
+        evaluates: Whether it evaluates in between, with a copy of the whole weights.
     """
     embeddings = (shape.padded_vocab_size + shape.seq_len) * shape.embd_size * _FP32_BYTES
     block = 12 * shape.embd_size**2 * (_BF16_BYTES if bf16 else _FP32_BYTES)
-    return replace(
+    of_step = replace(
         memory,
         weights=memory.weights // world_size + embeddings + 2 * block,
         gradients=memory.gradients // world_size + embeddings + 2 * block,
         moments=memory.moments // world_size,
     )
+    if not evaluates:
+        return of_step
+    shards = memory.weights // world_size + of_step.moments
+    evaluation = shards + memory.weights + memory.logits - of_step.total
+    return replace(of_step, evaluation=max(0, evaluation))
 
 
 def _head_bytes(shape: GPTShape, tokens: int, bf16: bool, compiled: bool) -> int:
@@ -116,7 +127,7 @@ def _head_bytes(shape: GPTShape, tokens: int, bf16: bool, compiled: bool) -> int
         return tokens * vocab * 2 * (narrow or _FP32_BYTES) + rows + weight
     if tokens <= at_once:
         return tokens * vocab * (narrow + 2 * _FP32_BYTES) + rows + weight
-    of_chunk = at_once * vocab * (_FP32_BYTES + (narrow or _FP32_BYTES))
+    of_chunk = at_once * vocab * (narrow + 2 * _FP32_BYTES)
     gradients = (tokens + vocab) * channels * _FP32_BYTES
     return of_chunk + gradients + 2 * weight
 

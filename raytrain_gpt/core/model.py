@@ -154,7 +154,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.shape.dropout, self.training)
         recompute = self.activation_checkpointing if self.training else "none"
         for block in self.h:
-            x = run_block(block, x, recompute)
+            x = run_block(block, x, recompute, self.shape.dropout > 0)
         out: Tensor = self.ln_f(x)
         return out
 

@@ -23,7 +23,7 @@ _ATTENTION = frozenset(
 )
 
 
-def run_block(block: nn.Module, x: Tensor, recompute: str) -> Tensor:
+def run_block(block: nn.Module, x: Tensor, recompute: str, is_random: bool) -> Tensor:
     """The output of a block, with the same gradients whatever is computed again.
 
     Args:
@@ -31,12 +31,15 @@ def run_block(block: nn.Module, x: Tensor, recompute: str) -> Tensor:
         x: (B, T, D).
         recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
             the maps whose outputs the backward pass needs; `full`: all but the block's input.
+        is_random: It has dropout, which must be the same the second time.
     """
     if recompute == "none":
         out: Tensor = block(x)
         return out
     contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
-    again: Tensor = checkpoint(block, x, use_reentrant=False, **contexts)
+    again: Tensor = checkpoint(
+        block, x, use_reentrant=False, preserve_rng_state=is_random, **contexts
+    )
     return again
 
 

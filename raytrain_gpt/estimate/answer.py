@@ -137,8 +137,16 @@ def _memory_line(config: Config, found: Estimate) -> str:
     )
     if found.fits is None or found.device is None:
         return parts
-    verdict = "fits" if found.fits else "DOES NOT FIT; lower micro_batch_sequences"
+    verdict = "fits" if found.fits else f"DOES NOT FIT; {_way_out(config)}"
     return f"{parts} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
+
+
+def _way_out(config: Config) -> str:
+    if config.micro_batch_sequences > 1:
+        return "lower micro_batch_sequences"
+    if config.activation_checkpointing != "full":
+        return "set activation_checkpointing to full"
+    return "take a smaller model, or parallel fsdp with more num_workers"
 
 
 def _time_lines(found: Estimate) -> list[str]:

@@ -125,7 +125,7 @@ class Facts:
     Attributes:
         vocab_size: Of the tokenizer.
         num_workers: World size.
-        bf16: Whether it trains in bf16.
+        bf16: Whether it trains in 16 bits.
         device: Kind of GPU; None: not known.
         train_tokens: Of the data; None: not known.
         step_time_s: Given; None: not.

@@ -67,6 +67,7 @@ def fit_memory(
     *,
     resumed: CheckpointState | None = None,
     stop: threading.Event | None = None,
+    is_trial: bool = False,
 ) -> Config:
     """The configuration with a micro-batch that divides a rank's share, and with no `auto` for memory.
 
@@ -77,6 +78,7 @@ def fit_memory(
         log: Gets a line of what was decided, if anything was.
         resumed: Of the checkpoint that the run goes on from.
         stop: Set by a signal.
+        is_trial: Of a sweep, whose trials share the nodes.
 
     Raises:
         ClusterError: not even one sequence fits.
@@ -92,7 +94,7 @@ def fit_memory(
     if config.cluster.use_gpu:
         found = _on_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
-        found = on_cpu(config, world_size, vocab_size, cluster.resources())
+        found = on_cpu(config, world_size, vocab_size, cluster.resources(), is_trial)
     if found.fit is None:
         raise ClusterError(_nothing_fits(config, GPTShape.of(config, vocab_size), found))
     room = "" if math.isinf(found.limit_bytes) else f" of {size(found.limit_bytes)}"
@@ -155,7 +157,11 @@ def kept_fit(config: Config, world_size: int, state: CheckpointState) -> Fit | N
 
 
 def on_cpu(
-    config: Config, world_size: int, vocab_size: int, resources: cluster.Resources
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    resources: cluster.Resources,
+    is_trial: bool = False,
 ) -> Decision:
     """What is counted to fit a worker's share of the nodes' memory.
 
@@ -164,10 +170,11 @@ def on_cpu(
         world_size: Number of workers.
         vocab_size: Of the data's tokenizer.
         resources: Of the cluster.
+        is_trial: Other trials may be on a node, as many as it has CPUs for.
     """
     cpus = config.cluster.cpus_per_worker
     assert isinstance(cpus, int), "fit_to_cluster decides cpus_per_worker"
-    processes = world_size + cluster.evaluators(config)
+    processes = math.inf if is_trial else world_size + cluster.evaluators(config)
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
         for node in resources.nodes
@@ -229,7 +236,8 @@ def _try(config: Config, world_size: int, vocab_size: int) -> Decision:
     device = torch.device("cuda")
     fraction = USABLE_FRACTION * config.cluster.gpus_per_worker
     torch.cuda.set_per_process_memory_fraction(fraction)
-    limit_bytes = fraction * torch.cuda.get_device_properties(device).total_memory
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    limit_bytes = min(fraction * total_bytes, torch.cuda.mem_get_info(device)[0])
     bf16 = resolve_precision(config.train.precision, device) != "fp32"
     shape, name = GPTShape.of(config, vocab_size), torch.cuda.get_device_name(device)
     if config.train.parallel == "fsdp" and world_size > 1:
@@ -256,7 +264,7 @@ def _nothing_fits(config: Config, shape: GPTShape, found: Decision) -> str:
     return (
         f"{found.least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
         f"{amount(shape.num_parameters)} parameters with activation_checkpointing="
-        f"{found.least.activation_checkpointing} need {size(found.least.needed_bytes)}, training may use "
-        f"{size(max(found.limit_bytes, 0))} {found.how}; set {' or '.join(ways)}, or use a device with "
-        "more memory"
+        f"{found.least.activation_checkpointing} are counted to need {size(found.least.needed_bytes)}, "
+        f"training may use {size(max(found.limit_bytes, 0))} {found.how}; set {' or '.join(ways)}, "
+        "or use a device with more memory"
     )

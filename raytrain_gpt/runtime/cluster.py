@@ -121,7 +121,7 @@ def connect(num_cpus_needed: int) -> Resources:
         with _sigterm_is_ours(), _loopback_only():
             ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
         # It reads the workers' output for a driver that does not ask for it, ten times a second.
-        ray._private.worker._global_node.kill_log_monitor()
+        ray._private.worker._global_node.kill_log_monitor(check_alive=False)
     keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -35,12 +35,14 @@ class Profile:
     Attributes:
         use: Where the time went.
         trace: The Chrome trace, JSON in gzip.
-        took_s: Seconds to get both after the last step, which no step had.
     """
 
     use: TimeUse
     trace: bytes
-    took_s: float
+
+
+Take = Callable[[Profile | Exception, float], None]
+"""Gets the profile, or why there is none, and the seconds that it took after the last step."""
 
 
 class StepProfile:
@@ -51,7 +53,7 @@ class StepProfile:
         steps_done: Where the attempt goes on.
         max_steps: Of the run.
         device: That computes.
-        take: Gets the profile when its last step is done; None: this rank records nothing.
+        take: Called when the last step is done; None: this rank records nothing.
 
     Attributes:
         steps: That are recorded; fewer than asked for where the run ends before.
@@ -64,7 +66,7 @@ class StepProfile:
         steps_done: int,
         max_steps: int,
         device: torch.device,
-        take: Callable[[Profile], None] | None,
+        take: Take | None,
     ) -> None:
         self._steps_done, self._device, self._take = steps_done, device, take
         first = steps_done + STEPS_BEFORE_PROFILE + 1
@@ -91,9 +93,7 @@ class StepProfile:
                 return
             yield micro_batch
 
-    def _around(
-        self, results: Iterator[StepResult], take: Callable[[Profile], None]
-    ) -> Iterator[StepResult]:
+    def _around(self, results: Iterator[StepResult], take: Take) -> Iterator[StepResult]:
         yield from islice(results, self.slowed.start - 1 - self._steps_done)
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
@@ -109,9 +109,14 @@ class StepProfile:
                 if step < self.steps[-1]:
                     yield result
             done_at = time.perf_counter()
-        trace = _trace(profiler)
-        use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
-        take(Profile(use, trace, time.perf_counter() - done_at))
+        outcome: Profile | Exception
+        try:
+            trace = _trace(profiler)
+            use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
+            outcome = Profile(use, trace)
+        except Exception as error:  # whatever it is, it must not end the run
+            outcome = error
+        take(outcome, time.perf_counter() - done_at)
         yield result
         yield from results
 

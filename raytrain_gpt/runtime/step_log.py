@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.loop import StepResult
@@ -106,7 +107,7 @@ class StepLog:
         delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
         waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
         norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
-        scales = [None if r.loss_scale is None else r.loss_scale.item() for r in pending]
+        scales = _on_host([r.loss_scale for r in pending])
         skipping_ranks = ranks.summed((~torch.isfinite(norms)).long())
         peak_bytes = int(ranks.largest(torch.tensor(peak_memory_bytes(self._device))))
         now = time.perf_counter()
@@ -169,6 +170,12 @@ class StepLog:
             "data/tokens_seen": result.step * tokens,
             "data/order_hash": self.position.order_hash,
         }
+
+
+def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
+    """Their values by one copy; of one run either all are None or none is."""
+    found = [scalar for scalar in scalars if scalar is not None]
+    return list(torch.stack(found).tolist()) if found else [None] * len(scalars)
 
 
 def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:

@@ -365,6 +365,7 @@ class Run:
             self.log,
             resumed=resumed.state if resumed else None,
             stop=self.signals.stop,
+            is_trial=self.trial is not None,
         )
 
     def _recorder_spec(

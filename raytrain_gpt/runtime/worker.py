@@ -278,10 +278,13 @@ class Worker:
         )
         yield from self.profile.around(results)
 
-    def _profiled(self, profile: Profile) -> None:
+    def _profiled(self, profile: Profile | Exception, took_s: float) -> None:
         """Hand a profile over; the time that it took is no step's."""
-        self.link.call("add_profile", self.spec.attempt, profile.use, profile.trace)
-        self.log.leave_out(profile.took_s)
+        if isinstance(profile, Profile):
+            self.link.call("add_profile", self.spec.attempt, profile.use, profile.trace)
+        else:
+            self.link.log(f"no profile: {type(profile).__name__}: {profile}")
+        self.log.leave_out(took_s)
 
     def _watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro_batch in micro_batches:

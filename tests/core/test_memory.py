@@ -74,7 +74,7 @@ def test_the_state_is_16_bytes_a_parameter() -> None:
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
     few, many, more = (training_memory(GPT2, n, True, "none").logits for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
-    of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (4 + 2)
+    of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (2 + 4 + 4)
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
     compiled = training_memory(GPT2, 80, True, "none", compiled=True).logits

@@ -17,7 +17,7 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.profile import Profile, StepProfile
+from raytrain_gpt.runtime.profile import Profile, StepProfile, Take
 from raytrain_gpt.runtime.run_files import read_rows
 from raytrain_gpt.runtime.supervisor import RunSummary
 from raytrain_gpt.runtime.time_use import STEP_SPAN, TimeUse
@@ -32,6 +32,14 @@ def spans(trace: bytes) -> list[float]:
     return [event["dur"] / 1e6 for event in events if event["name"] == STEP_SPAN]
 
 
+class Taken(list[Profile | Exception]):
+    """What was handed over."""
+
+    def take(self, profile: Profile | Exception, took_s: float) -> None:
+        assert took_s > 0
+        self.append(profile)
+
+
 def tokens() -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(3)
     while True:
@@ -39,9 +47,7 @@ def tokens() -> Iterator[MicroBatch]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def trained(
-    profile_steps: int, take: Callable[[Profile], None]
-) -> Iterator[tuple[StepResult, GPT]]:
+def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
     """Ten steps of a tiny model, with a profile of some of them."""
     model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
@@ -65,33 +71,41 @@ def trained(
 
 @pytest.mark.parametrize("profile_steps", [1, 3, MAX_STEPS - STEPS_BEFORE_PROFILE])
 def test_a_profile_changes_no_bit(profile_steps: int) -> None:
-    taken: list[Profile] = []
-    plain = [(result.step, float(result.loss)) for result, _ in trained(0, taken.append)]
+    taken = Taken()
+    plain = [(result.step, float(result.loss)) for result, _ in trained(0, taken.take)]
     assert not taken
-    *_, (_, model) = trained(0, taken.append)
-    profiled = [(r.step, float(r.loss), m) for r, m in trained(profile_steps, taken.append)]
+    *_, (_, model) = trained(0, taken.take)
+    profiled = [(r.step, float(r.loss), m) for r, m in trained(profile_steps, taken.take)]
     assert [row[:2] for row in profiled] == plain
     weights = profiled[-1][2].state_dict()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     (profile,) = taken
+    assert isinstance(profile, Profile)
     assert len(spans(profile.trace)) == profile_steps == profile.use.num_steps
     assert profile.use.first_step == STEPS_BEFORE_PROFILE + 1
     assert sum(spans(profile.trace)) == pytest.approx(profile.use.total_s)
     assert sum(profile.use.kinds_s.values()) == pytest.approx(profile.use.total_s)
     for kind in ("matmul", "attention", "elementwise", "loss", "optimizer", "data_wait", "rest"):
         assert profile.use.kinds_s[kind] > 0, kind
-    assert profile.took_s > 0
 
 
 def test_it_is_there_with_the_result_of_its_last_step() -> None:
-    taken: list[Profile] = []
-    for result, _ in trained(2, taken.append):
+    taken = Taken()
+    for result, _ in trained(2, taken.take):
         assert bool(taken) == (result.step >= STEPS_BEFORE_PROFILE + 2)
 
 
+def test_a_profile_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    taken = Taken()
+    assert [result.step for result, _ in trained(2, taken.take)] == list(range(1, MAX_STEPS + 1))
+    (failure,) = taken
+    assert isinstance(failure, FileNotFoundError)
+
+
 def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
-    taken: list[Profile] = []
-    results = trained(3, taken.append)
+    taken = Taken()
+    results = trained(3, taken.take)
     for result, _ in results:
         if result.step == STEPS_BEFORE_PROFILE + 1:
             assert torch.autograd._profiler_enabled()
@@ -114,7 +128,7 @@ def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
 def test_it_comes_some_steps_after_each_start(
     num_steps: int, done: int, max_steps: int, steps: list[int]
 ) -> None:
-    profile = StepProfile(num_steps, done, max_steps, CPU, lambda profile: None)
+    profile = StepProfile(num_steps, done, max_steps, CPU, Taken().take)
     assert list(profile.steps) == steps
     assert list(profile.slowed) == ([steps[0] - 1, *steps] if steps else [])
     edges = [step for step in range(done + 1, max_steps + 1) if profile.is_edge(step)]
@@ -125,7 +139,7 @@ def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
     results: Iterator[StepResult] = iter(())
     micro_batches = tokens()
     for profile in (
-        StepProfile(0, 0, 50, CPU, lambda profile: None),
+        StepProfile(0, 0, 50, CPU, Taken().take),
         StepProfile(2, 0, 50, CPU, None),
     ):
         assert profile.around(results) is results
