@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.models
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PROGRAMS = sorted(
     file for file in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in file.read_text("utf-8")
@@ -29,7 +31,6 @@ def test_help(
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-@pytest.mark.models
 def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     sizes = {"precision": "fp32", "spans": 2, "span_steps": 2}

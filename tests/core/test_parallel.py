@@ -25,6 +25,8 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 
+pytestmark = pytest.mark.models
+
 Found = list[dict[str, Any]]
 
 
@@ -134,7 +136,6 @@ def test_what_goes_on_from_a_checkpoint_is_the_unbroken_training(two: Found) -> 
         assert same(weights, unbroken_weights)
 
 
-@pytest.mark.models
 def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
     two: Found, directory: Path, tmp_path: Path
 ) -> None:
