@@ -20,7 +20,8 @@ _SHORTEST = 8
 _IN_URL = re.compile(
     r"(?<=://)[^\s/?#@]*:[^\s/?#]*(?=@)"
     r"|(?:(?<=http://)|(?<=https://))[^\s/?#]+(?=@)"
-    r"|(?<=[?&;])(?P<name>[^\s=&;]*(?:key|token|secret|password|signature)[^\s=&;]*=)[^\s&;'\"]+",
+    r"|(?<=[?&;])(?P<name>[^\s=&;]*(?:key|token|secret|password|signature)[^\s=&;]*=|sig=)"
+    r"[^\s&;'\"]+",
     re.IGNORECASE,
 )
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain_gpt.data.storage import without_query
+from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
 
 BAD_FILE = "bad_documents.jsonl"

@@ -158,7 +158,7 @@ def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterat
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {piece.path} behind byte {position} of its text: {error.strerror or error}; "
+            f"cannot read {piece.location} behind byte {position} of its text: {error.strerror or error}; "
             "mend the file"
         ) from None
 
@@ -197,5 +197,5 @@ def _parquet_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iter
     except (OSError, pa.ArrowException) as error:
         why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.path} row {position}: {why}; mend the file or set --text_field"
+            f"{piece.location} row {position}: {why}; mend the file or set --text_field"
         ) from None

@@ -7,12 +7,13 @@ files alone follows which documents go, whoever wrote them and in whichever orde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raytrain_gpt.data.documents import Document, Piece
 from raytrain_gpt.data.storage import Location
 
 PART_HASHES = 2**23
@@ -30,16 +31,39 @@ def hash_texts(texts: Iterable[str]) -> bytes:
     )
 
 
+def only_first(
+    read: Callable[[Piece], Iterator[Document]],
+) -> Callable[[Piece], Iterator[Document]]:
+    """A `read` that leaves out what is equal to a document read before, however often it reads a piece.
+
+    It keeps a hash of every document, so it is for as many as decide the split, in source order.
+    """
+    first: dict[bytes, tuple[int, int]] = {}
+
+    def read_first(piece: Piece) -> Iterator[Document]:
+        for document in read(piece):
+            # By the object: a file that is named twice has pieces that are equal.
+            place = (id(piece), document.position)
+            if first.setdefault(hash_texts([document.text]), place) == place:
+                yield document
+
+    return read_first
+
+
 def find_duplicates(
-    files: list[Location], part_hashes: int = PART_HASHES
+    files: list[Location],
+    part_hashes: int = PART_HASHES,
+    log: Callable[[str], None] | None = None,
 ) -> list[NDArray[np.bool_]]:
     """Which documents are equal to an earlier one.
 
-    Takes a byte of memory a document, and about 70 a hash compared at a time.
+    Takes a byte of memory a document, and about 70 a hash compared at a time; every such part is a
+    pass over all files.
 
     Args:
         files: The hashes of each task, in source order.
         part_hashes: Hashes compared at a time, about.
+        log: Gets a line for each pass, if there is more than one.
 
     Returns:
         For each file: bool (documents,)
@@ -50,6 +74,8 @@ def find_duplicates(
         is_duplicate = np.zeros(starts[-1], np.bool_)
         num_parts = max(1, -(-int(starts[-1]) // part_hashes))
         for part in range(num_parts):
+            if log is not None and num_parts > 1:
+                log(f"compare {starts[-1]} hashes: pass {part + 1} of {num_parts} over their files")
 
             def of_part(
                 file: Location, start: int, part: int = part

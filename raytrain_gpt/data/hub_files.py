@@ -128,6 +128,6 @@ def _plain_errors(path: str) -> Iterator[None]:
         raise DataError(f"hf://{path} is refused with HTTP status {status}") from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
         raise Unreachable(f"{type(error).__name__}: {error}") from None
-    except (errors.HFValidationError, errors.HfUriError, NotImplementedError, ValueError) as error:
+    except (errors.HFValidationError, NotImplementedError, ValueError) as error:
         why = " ".join(str(error).split())
         raise DataError(f"hf://{path} names no dataset: {why}") from None

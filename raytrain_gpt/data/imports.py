@@ -173,9 +173,10 @@ def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
                 "" if chunk.name == piece.name else f" of row group {chunk.name.rpartition(':')[2]}"
             )
             raise DataError(
-                f"{piece.path} has token id {low if low < 0 else top} at {'byte' if not inside else 'id'} "
-                f"{chunk.position + at * chunk.step}{inside}, but the vocabulary of {encoding.name} is 0 "
-                f"to {num_ids - 1}; set --tokenizer to the one that made the ids"
+                f"{piece.location} has token id {low if low < 0 else top} at "
+                f"{'byte' if not inside else 'id'} {chunk.position + at * chunk.step}{inside}, but the "
+                f"vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer to the "
+                "one that made the ids"
             )
         if len(chunk.ids):
             yield replace(chunk, offset=offset, opens=opens)
@@ -192,12 +193,12 @@ def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
                 content = file.read_at(wanted, start)
                 if len(content) != wanted:
                     raise DataError(
-                        f"{piece.path} ends at byte {start + len(content)}, before byte {piece.stop}: it "
+                        f"{piece.location} ends at byte {start + len(content)}, before byte {piece.stop}: it "
                         "was changed while it was read; start again"
                     )
                 yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
     except OSError as error:
-        raise DataError(f"cannot read {piece.path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {piece.location}: {error.strerror or error}") from None
 
 
 def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
@@ -217,5 +218,5 @@ def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
     except (OSError, pa.ArrowException, TypeError) as error:
         why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.path} row group {group} from row {row}: {why}; mend the file"
+            f"{piece.location} row group {group} from row {row}: {why}; mend the file"
         ) from None

@@ -20,14 +20,13 @@ from urllib.parse import urlsplit
 import pyarrow.fs as pafs
 
 from raytrain_gpt.data.hub_files import HubFiles
-from raytrain_gpt.data.web_files import Unreachable, WebFiles
+from raytrain_gpt.data.web_files import WEB_SCHEMES, Unreachable, WebFiles, without_query
 from raytrain_gpt.errors import ClusterError, StorageError
 
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs")
 """Of stores that are read and written."""
-WEB_SCHEMES = ("http", "https")
 SOURCE_SCHEMES = (*SCHEMES, "hf", *WEB_SCHEMES)
 """Of all that text can come from."""
 CONNECT_TIMEOUT_S = 5.0
@@ -87,13 +86,14 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
     Args:
         operation: May run more than once.
         what: Says what it does, for messages: `read`, `write`.
-        url: Says where, for messages.
+        url: Says where, for messages, which leave out the query of a web address.
         retry_for_s: Seconds since the first failure for which it is tried again.
 
     Raises:
         ClusterError: the store refuses access, or there is no such bucket.
         StorageError: the store was out of reach for longer.
     """
+    url = without_query(url)
     first_failure: float | None = None
     pause_s = FIRST_PAUSE_S
     while True:

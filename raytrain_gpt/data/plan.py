@@ -14,12 +14,13 @@ import tiktoken
 
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, Piece, read_documents
+from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import IdChunk, read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import VAL_FRACTION, SplitRule, fraction_rule, head_rule, id_rule
-from raytrain_gpt.data.storage import without_query
 from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
 
 SHARD_TOKENS = 100_000_000
@@ -93,16 +94,18 @@ def make_plan(
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
     pieces = find_pieces(sources, text_field)
 
-    def read(piece: Piece) -> Iterator[Document]:  # the tasks count, as some are read here twice
+    def read_all(piece: Piece) -> Iterator[Document]:
+        # The tasks count, as some are read here twice.
         return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
 
     def read_chunks(piece: Piece) -> Iterator[IdChunk]:
         return read_ids(piece, encoding)
 
+    read = only_first(read_all) if dedupe else read_all
     is_import = pieces[0].ids is not None
     if is_import and dedupe:
         raise DataError(
-            f"{pieces[0].path} holds token ids, but dedupe compares texts; leave it out"
+            f"{pieces[0].location} holds token ids, but dedupe compares texts; leave it out"
         )
     if is_import:
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)

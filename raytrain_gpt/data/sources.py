@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, Piece, stdlib_root
 from raytrain_gpt.data.imports import IdFile, id_column, read_layout
 from raytrain_gpt.data.storage import Location, is_url
+from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
@@ -42,13 +43,14 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
     pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
     if not any(piece.text_bytes for piece in pieces):
         raise DataError(
-            f"no text in {' '.join(sources)}; expected {', '.join(SUFFIXES)} or {STDLIB}"
+            f"no text in {' '.join(map(without_query, sources))}; expected {', '.join(SUFFIXES)} or {STDLIB}"
         )
     text = next((piece for piece in pieces if piece.ids is None), None)
     ids = next((piece for piece in pieces if piece.ids is not None), None)
     if text is not None and ids is not None:
         raise DataError(
-            f"{text.path} holds text and {ids.path} token ids; name files of one kind, as with a glob"
+            f"{text.location} holds text and {ids.location} token ids; name files of one kind, as with a "
+            "glob"
         )
     return pieces
 
@@ -64,7 +66,9 @@ def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
             find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
             yield from find(source, text_field)
         except OSError as error:
-            raise DataError(f"cannot read source {source}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read source {without_query(source)}: {error.strerror or error}"
+            ) from None
         return
     root = Path(source)
     if root.is_dir():
@@ -83,14 +87,16 @@ def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
 
 
 def _nothing_in(source: str) -> DataError:
-    return DataError(f"source {source} does not exist or has no {', '.join(SUFFIXES)} file")
+    return DataError(
+        f"source {without_query(source)} does not exist or has no {', '.join(SUFFIXES)} file"
+    )
 
 
 def _web_pieces(source: str, text_field: str) -> Iterator[Piece]:
     """Pieces of a web server's file."""
-    if glob.has_magic(urlsplit(source).path):
-        raise DataError(f"source {source} has a wildcard, but web servers list no files; name each")
     file = Location.of_source(source)
+    if glob.has_magic(urlsplit(source).path):
+        raise DataError(f"source {file} has a wildcard, but web servers list no files; name each")
     if not file.is_file():
         raise _nothing_in(source)
     yield from _file_pieces(file, file.size_bytes(), file.name, text_field)

@@ -123,7 +123,7 @@ def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
     total = sum(size for _, _, size in sizes)
     if total < 2:
         raise DataError(
-            f"the sources hold {total} bytes of text, too little for two splits; add text"
+            f"the sources give {total} bytes of text, too little for two splits; add text"
         )
     left = min(total - 1, max(1, int(total * (1 - fraction))))
     at, position, _ = sizes[0]
@@ -167,7 +167,7 @@ def _too_few_val_tokens(val_tokens: int) -> DataError:
 
 def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
     return DataError(
-        f"val_tokens={val_tokens} leaves no document to train on (the sources have {tokens} tokens); "
+        f"val_tokens={val_tokens} leaves no document to train on (the sources give {tokens} tokens); "
         "set a smaller val_tokens, or use val_fraction"
     )
 
@@ -187,30 +187,35 @@ def id_rule(
     fraction = VAL_FRACTION if val_fraction is None else val_fraction
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes: list[int] = []
+    counts: list[int] = []
     num_ids = 0
-    for chunk in (chunk for piece in pieces for chunk in read(piece)):
-        hashes += [_id_hash(chunk, start) for start, _ in _whole_documents(chunk, eot)]
-        num_ids += len(chunk.ids)
-        is_enough = num_ids > _LOOKED_AT_IDS and len(hashes) >= TAIL_SPLIT_DOCUMENTS
-        if len(hashes) > enough or is_enough:
-            return SplitRule(hash_below=int(fraction * 2**64))
+    for piece in pieces:
         if num_ids > _LOOKED_AT_IDS:
-            break
+            counts.append(piece.tokens)
+            continue
+        before = num_ids
+        for chunk in read(piece):
+            hashes += [_id_hash(chunk, start) for start, _ in _whole_documents(chunk, eot)]
+            num_ids += len(chunk.ids)
+            is_enough = num_ids > _LOOKED_AT_IDS and len(hashes) >= TAIL_SPLIT_DOCUMENTS
+            if len(hashes) > enough or is_enough:
+                return SplitRule(hash_below=int(fraction * 2**64))
+        counts.append(num_ids - before)
     if len(hashes) >= TAIL_SPLIT_DOCUMENTS:
         num_val = max(1, round(fraction * len(hashes)))
         return SplitRule(hash_below=heapq.nsmallest(num_val, hashes)[-1] + 1)
-    return _id_tail_rule(pieces, fraction)
+    return _id_tail_rule(counts, fraction)
 
 
-def _id_tail_rule(pieces: list[Piece], fraction: float) -> SplitRule:
-    """The last fraction of all ids validates."""
-    total = sum(piece.tokens for piece in pieces)
+def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
+    """The last fraction of all ids validates; `counts` has the ids of each piece."""
+    total = sum(counts)
     if total < 2:
         raise DataError(f"the sources hold {total} token ids, too little for two splits; add some")
     left = min(total - 1, max(1, int(total * (1 - fraction))))
     at = 0
-    while left > pieces[at].tokens:
-        left -= pieces[at].tokens
+    while left > counts[at]:
+        left -= counts[at]
         at += 1
     return SplitRule(cut_piece=at, cut_offset=left)
 
@@ -220,13 +225,18 @@ def _id_head_rule(pieces: list[Piece], read: ReadIds, eot: int, val_tokens: int)
     if val_tokens < 1:
         raise _too_few_val_tokens(val_tokens)
     tokens = 0
+    rule: SplitRule | None = None
     for i, piece in enumerate(pieces):
         for chunk in read(piece):
-            if tokens + len(chunk.ids) >= val_tokens:
-                cut = val_tokens - tokens
+            if rule is not None:  # there is something left to train on
+                return rule
+            cut = val_tokens - tokens
+            if cut <= len(chunk.ids):
                 ends = np.flatnonzero(chunk.ids[cut - 1 :] == eot)
                 cut += int(ends[0]) if len(ends) else 0
-                return SplitRule(cut_piece=i, cut_offset=chunk.offset + cut, head_is_val=True)
+                rule = SplitRule(cut_piece=i, cut_offset=chunk.offset + cut, head_is_val=True)
+                if cut < len(chunk.ids):
+                    return rule
             tokens += len(chunk.ids)
     raise _nothing_to_train_on(val_tokens, tokens)
 

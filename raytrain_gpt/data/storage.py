@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,13 +23,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.data.object_files import CHUNK_BYTES, RetriedHandler
-from raytrain_gpt.data.object_store import (
-    SCHEMES,
-    SOURCE_SCHEMES,
-    WEB_SCHEMES,
-    access_error,
-    retried,
-)
+from raytrain_gpt.data.object_store import SCHEMES, SOURCE_SCHEMES, access_error, retried
+from raytrain_gpt.data.web_files import WEB_SCHEMES, check_address, without_query
 from raytrain_gpt.errors import ClusterError, ConfigError
 
 T = TypeVar("T")
@@ -96,7 +92,8 @@ class Location:
         The hub's endpoint is HF_ENDPOINT, read here so that it travels to where that is not set.
 
         Raises:
-            ConfigError: the URL has another scheme or no bucket, host or dataset.
+            ConfigError: the URL has another scheme or no bucket or dataset.
+            DataError: no web server can be asked for it.
         """
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
@@ -107,6 +104,7 @@ class Location:
                 f"source {url} has the unknown scheme {scheme}; use a local path, {known}"
             )
         if scheme in WEB_SCHEMES:
+            check_address(url)
             return cls(url)
         parts = [part for part in rest.split("/") if part]
         if len(parts) < 3 or parts[0] != "datasets":
@@ -143,7 +141,7 @@ class Location:
         return replace(self, url=f"{self.url.rstrip('/')}/{name.strip('/')}")
 
     def __str__(self) -> str:
-        return self.url
+        return without_query(self.url)
 
     @property
     def _key(self) -> str:
@@ -206,7 +204,7 @@ class Location:
             return self.path.stat().st_size
         info = self._info()
         if info.type != pafs.FileType.File:
-            raise FileNotFoundError(2, "No such file", self.url)
+            raise FileNotFoundError(2, "No such file", str(self))
         return int(info.size)
 
     def has_ranges(self) -> bool:
@@ -266,7 +264,7 @@ class Location:
             return self._handler.open_input_file(self._key)
         except FileNotFoundError:
             self._check_bucket()
-            raise FileNotFoundError(2, "No such file", self.url) from None
+            raise FileNotFoundError(2, "No such file", str(self)) from None
 
     def read_bytes(self) -> bytes:
         """The content of a file.
@@ -299,7 +297,8 @@ class Location:
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
         """A path that becomes this file when its content is on the disk."""
-        unfinished = self.path.with_name(f"{self.name}.unfinished")
+        # Of its own: a process that was given up may still write what its successor writes.
+        unfinished = self.path.with_name(f"{self.name}.{secrets.token_hex(4)}.unfinished")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield unfinished
@@ -381,11 +380,6 @@ Place = str | Path | Location
 def is_url(path: str) -> bool:
     """Whether it has a scheme."""
     return "://" in path
-
-
-def without_query(path: str) -> str:
-    """A web address up to its query, where signatures are; any other path as it is."""
-    return path.partition("?")[0] if path.partition("://")[0] in WEB_SCHEMES else path
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -46,9 +46,11 @@ from raytrain_gpt.data.tokenizer import (
     token_dtype,
     tokenizer_json,
 )
+from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
 
 _DONE_DIR = "unfinished"
+_RESULT = {"task", "documents", "tokens", "text_bytes", "shards", "bad", "duplicates"}
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
@@ -65,19 +67,27 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
         DataError: more documents than `max_bad_documents` cannot be read.
     """
     file = _hashes_file(directory, task)
-    if not file.exists():
+    if not file.exists() or file.size_bytes() % HASH_BYTES:
         documents = _documents(plan, task, BadDocuments(max_bad_documents))
         file.write_bytes(hash_texts(document.text for _, document in documents))
     return file.size_bytes() // HASH_BYTES
 
 
-def duplicates(directory: Place, plan: Plan) -> list[NDArray[np.bool_]]:
+def duplicates(
+    directory: Place, plan: Plan, log: Callable[[str], None] | None = None
+) -> list[NDArray[np.bool_]]:
     """Which documents of each task go, when every task's hashes are written.
+
+    Args:
+        directory: Of the dataset.
+        plan: Of the preparation.
+        log: Gets a line for each pass over the hashes, if there is more than one.
 
     Returns:
         For each task: bool (documents,)
     """
-    return find_duplicates([_hashes_file(directory, task) for task in range(len(plan.tasks))])
+    files = [_hashes_file(directory, task) for task in range(len(plan.tasks))]
+    return find_duplicates(files, log=log)
 
 
 def _hashes_file(directory: Place, task: int) -> Location:
@@ -117,7 +127,8 @@ def run_task(
     done = directory / _DONE_DIR / f"{task:05d}.json"
     if done.exists():
         result: dict[str, Any] = json.loads(done.read_text())
-        return result
+        if result.keys() >= _RESULT:  # an older version wrote less
+            return result
     encoding = _tokenizer(directory, plan.vocab_hash)
     dtype = token_dtype(encoding.max_token_value + 1)
     bad = BadDocuments(max_bad_documents)
@@ -291,4 +302,4 @@ def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options
             hash_task(directory, plan, task, max_bad)
         left_out = [*duplicates(directory, plan)]
     results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
-    return finish(directory, plan, results, {"sources": sources}, max_bad)
+    return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

@@ -19,12 +19,60 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
+from urllib.parse import quote, urlsplit
 
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import DataError
 
+WEB_SCHEMES = ("http", "https")
 _COPY_BYTES = 2**20
+
+
+def without_query(path: str) -> str:
+    """A web address up to its query, where signatures are; any other path as it is."""
+    return path.partition("?")[0] if path.partition("://")[0] in WEB_SCHEMES else path
+
+
+def check_address(url: str) -> None:
+    """Refuse a web address that no server can be asked for.
+
+    Raises:
+        DataError: it has a user or password, no host, a port that is none, or a character that has to
+            be encoded.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a password may have marks in it that end what is before the path
+        shown = _shown(re.sub(r"(?<=://).*@", "", url, flags=re.DOTALL))
+        raise DataError(
+            f"{shown} is no web address; give it as https://HOST:PORT/PATH, without user and password"
+        ) from None
+    shown = _shown(re.sub(r"(?<=://)[^/?#]*@", "", url))
+    if "@" in parts.netloc:
+        raise DataError(
+            f"{shown} is given with a user or password, which do not belong in the address; leave them "
+            "out, or fetch the file and name it"
+        )
+    if not host:
+        raise DataError(f"{shown} names no host; give it as https://HOST/PATH")
+    if not host.isascii():
+        raise DataError(
+            f"{shown} has a host that is not ASCII; give its name that begins with xn--"
+        )
+    wrong = re.search(r"[^!-~]", url)
+    if wrong is not None:
+        raise DataError(
+            f"{shown} has a character that an address cannot have; percent-encode it, as "
+            f"{quote(wrong[0], errors='replace')}"
+        )
+
+
+def _shown(url: str) -> str:
+    """An address on one line, without its query."""
+    text = without_query(url)
+    return "source " + "".join(c if c.isprintable() else quote(c, errors="replace") for c in text)
 
 
 class Unreachable(OSError):
@@ -94,7 +142,8 @@ class _RangedFile:
         with _answer(self._url, self._timeout_s, (offset, stop)) as answer:
             if answer.status != 206 or _total_bytes(answer) != self._size:
                 raise DataError(
-                    f"{self._url} changed while it was read: it had {self._size} bytes; start again"
+                    f"{without_query(self._url)} changed while it was read: it had {self._size} bytes; "
+                    "start again"
                 )
             content: bytes = answer.read()
         if len(content) != stop - offset:
@@ -180,6 +229,7 @@ def _total_bytes(answer: Any) -> int | None:
 
 
 def _http_error(url: str, status: int) -> Exception:
+    url = without_query(url)
     if status in (404, 410):
         return FileNotFoundError(2, "No such file", url)
     if status == 429 or status >= 500:
@@ -193,6 +243,7 @@ def _network_error(url: str, error: Exception) -> Exception:
     is_of_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_of_disk or isinstance(error, Unreachable | FileNotFoundError):
         return error
+    url = without_query(url)
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
         return DataError(f"{url} has no certificate that is trusted here; set SSL_CERT_FILE")

@@ -22,6 +22,7 @@ from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenize import done_tasks, duplicates, finish, hash_task, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.runtime.console import amount, duration
@@ -70,7 +71,7 @@ def prepare(
                 log(f"{directory} is already prepared")
                 return manifest
             max_bad = options.get("max_bad_documents", 0)
-            source = {"sources": [redacted(source) for source in sources]}
+            source = {"sources": [redacted(without_query(source)) for source in sources]}
             results = _run_tasks(directory, plan, max_bad, num_cpus, log)
             return finish(directory, plan, results, source, max_bad)
     except OSError as error:
@@ -91,7 +92,7 @@ def _run_tasks(
         progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
         for row in run(_hash_row, rows):
             progress.add(row["task"], row["documents"])
-        left_out = duplicates(directory, plan)
+        left_out = duplicates(directory, plan, log)
         for row, mask in zip(rows, left_out, strict=True):
             row["left_out"] = np.packbits(mask).tobytes()
         log(
@@ -170,11 +171,11 @@ class _Progress:
         if now - self._shown < PROGRESS_EVERY_S or self._done_bytes >= total:
             return
         self._shown, seconds = now, now - self._started
-        eta = (total - self._done_bytes) * seconds / max(1, self._new_bytes)
-        self._log(
-            f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)} | "
-            f"eta {duration(eta)}"
-        )
+        eta = ""
+        if self._new_bytes:
+            left_s = (total - self._done_bytes) * seconds / self._new_bytes
+            eta = f" | eta {duration(left_s)}"
+        self._log(f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)}{eta}")
 
     def end(self) -> None:
         """Say what all of it came to."""

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_tools import documents, files, write_jsonl, write_parquet
+from shard_tools import all_tokens, documents, files, write_jsonl, write_parquet
 
 from raytrain_gpt.data import sources
-from raytrain_gpt.data.duplicates import find_duplicates, hash_texts
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import duplicates, finish, hash_task, prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -102,6 +104,63 @@ def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
         max_bad_documents=60,
     )  # fmt: skip
     assert (made.source["bad_documents"], made.source["duplicates"]) == (60, 88)
+
+
+@pytest.mark.parametrize("num_texts", [25, 120])
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.01}, {"val_tokens": 30}])
+def test_a_split_is_made_of_documents_that_stay(
+    tmp_path: Path, num_texts: int, options: dict[str, float]
+) -> None:
+    """The end of the sources repeats their beginning, and all else is in front."""
+    texts = [f"text {i}" for i in range(num_texts)] * 2
+    source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    made = prepare_here([source], out, "bytes", dedupe=True, **options)
+    found = [all_tokens(out, made, split).tolist() for split in ("train", "val")]
+    assert all(found)
+    text = bytes(token for token in [*found[0], *found[1]] if token != 256)
+    assert sorted(text) == sorted("".join(texts[:num_texts]).encode())
+
+
+def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(
+    tmp_path: Path, raises_line
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 50)
+    with raises_line(DataError, "val_tokens=5 leaves no document", "9 tokens"):
+        prepare_here([source], tmp_path / "out", "bytes", val_tokens=5, dedupe=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
+    """A file that is named twice is all duplicates the second time."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "one"])
+    pieces = find_pieces([source, source], "text")
+    read = only_first(lambda piece: read_documents(piece, "text"))
+    for _ in range(2):
+        assert [[d.text for d in read(piece)] for piece in pieces] == [["one", "two"], []]
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_hashes_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    encoding = load_tokenizer("bytes")
+    plan = make_plan([source], encoding, dedupe=True)
+    start(out, plan, encoding)
+    count = hash_task(out, plan, 0)
+    file = out / "unfinished" / "00000.hashes"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    assert hash_task(out, plan, 0) == count
+    assert file.read_bytes() == whole
+
+
+def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
+    file = Location.of(tmp_path / "hashes")
+    file.write_bytes(hash_texts(str(i) for i in range(10)))
+    lines: list[str] = []
+    find_duplicates([file], 10, lines.append)
+    assert lines == []
+    find_duplicates([file], 4, lines.append)
+    assert lines == [f"compare 10 hashes: pass {i} of 3 over their files" for i in (1, 2, 3)]
 
 
 def test_token_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:

@@ -245,6 +245,30 @@ def test_tasks_may_run_in_any_order_and_be_interrupted(tmp_path: Path, order: in
     assert files(out) == files(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_empty_rows_count_for_nothing_in_the_split(tmp_path: Path, empty_first: bool) -> None:
+    """Parquet counts an empty list as a value: of 1,100 values here 100 are ids."""
+    rows: list[list[int]] = [[i] for i in range(100)]
+    rows = [*[[]] * 1000, *rows] if empty_first else [*rows, *[[]] * 1000]
+    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=50)
+    source = str(tmp_path / "a.parquet")
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.1)
+    assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (90, 10)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("val_tokens", [951, 1000, 1001])
+def test_val_tokens_that_reach_the_end_leave_nothing_to_train_on(
+    tmp_path: Path, val_tokens: int, raises_line
+) -> None:
+    source = write_nanogpt(tmp_path / "a.bin", [*range(200)] * 4 + [7] * 199 + [EOT])
+    with raises_line(DataError, f"val_tokens={val_tokens} leaves no document", "1000 tokens"):
+        prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
+    assert not (tmp_path / "out").exists()
+
+
 def test_ids_without_eot_are_one_document(tmp_path: Path) -> None:
     source = write_nanogpt(tmp_path / "a.bin", [i % 65 for i in range(1000)])
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.2)

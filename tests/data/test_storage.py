@@ -93,6 +93,16 @@ def put_tree(directory: Path, place: Location) -> None:
 # The value
 
 
+def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    place = Location.of(tmp_path / "facts.json")
+    with place._unfinished() as first:
+        first.write_bytes(b"first, which is longer")
+        place.write_bytes(b"second")
+        assert place.read_bytes() == b"second"
+    assert place.read_bytes() == b"first, which is longer"
+    assert place.parent.names() == ["facts.json"]
+
+
 def test_a_local_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     location = Location.of("a/../b/")

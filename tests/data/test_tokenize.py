@@ -28,7 +28,7 @@ from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.plan import Plan, make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import done_tasks, finish, prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 
@@ -290,6 +290,32 @@ def test_a_task_whose_end_was_not_noted_is_done_again(tmp_path: Path) -> None:
     (out / "train-00001.parquet").write_bytes(b"half")
     prepare_here([source], out, "bytes")
     assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_task_that_an_older_version_noted_is_done_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    whole = prepare_here([source], tmp_path / "whole", "bytes")
+    out = tmp_path / "out"
+    interrupted(out, source, 3)
+    note = out / "unfinished" / "00001.json"
+    result = json.loads(note.read_text())
+    del result["bad"], result["duplicates"]
+    note.write_text(json.dumps(result))
+    assert prepare_here([source], out, "bytes") == whole
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_notes_that_were_cut_off_are_no_notes(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    out = tmp_path / "out"
+    interrupted(out, source, 1)
+    (out / "unfinished" / "00001.json.0123abcd.unfinished").write_text('{"task"')
+    (out / "tokenizer.json.0123abcd.unfinished").write_text("{")
+    assert done_tasks(out, ".json") == {0}
+    prepare_here([source], out, "bytes")
+    assert not list(out.glob("*unfinished"))
 
 
 @pytest.mark.usefixtures("small_tasks")

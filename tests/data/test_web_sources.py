@@ -17,6 +17,7 @@ import pytest
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.object_files import RetriedHandler
 from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.shards import check_shard
@@ -25,6 +26,7 @@ from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import ConfigError, DataError, StorageError
+from raytrain_gpt.redact import redacted
 from tests.ports import free_port
 from tests.web import HUB_COMMIT, HUB_TOKEN, HubServer, WebServer
 
@@ -129,6 +131,74 @@ def test_the_report_of_bad_documents_has_no_query(tmp_path: Path, web: WebServer
     prepare_here([f"{url}?signature=secret"], tmp_path / "out", "bytes", max_bad_documents=1)
     (line,) = (tmp_path / "out" / BAD_FILE).read_text().splitlines()
     assert json.loads(line)["path"] == url
+
+
+def test_no_query_is_written_or_logged(
+    tmp_path: Path, web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = f"{web.url}/a.jsonl?X-Amz-Signature=secret&other=hidden", tmp_path / "out"
+    web.failures += [503]
+    assert prepare_here([source], out, "bytes").source["sources"] == [f"{web.url}/a.jsonl"]
+    assert "a.jsonl, trying again" in caplog.text
+    assert "secret" not in caplog.text
+    assert "hidden" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("a.jsonl", 403), ("none.jsonl", None), ("*.jsonl", None), ("a.csv", None), ("a.bin", None)],
+)
+def test_no_query_is_in_an_error(web: WebServer, path: str, status: int | None) -> None:
+    web.files |= {"a.csv": b"a", "a.bin": b"odd"}
+    web.failures += [status] if status else []
+    with pytest.raises(DataError, match=r"source|refused") as caught:
+        find_pieces([f"{web.url}/{path}?sig=secret"], "text")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
+def test_a_file_that_is_gone_meanwhile_is_told_without_the_query(web: WebServer, name: str) -> None:
+    piece = find_pieces([f"{web.url}/{name}?sig=secret"], "text")[0]
+    is_text = piece.ids is None
+    found = read_documents(piece, "text") if is_text else read_ids(piece, load_tokenizer("bytes"))
+    del web.files[name]
+    with pytest.raises(DataError, match=name) as caught:
+        list(found)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_signature_of_azure_is_hidden() -> None:
+    assert redacted("https://h/a?sv=1&sig=a%2Fb&se=2") == "https://h/a?sv=1&sig=***&se=2"
+    assert redacted("https://h/a?design=1") == "https://h/a?design=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (
+            "https://u:pw@host/a.jsonl",
+            ["https://host/a.jsonl", "user or password", "leave them out"],
+        ),
+        ("https://u:pw@host/*.jsonl", ["https://host/*.jsonl", "user or password"]),
+        ("https://u:pw#1@host/a.jsonl", ["https://host/a.jsonl", "without user and password"]),
+        ("http://h/my file.jsonl", ["h/my file.jsonl", "percent-encode it, as %20"]),
+        ("http://h/a.jsonl?q=a b", ["h/a.jsonl has a character", "percent-encode it, as %20"]),
+        ("http://h/日本.jsonl", ["h/日本.jsonl", "percent-encode it, as %E6%97%A5"]),
+        ("http://h/a\nb.jsonl", ["h/a%0Ab.jsonl", "percent-encode it, as %0A"]),
+        ("http://bücher.example/a.jsonl", ["http://bücher.example/a.jsonl", "xn--"]),
+        ("http:///a.jsonl", ["http:///a.jsonl names no host", "https://HOST"]),
+        ("http://h:port/a.jsonl", ["http://h:port/a.jsonl is no web address", "HOST:PORT"]),
+        ("http://[::1/a.jsonl", ["http://[::1/a.jsonl is no web address"]),
+    ],
+)
+def test_an_address_that_cannot_be_asked_for_is_refused_at_once(
+    url: str, words: list[str], raises_line
+) -> None:
+    with raises_line(DataError, *words):
+        find_pieces([url], "text")
+    with pytest.raises(DataError) as caught:
+        find_pieces([url], "text")
+    assert "pw" not in str(caught.value)
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
@@ -270,3 +340,12 @@ def test_what_the_hub_does_not_have_is_said(
     on_hub(hub)
     with raises_line(DataError, words, "hf://datasets/owner"):
         find_pieces([source], "text")
+
+
+def test_what_names_no_dataset_is_said_by_every_version_of_the_hubs_library(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, raises_line
+) -> None:
+    assert find_pieces([f"{on_hub(hub)}/data/a.jsonl"], "text")  # the library is loaded
+    monkeypatch.delattr("huggingface_hub.errors.HfUriError", raising=False)  # older ones lack it
+    with raises_line(DataError, "own er!", "names no dataset"):
+        find_pieces(["hf://datasets/own er!/data/a.jsonl"], "text")

@@ -53,16 +53,20 @@ def test_a_line_has_share_rates_and_eta(plan: Plan, clock: Clock) -> None:
 def test_what_was_done_before_counts_as_done_and_not_as_speed(plan: Plan, clock: Clock) -> None:
     lines: list[str] = []
     progress = _Progress("prepare", plan, set(range(8)), lines.append)
-    for task in range(8):
+    for task in range(7):
         progress.add(task, documents=100, tokens=1_000)
     assert lines == []
-    clock.now += 20
+    clock.now += 4
+    progress.add(7, documents=100, tokens=1_000)
+    # Nothing is new yet, so nothing is known of how long the rest takes.
+    assert lines == ["prepare  80% | 800 documents, 0/s | 8.0k tokens, 0/s"]
+    clock.now += 16
     progress.add(8, documents=100, tokens=1_000)
-    assert lines == ["prepare  90% | 900 documents, 5/s | 9.0k tokens, 50/s | eta 20s"]
+    assert lines[1:] == ["prepare  90% | 900 documents, 5/s | 9.0k tokens, 50/s | eta 20s"]
     clock.now += 20
     progress.add(9, documents=100, tokens=1_000)
     progress.end()
-    assert lines[1:] == [
+    assert lines[2:] == [
         "prepare done in 40s, 8 tasks before | 1.0k documents, 5/s | 10.0k tokens, 50/s"
     ]
 
