@@ -21,7 +21,6 @@ import importlib.util
 import itertools
 import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
@@ -37,7 +36,7 @@ import torch
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config import OptimSection
-from raytrain_gpt.core.device import autocast_of, best_device
+from raytrain_gpt.core.device import autocast_of, best_device, peak_memory_bytes, synchronize
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -267,10 +266,10 @@ def measured(
     shape, sequences = sizes(args, model)
     all_losses, seconds = [], []
     for _ in range(args.spans):
-        wait_for(device)
+        synchronize(device)
         started = time.perf_counter()
         all_losses += list(itertools.islice(losses, args.span_steps))
-        wait_for(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
     tokens = args.span_steps * args.micro_batches * sequences * shape.seq_len
     speeds = [tokens / span_s for span_s in seconds[1:]]
@@ -295,19 +294,6 @@ def speed(
         "all_tokens_per_s": [round(one) for one in speeds],
         "mfu": None if peak is None else round(median * flops_per_token(shape) / peak, 4),
     }
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on a GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, Any]:

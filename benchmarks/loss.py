@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,12 @@ import time
 import torch
 import torch.nn.functional as F
 
-from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.device import (
+    autocast_of,
+    peak_memory_bytes,
+    resolve_precision,
+    synchronize,
+)
 from raytrain_gpt.core.loss import chunk_tokens, head_loss
 
 
@@ -91,7 +95,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
         loss.backward()
         hidden.grad = weight.grad = None
 
-    before = peak_bytes(device)
+    before = peak_memory_bytes(device)
     times = []
     for _ in range(args.repeats + 1):
         synchronize(device)
@@ -101,21 +105,8 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
         times.append(time.perf_counter() - started)
     return {
         "ms": 1000 * statistics.median(times[1:]),
-        "mb": (peak_bytes(device) - before) / 1e6,
+        "mb": (peak_memory_bytes(device) - before) / 1e6,
     }
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most memory since the process began: allocated on a GPU, else resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ time, which shows whether memory grows.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import psutil
+from processes import sum_of_pss
 
 from raytrain_gpt.data.shards import read_manifest
 
@@ -93,17 +92,6 @@ def write_text(directory: Path, num_bytes: int) -> None:
                     text = " ".join([words[i] for i in of_document])
                     size += file.write(f'{{"text": "{text}"}}\n')
         written, number = written + size, number + 1
-
-
-def sum_of_pss(pid: int) -> int:
-    """Bytes of a process and all below it."""
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError):
-                total += process.memory_full_info().pss
-    return total
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 import tiktoken
+from processes import sum_of_pss
 from training import ratios, without_cluster
 
 from raytrain_gpt.data.shards import read_manifest
@@ -176,7 +176,7 @@ def measuring(command: list[str]) -> Iterator[Measured]:
 
     def watch() -> None:
         while not done.wait(SAMPLE_EVERY_S):
-            measured.memory.append((time.time(), memory_bytes(process.pid)))
+            measured.memory.append((time.time(), sum_of_pss(process.pid)))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -188,17 +188,6 @@ def measuring(command: list[str]) -> Iterator[Measured]:
         done.set()
         watcher.join()
     yield measured
-
-
-def memory_bytes(pid: int) -> int:
-    """PSS of a process and all below it: what they share counts once."""
-    total = 0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in [top, *top.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError):
-                total += process.memory_full_info().pss
-    return total
 
 
 def made_text(directory: Path, size: int) -> Path:

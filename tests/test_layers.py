@@ -115,8 +115,16 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors"}
 
 
-def test_reading_tasks_start_without_torch() -> None:
-    todo, seen = ["__init__.py", "runtime/__init__.py", "runtime/ingest.py"], set()
+@pytest.mark.parametrize(
+    ("process", "among"),
+    [
+        ("ingest", {"data/order.py", "data/reader.py", "errors.py"}),
+        ("recorder", {"core/spikes.py", "runtime/trackers.py"}),
+        ("shared_storage", {"data/storage.py"}),
+    ],
+)
+def test_processes_that_compute_nothing_start_without_torch(process: str, among: set[str]) -> None:
+    todo, seen = ["__init__.py", "runtime/__init__.py", f"runtime/{process}.py"], set()
     while todo:
         module = todo.pop()
         seen.add(module)
@@ -125,4 +133,4 @@ def test_reading_tasks_start_without_torch() -> None:
         files = {file_of(name) for name in names} - seen
         packages = {f"{layer(file)}/__init__.py" for file in files if file and "/" in file}
         todo += [file for file in files | packages - seen if file is not None]
-    assert {"data/order.py", "data/reader.py", "errors.py"} <= seen
+    assert among <= seen

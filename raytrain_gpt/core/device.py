@@ -1,9 +1,10 @@
-"""Device, precision and seeds of one worker."""
+"""Device, precision and seeds of one worker, and what can be asked of a device."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import resource
 from collections.abc import Callable
 
 import numpy as np
@@ -57,3 +58,16 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed * 100_003 + rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory since the process began: allocated on a GPU, else resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

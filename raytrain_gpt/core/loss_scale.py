@@ -61,15 +61,3 @@ def loss_scale_for(
         saved: The `state` of a checkpoint; None: a new run.
     """
     return LossScale(device, *(saved or ())) if precision == "fp16" else None
-
-
-def overflowed(loss: float, grad_norm: float, loss_scale: float | None) -> bool:
-    """Whether a step's gradients left the range of fp16 only because of the factor.
-
-    Args:
-        loss: Of the step, over all ranks.
-        grad_norm: Of the step.
-        loss_scale: Its factor; None: there was none.
-    """
-    finite = abs(loss) < float("inf")
-    return loss_scale is not None and loss_scale > 1 and finite and not grad_norm < float("inf")

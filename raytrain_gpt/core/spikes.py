@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from raytrain_gpt.config import SpikesSection
-from raytrain_gpt.core.loss_scale import overflowed
 
 _LEAST_DEVIATION = 0.01
 """Of the mean: where values hardly vary, a small step up is no spike."""
@@ -123,3 +122,15 @@ def _zscore(value: float, window: deque[float]) -> float | None:
     # statistics.pstdev is exact, and ten times as slow: that is felt where a step takes milliseconds.
     deviation = math.sqrt(fmean((x - mean) * (x - mean) for x in window))
     return (value - mean) / max(deviation, _LEAST_DEVIATION * abs(mean), 1e-12)
+
+
+def overflowed(loss: float, grad_norm: float, loss_scale: float | None) -> bool:
+    """Whether a step's gradients left the range of fp16 only because of the factor.
+
+    Args:
+        loss: Of the step, over all ranks.
+        grad_norm: Of the step.
+        loss_scale: Its factor; None: there was none.
+    """
+    finite = abs(loss) < math.inf
+    return loss_scale is not None and loss_scale > 1 and finite and not grad_norm < math.inf

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.parallel import dealt_like, whole
 from raytrain_gpt.errors import CheckpointError
 
@@ -65,8 +66,7 @@ class HostCopy:
                 self._copies[name].copy_(tensor, non_blocking=True)
                 devices.add(tensor.device)
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
 
     def _sources(self) -> Iterator[tuple[str, Tensor]]:
         """All of the state, in the same order on all ranks."""

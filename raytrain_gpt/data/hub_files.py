@@ -128,6 +128,7 @@ def _plain_errors(path: str) -> Iterator[None]:
         raise DataError(f"hf://{path} is refused with HTTP status {status}") from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
         raise Unreachable(f"{type(error).__name__}: {error}") from None
-    except (errors.HFValidationError, NotImplementedError, ValueError) as error:
+    # huggingface_hub raises the second one for what is no dataset: a bucket, or a list of repositories.
+    except (ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())
         raise DataError(f"hf://{path} names no dataset: {why}") from None

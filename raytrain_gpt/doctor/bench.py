@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
+from raytrain_gpt.core.device import (
+    autocast_of,
+    resolve_precision,
+    seed_everything,
+    synchronize,
+)
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
@@ -97,12 +102,6 @@ def _worst(seconds: float) -> float:
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:

@@ -29,8 +29,9 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
-from raytrain_gpt.doctor.bench import BenchFacts, synchronize, time_steps
+from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.nodes import node_names
 from raytrain_gpt.runtime.failures import root_cause
 from raytrain_gpt.runtime.feed import RankChunk, rank_chunks

@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from raytrain_gpt.config import STEPS_BEFORE_PROFILE
+from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.runtime.time_use import DATA_WAIT_SPAN, STEP_SPAN, TimeUse, time_use
 
@@ -104,8 +105,7 @@ class StepProfile:
             for step in self.steps:
                 with record_function(STEP_SPAN):
                     result = next(results)
-                    if on_gpu:
-                        torch.cuda.synchronize(self._device)
+                    synchronize(self._device)
                 if step < self.steps[-1]:
                     yield result
             done_at = time.perf_counter()

@@ -9,7 +9,6 @@ row the run is to go back.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
 from raytrain_gpt.data.order import Order, Skipped, batch_before, extend_order_hash, skip_past
@@ -191,13 +191,6 @@ def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: i
         zscores = {"loss_zscore": bad.loss_zscore, "grad_norm_zscore": bad.grad_norm_zscore}
         return {**row, **{k: None if z is None else round(z, 2) for k, z in zscores.items()}}
     return {**row, "skipped_on_ranks": skipping_ranks}
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory since the process began: allocated on a GPU, else resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def finite(value: float) -> float | None:

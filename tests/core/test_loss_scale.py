@@ -16,11 +16,10 @@ from raytrain_gpt.core.loss_scale import (
     FIRST_FACTOR,
     LossScale,
     loss_scale_for,
-    overflowed,
 )
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.spikes import SpikeDetector
+from raytrain_gpt.core.spikes import SpikeDetector, overflowed
 
 CPU = torch.device("cpu")
 OPTIM = OptimSection(peak_lr=1e-2, warmup_steps=0)

@@ -37,6 +37,14 @@ TEXTS = {
 }
 
 
+def write_damaged_parquet(path: Path) -> None:
+    """One row of text in a page that cannot be unpacked, behind a footer that is whole."""
+    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[100:160] = bytes(60)
+    path.write_bytes(content)
+
+
 def made_text(num_bytes: int, seed: int = 0) -> str:
     """About so many bytes of lines of made words, some of them CJK or emoji."""
     words = ["the", "model", "Ray", "0.5", "日本語", "😀", "naïve", "window", "(x)", "  "]

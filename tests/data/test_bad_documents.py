@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import documents, files, made_text
+from shard_tools import documents, files, write_damaged_parquet
 
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
@@ -155,10 +155,7 @@ def test_files_and_rows_are_left_out_too(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_no_bad_document(tmp_path: Path, raises_line) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[100:160] = bytes(60)
-    path.write_bytes(content)
+    write_damaged_parquet(path)
     with raises_line(DataError, "a.parquet row 0"):
         prepare_here([str(path)], tmp_path / "out", "bytes", max_bad_documents=1000)
 

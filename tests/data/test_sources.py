@@ -10,7 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import TEXTS, made_text, write_jsonl, write_parquet
+from shard_tools import (
+    TEXTS,
+    made_text,
+    write_damaged_parquet,
+    write_jsonl,
+    write_parquet,
+)
 
 from raytrain_gpt.data import documents, sources
 from raytrain_gpt.data.bad_documents import BadDocuments
@@ -266,10 +272,7 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path, raises_line) -
 
 def test_parquet_with_a_damaged_page_is_refused(tmp_path: Path, raises_line) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[100:160] = bytes(60)
-    path.write_bytes(content)
+    write_damaged_parquet(path)
     with raises_line(DataError, "a.parquet row 0"):
         texts(str(path))
 
