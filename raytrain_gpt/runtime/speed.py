@@ -35,7 +35,7 @@ class Speed:
 
     def summary(self) -> str:
         """One line for the console."""
-        speeds = ((self.tokens_per_s, "in steps"), (self.tokens_per_s_overall, "over all"))
+        speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "over all"))
         parts = [f"{value:,.0f} tokens/s {what}" for value, what in speeds if value is not None]
         if self.data_wait_fraction is not None:
             parts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
