@@ -197,13 +197,13 @@ def test_a_killed_driver_goes_on_by_the_same_command(
     config = make_config(num_workers=2, run_name="driver")
     command = start(config, Faults((place,)), environment(cluster))
     command.reaches(place)
+    # Ray rewrites its own index in place, so a kill can leave it empty; it is never read.
+    storage = Path(config.run.storage_path, "driver")
+    indexes = wait_until(
+        lambda: list(storage.rglob("checkpoint_manager_snapshot.json")), "Ray's index"
+    )
     command.process.kill()
     command.ends()
-    # Ray rewrites its own index in place, so a kill can leave it empty; it is never read.
-    indexes = list(
-        Path(config.run.storage_path, "driver").rglob("checkpoint_manager_snapshot.json")
-    )
-    assert indexes
     for index in indexes:
         index.write_text("")
     lines: list[str] = []
