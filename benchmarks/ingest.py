@@ -1,24 +1,31 @@
 """Tokens per second of the data path alone: shards to micro-batches in the workers, no model.
 
-    python benchmarks/ingest.py [--tokens 200000000] [--workers 2]
+    python benchmarks/ingest.py [--tokens 200000000] [--workers 2] [--latency_ms 50 [--cache]]
 
-Made tokens are written as a dataset, then consumed through the sharded Ray Dataset of a run. The
-clock starts with the first micro-batch; starting Ray's pipeline is printed apart. One JSON object last.
+Made tokens are written as a dataset, then consumed through the sharded Ray Dataset of a run: from the
+disk or, with a latency, from an object store that far away, whose row groups the second epoch finds in
+the cache with `--cache`. The clock starts with the first micro-batch; starting Ray's pipeline is printed
+apart. One JSON object last. (What one reading task does without Ray: reading.py.)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
+from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 
 import ray
 import torch
 from made_data import made_dataset
+from object_server import KEYS, object_store
 from ray.data import ExecutionOptions
 
+from raytrain_gpt.data.mixture import Mixture, Part
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.runtime.cluster import connect
 from raytrain_gpt.runtime.feed import TrainFeed, rank_chunks
@@ -35,18 +42,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--latency_ms", type=float, help="read from an object store so far away")
+    parser.add_argument("--cache", action="store_true", help="keep what is read of it on the disk")
     args = parser.parse_args()
-    connect(num_cpus_needed=4)
     with tempfile.TemporaryDirectory() as work:
-        manifest = made_dataset(Path(work), args.tokens, VOCAB_SIZE)
+        os.environ.update(KEYS, XDG_CACHE_HOME=f"{work}/cache")
+        connect(num_cpus_needed=4)
+        data = Path(work, "data")
+        manifest = made_dataset(data, args.tokens, VOCAB_SIZE)
         parts = (SEQ_LEN, BATCH_SEQUENCES, 1, args.workers, SEQ_LEN)
-        spec = IngestSpec(Location.of(work), manifest, *parts)
-        steps = EPOCHS * spec.order().batches_per_epoch
-        dataset = ingest_dataset(spec, steps)
-        dataset.context.execution_options = ExecutionOptions(preserve_order=True)
-        started = time.perf_counter()
-        shards = dataset.streaming_split(args.workers, equal=True)
-        results = ray.get([consume.remote(shard, spec, r) for r, shard in enumerate(shards)])
+        is_stored = args.latency_ms is not None
+        place = object_store(data, args.latency_ms) if is_stored else nullcontext(Location.of(data))
+        with place as directory:
+            cache_bytes = 4 * args.tokens if args.cache else 0
+            mixture = Mixture((Part(directory, manifest, Fraction(1)),))
+            spec = IngestSpec(mixture, *parts, cache_bytes=cache_bytes)
+            steps = EPOCHS * spec.order().batches_per_epoch
+            dataset = ingest_dataset(spec, steps)
+            dataset.context.execution_options = ExecutionOptions(preserve_order=True)
+            started = time.perf_counter()
+            shards = dataset.streaming_split(args.workers, equal=True)
+            results = ray.get([consume.remote(shard, spec, r) for r, shard in enumerate(shards)])
     tokens = steps * BATCH_SEQUENCES * SEQ_LEN
     seconds = max(end for _, end in results) - min(first for first, _ in results)
     first_s = min(first for first, _ in results) - started
@@ -55,6 +71,8 @@ def main() -> None:
             {
                 "tokens": tokens,
                 "workers": args.workers,
+                "latency_ms": args.latency_ms,
+                "cache": args.cache,
                 "first_batch_s": round(first_s, 2),
                 "tokens_per_s": round(tokens / seconds),
                 "tokens_per_s_with_start": round(tokens / (seconds + first_s)),

@@ -19,20 +19,22 @@ from raytrain_gpt.data.tokenizer import EOT, TOKENIZER_FILE, tokenizer_json, voc
 WRITE_TOKENS = 2**20
 
 
-def made_dataset(directory: Path, tokens: int, vocab_size: int) -> Manifest:
+def made_dataset(directory: Path, tokens: int, vocab_size: int, num_shards: int = 1) -> Manifest:
     """Ids with the frequencies of a natural vocabulary (Zipf), and some to validate with.
 
     Args:
         directory: Is made.
         tokens: To train on; rounded up.
         vocab_size: From 257 to 65536.
+        num_shards: To train on.
     """
     encoding = made_encoding(vocab_size)
     generator = np.random.Generator(np.random.PCG64(0))
     directory.mkdir(parents=True, exist_ok=True)
     shards = []
-    for split, amount in (("train", tokens), ("val", 1)):
-        writer = ShardWriter(directory / f"{split}-00000.parquet", np.uint16, ROW_GROUP_TOKENS)
+    parts = [("train", i, -(-tokens // num_shards)) for i in range(num_shards)]
+    for split, i, amount in [*parts, ("val", 0, 1)]:
+        writer = ShardWriter(directory / f"{split}-{i:05d}.parquet", np.uint16, ROW_GROUP_TOKENS)
         for _ in range(-(-amount // WRITE_TOKENS)):
             ids = generator.zipf(1.2, WRITE_TOKENS) % (vocab_size - 1)
             writer.add(ids.astype(np.uint32), 4 * len(ids))

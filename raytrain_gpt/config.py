@@ -72,9 +72,13 @@ class DataSection(_Section):
     """What is trained on."""
 
     data_path: str = "data/stdlib"
-    """Directory of a prepared dataset, or s3://bucket/prefix."""
+    """Directory of a prepared dataset, or s3://bucket/prefix; a mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1)
     """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
+    data_cache_gb: float = Field(0.0, ge=0)
+    """GB of every node's disk that keep what was read of a dataset in an object store; 0: none."""
+    document_mask: bool = False
+    """Attention within documents: a token sees none before its document, whose positions begin at 0."""
 
 
 class OptimSection(_Section):
@@ -549,7 +553,7 @@ def _nearest(valid: list[int], value: int) -> str:
 SAFE_ON_RESUME = frozenset(
     {
         *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
-        "parallel",
+        *("parallel", "data_cache_gb"),
         *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
         *(
             *("keep_checkpoints", "profile_steps"),

@@ -7,14 +7,19 @@ connections and answers nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.ports import free_port
 
@@ -37,9 +42,11 @@ class S3Server:
         self._moto_port, self._port = free_port(), free_port()
         # This process's own variables must not make moto a client of another store.
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+        # Closed and removed by close().
+        self._recording = tempfile.NamedTemporaryFile(prefix="s3-requests-")  # noqa: SIM115
         self._moto = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._moto_port)],
-            env=clean,
+            env={**clean, "MOTO_RECORDER_FILEPATH": self._recording.name},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -71,6 +78,17 @@ class S3Server:
     def accept_keys(self) -> None:
         """From now on every key is good."""
         self._ask("POST", "moto-api/reset-auth", b"inf")
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[str]]:
+        """`METHOD /bucket/key` of what is asked for meanwhile; filled when that is over."""
+        asked: list[str] = []
+        for step in ("reset", "start"):
+            self._ask("POST", f"moto-api/recorder/{step}-recording", b"")
+        yield asked
+        self._ask("POST", "moto-api/recorder/stop-recording", b"")
+        entries = map(json.loads, Path(self._recording.name).read_text().splitlines())
+        asked += [f"{entry['method']} {urlsplit(entry['url']).path}" for entry in entries]
 
     def _ask(self, method: str, path: str, content: bytes | None = None) -> None:
         url = f"http://127.0.0.1:{self._moto_port}/{path}"
@@ -107,6 +125,7 @@ class S3Server:
         """End both processes."""
         self.stop()
         _end(self._moto)
+        self._recording.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -286,7 +286,14 @@ def test_what_is_safe_on_resume_is_no_maths() -> None:
     }
     assert set(LEAVES) >= SAFE_ON_RESUME
     assert not SAFE_ON_RESUME & maths
-    harmless = {"max_steps", "num_workers", "log_every_steps", "run_name", "compile"}
+    harmless = {
+        "max_steps",
+        "num_workers",
+        "log_every_steps",
+        "run_name",
+        "compile",
+        "data_cache_gb",
+    }
     assert harmless <= SAFE_ON_RESUME
 
 

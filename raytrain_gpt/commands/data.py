@@ -104,8 +104,9 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _data(args: argparse.Namespace) -> None:
-    from raytrain_gpt.data.shards import check_shard, check_tokenizer, read_manifest
+    from raytrain_gpt.data.shards import read_manifest
     from raytrain_gpt.data.storage import Location
+    from raytrain_gpt.data.verify import check_shard, check_tokenizer
     from raytrain_gpt.runtime import show
 
     directory = Location.of(args.directory)

@@ -229,7 +229,8 @@ def try_steps(config: Config, world_size: int, vocab_size: int, device: torch.de
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     with device:
-        model = GPT(GPTShape.of(config, vocab_size), config.activation_checkpointing)
+        # Which token closes documents changes no size.
+        model = GPT.of(config, vocab_size, vocab_size - 1, config.activation_checkpointing)
         ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
     if train.compile:
         model.compile()

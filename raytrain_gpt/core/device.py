@@ -42,6 +42,12 @@ def matmul_dtype(precision: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
+def dtype_of_matmul(tensor: torch.Tensor) -> torch.dtype:
+    """What a matrix product with a tensor is computed in here: autocast's type, else the tensor's own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
 def autocast_of(
     precision: str, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:

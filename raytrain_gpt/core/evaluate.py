@@ -86,3 +86,18 @@ def eval_result(sums: Tensor) -> EvalResult:
     """The result of sums added over all ranks: float64 (4,)."""
     nats, tokens, text_nats, text_bytes = sums.tolist()
     return EvalResult(nats, round(tokens), text_nats, round(text_bytes))
+
+
+def mixed_sums(sums: Tensor, weights: Tensor) -> Tensor:
+    """Sums of several datasets as if each had its weight's part of all tokens.
+
+    Args:
+        sums: float64 (datasets, 4), of `evaluation_sums`.
+        weights: float64 (datasets,), together 1.
+
+    Returns:
+        float64 (4,)
+    """
+    tokens = sums[:, 1]
+    factors = weights * tokens.sum() / tokens
+    return (sums * factors[:, None]).sum(0)

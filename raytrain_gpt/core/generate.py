@@ -10,6 +10,9 @@
 A sequence has a generator of its own and takes one number from it for each token. So its tokens depend
 on its prompt, options and stream alone, but for the last bits of sums, which a larger batch may round
 differently.
+
+Where the model attends within documents, a sequence is what its newest token may see: the last document of
+its text. A token behind the end of a document begins a sequence anew, at position 0, as in training.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain_gpt.core.attention import last_document
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.errors import ConfigError, DataError
@@ -93,7 +97,7 @@ class Drawn:
 
 
 class _Sequence:
-    """One sequence: its prompt's last seq_len tokens and all that were drawn."""
+    """One sequence: what the model sees of its prompt's last seq_len tokens, and what was drawn."""
 
     def __init__(
         self, handle: int, prompt: Sequence[int], options: SamplingOptions, stream: int
@@ -164,7 +168,8 @@ class DecodingBatch:
             raise RuntimeError(f"the batch is full: it has {self.num_active} sequences")
         handle = self._num_added
         self._num_added += 1
-        self._waiting.append(_Sequence(handle, prompt[-shape.seq_len :], options, stream))
+        seen = last_document(prompt[-shape.seq_len :], self._model.document_end)
+        self._waiting.append(_Sequence(handle, seen, options, stream))
         return handle
 
     def cancel(self, handle: int) -> None:
@@ -259,6 +264,10 @@ class DecodingBatch:
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
             return Drawn(sequence.handle, None, "stop")
+        if sequence.tokens[-1] == self._model.document_end:
+            self._remove(sequence)
+            sequence.tokens.clear()
+            self._waiting.append(sequence)
         sequence.tokens.append(token)
         sequence.num_left -= 1
         if sequence.num_left:

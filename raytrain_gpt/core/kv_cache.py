@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain_gpt.core.model import Attend, GPTShape
+from raytrain_gpt.core.attention import Attend
+from raytrain_gpt.core.model import GPTShape
 
 
 class KVCache:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain_gpt.core.device import dtype_of_matmul
+
 IGNORED = -100
 """Target of a place that does not count."""
 
@@ -38,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
         loss = _loss(rows, weight, labels, reduction)
     elif reduction == "mean" and torch.is_grad_enabled():
         mean: Any = _ChunkedMean.apply
-        loss = mean(rows, weight, labels, chunk, _matmul_dtype(rows))
+        loss = mean(rows, weight, labels, chunk, dtype_of_matmul(rows))
     else:
         parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
         loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])
@@ -56,11 +58,6 @@ def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
 def _loss(rows: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
     logits = F.linear(rows, weight)  # (N, V)
     return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=IGNORED)
-
-
-def _matmul_dtype(tensor: Tensor) -> torch.dtype:
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 class _ChunkedMean(torch.autograd.Function):

@@ -7,7 +7,7 @@ are those of the released model. Shapes: B sequences, T tokens, D channels, H he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_gpt.config import Config, padded_vocab_size
+from raytrain_gpt.core.attention import (
+    SPARSE_BLOCK_TOKENS,
+    SPARSE_MIN_HEAD_SIZE,
+    Attend,
+    block_sparse_attention,
+    document_starts,
+    masked_attention,
+)
+from raytrain_gpt.core.device import dtype_of_matmul
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.recompute import run_block
 
 INIT_STD = 0.02
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +131,32 @@ class GPT(nn.Module):
         shape: Sizes.
         activation_checkpointing: What of a block is computed again in the backward pass: `none`, `selective`
             or `full`, see `run_block`.
+        document_end: The token that closes a document, where a token attends to those of its own document
+            only and positions count from its start; None: all T tokens are one text.
     """
 
-    def __init__(self, shape: GPTShape, activation_checkpointing: str = "none") -> None:
+    def __init__(
+        self,
+        shape: GPTShape,
+        activation_checkpointing: str = "none",
+        document_end: int | None = None,
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
+        self.document_end = document_end
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.ln_f = nn.LayerNorm(shape.embd_size)
+
+    @classmethod
+    def of(
+        cls, config: Config, vocab_size: int, eot_token: int, activation_checkpointing: str = "none"
+    ) -> GPT:
+        """The model that a configuration asks for with a tokenizer."""
+        document_end = eot_token if config.data.document_mask else None
+        return cls(GPTShape.of(config, vocab_size), activation_checkpointing, document_end)
 
     def init_weights(self, seed: int) -> None:
         """GPT-2's initialisation: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
@@ -150,13 +172,36 @@ class GPT(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""
         position = torch.arange(ids.shape[1], device=ids.device)
+        attend = None
+        if self.document_end is not None:
+            starts = document_starts(ids, self.document_end)  # (B, T)
+            position = position - starts
+            attend = self._attend_within(starts)
         x = self.wte(ids) + self.wpe(position)  # (B, T, D)
         x = F.dropout(x, self.shape.dropout, self.training)
         recompute = self.activation_checkpointing if self.training else "none"
         for block in self.h:
-            x = run_block(block, x, recompute, self.shape.dropout > 0)
+            x = run_block(block, x, attend, recompute, self.shape.dropout > 0)
         out: Tensor = self.ln_f(x)
         return out
+
+    def _attend_within(self, starts: Tensor) -> Attend:
+        """The attention of all blocks, by a fused kernel where a GPU trains and there is one that can.
+
+        Selective checkpointing keeps what single operators give, and sees into no compiled kernel.
+        """
+        shape = self.shape
+        if (
+            self.training
+            and starts.is_cuda
+            and shape.dropout == 0
+            and self.activation_checkpointing != "selective"
+            and shape.embd_size >= SPARSE_MIN_HEAD_SIZE * shape.num_heads
+            and starts.shape[1] > SPARSE_BLOCK_TOKENS
+        ):
+            return block_sparse_attention(starts)
+        dropout = shape.dropout if self.training else 0.0
+        return masked_attention(starts, dtype_of_matmul(self.wte.weight), dropout)
 
     def hidden_after(
         self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[Attend]

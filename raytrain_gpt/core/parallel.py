@@ -111,7 +111,7 @@ def model_to_evaluate(model: GPT) -> GPT:
     if not is_sharded(model):
         return model
     with torch.device("meta"):
-        return GPT(model.shape).requires_grad_(False)
+        return GPT(model.shape, document_end=model.document_end).requires_grad_(False)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from raytrain_gpt.core.attention import Attend
+
 _ATTENTION = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -23,22 +25,25 @@ _ATTENTION = frozenset(
 )
 
 
-def run_block(block: nn.Module, x: Tensor, recompute: str, is_random: bool) -> Tensor:
+def run_block(
+    block: nn.Module, x: Tensor, attend: Attend | None, recompute: str, is_random: bool
+) -> Tensor:
     """The output of a block, with the same gradients whatever is computed again.
 
     Args:
-        block: (B, T, D) -> (B, T, D).
+        block: (B, T, D) and an attention -> (B, T, D).
         x: (B, T, D).
+        attend: Its attention, see `Attention.forward`.
         recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
             the maps whose outputs the backward pass needs; `full`: all but the block's input.
         is_random: It has dropout, which must be the same the second time.
     """
     if recompute == "none":
-        out: Tensor = block(x)
+        out: Tensor = block(x, attend)
         return out
     contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
     again: Tensor = checkpoint(
-        block, x, use_reentrant=False, preserve_rng_state=is_random, **contexts
+        block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
     )
     return again
 

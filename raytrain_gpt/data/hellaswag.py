@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.storage import Location, Place
+from raytrain_gpt.data.storage import Location, Place, cache_directory
 from raytrain_gpt.errors import DataError
 
 NUM_ENDINGS = 4
@@ -183,7 +182,7 @@ def downloaded() -> Location:
     Raises:
         DataError: it is not there and cannot be fetched, or not be kept.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raytrain-gpt"
+    cache = cache_directory()
     path = cache / URL.rpartition("/")[2]
     if path.exists():
         return Location.of(path)

@@ -6,6 +6,7 @@ object that never arrived looks written (pyarrow 25).
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -46,6 +47,12 @@ class RetriedReader:
             return content
 
         return retried(read, "read", self._url, self._retry_for_s)
+
+    def at_start(self) -> RetriedReader:
+        """Another position in the same object, which costs no request."""
+        other = copy.copy(self)
+        other._position = 0
+        return other
 
     def read(self, num_bytes: int | None = None) -> bytes:
         """The next bytes; None or −1: all that is left."""

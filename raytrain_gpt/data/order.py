@@ -44,6 +44,14 @@ def permutation(size: int, *key: int) -> Ids:
     return np.argsort(draws, kind="stable")
 
 
+@lru_cache(maxsize=4)
+def _shuffled_row_groups(num: int, seed: int, epoch: int) -> Ids:
+    """An epoch's stream. Every reading task has an `Order` of its own, and 4M row groups take 0.5 s."""
+    units = permutation(num, seed, epoch)
+    units.flags.writeable = False
+    return units
+
+
 @dataclass(frozen=True, eq=False)
 class Order:
     """The order of a split's sequences over all epochs.
@@ -106,7 +114,7 @@ class Order:
         return ((i + 1) * self.windows_per_epoch - 1) // self.batches_per_epoch
 
     def _stream(self, epoch: int) -> tuple[Ids, Ids]:
-        units = permutation(len(self.row_group_sequences), self.seed, epoch)
+        units = _shuffled_row_groups(len(self.row_group_sequences), self.seed, epoch)
         ends = np.cumsum(self.row_group_sequences[units])
         return units, ends
 
@@ -132,10 +140,24 @@ class Order:
         Returns:
             int64 (batch_sequences,)
         """
-        epoch, i = divmod(batch, self.batches_per_epoch)
-        window = self._window_of(i)
-        start = (i - self._bound(window)) * self.batch_sequences
-        return self._window(epoch, window)[start : start + self.batch_sequences]
+        return self.ids_between(batch, batch + 1)
+
+    def ids_between(self, first: int, stop: int) -> Ids:
+        """Sequence ids of the global batches [first, stop), laid end to end.
+
+        Returns:
+            int64 ((stop − first) · batch_sequences,)
+        """
+        pieces: list[Ids] = [np.zeros(0, np.int64)]
+        while first < stop:
+            end = min(stop, self.window_end(first))
+            epoch, i = divmod(first, self.batches_per_epoch)
+            window = self._window_of(i)
+            start = (i - self._bound(window)) * self.batch_sequences
+            size = (end - first) * self.batch_sequences
+            pieces.append(self._window(epoch, window)[start : start + size])
+            first = end
+        return np.concatenate(pieces)
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Global batches [first, stop) cut into pieces of reading.

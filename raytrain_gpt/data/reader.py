@@ -1,18 +1,38 @@
-"""Read given sequences of a split into one array: every row group that is needed, once."""
+"""Read given sequences of a split into one array: every row group that is needed, once.
+
+Row groups of an object store are asked for by several threads, ahead of the one that is put in place.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.order import Ids
-from raytrain_gpt.data.shards import Manifest, Split, read_row_group
-from raytrain_gpt.data.storage import Place
+from raytrain_gpt.data.row_group_cache import RowGroupCache
+from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
+from raytrain_gpt.data.storage import Location, Place, cache_directory
 from raytrain_gpt.data.tokenizer import Tokens
+
+READ_THREADS = 16
+"""Requests to an object store at a time."""
+READ_AHEAD = 2 * READ_THREADS
+"""Row groups, of 1 MB at most, that are on their way or wait for being put in place."""
+
+Reading = Callable[[Shard, int], Tokens]
 
 
 def read_sequences(
-    directory: Place, manifest: Manifest, split: Split, seq_len: int, ids: Ids
+    directory: Place,
+    manifest: Manifest,
+    split: Split,
+    seq_len: int,
+    ids: Ids,
+    cache_bytes: int = 0,
 ) -> tuple[Tokens, Ids]:
     """Tokens of sequences, with the id of what was put into each place, kept where it is put there.
 
@@ -22,33 +42,57 @@ def read_sequences(
         split: `train` or `val`.
         seq_len: Context length; a sequence has one token more, the last target.
         ids: int64 (n,), sequence ids in the wanted order; negative ones stay zero.
+        cache_bytes: Disk of this node that may keep what is read of object stores; 0: none.
 
     Returns:
         tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty.
-        Memory: the result and one row group.
+        Memory: the result, and one row group or, of an object store, `READ_AHEAD` of them.
 
     Raises:
         DataError: a row group cannot be read or holds ids outside the vocabulary.
     """
-    row_groups = manifest.row_groups(split)
-    ends = np.cumsum(manifest.row_group_sequences(split, seq_len))
+    directory = Location.of(directory)
+    sequences = manifest.row_group_sequences(split, seq_len)
+    ends = np.cumsum(sequences)
     tokens: Tokens = np.zeros((len(ids), seq_len + 1), manifest.dtype)
     delivered = np.full(len(ids), -1, np.int64)
 
     places = np.argsort(ids, kind="stable")
     places = places[np.searchsorted(ids[places], 0) :]
-    units = np.searchsorted(ends, ids[places], side="right")
-    for part in np.split(places, np.flatnonzero(np.diff(units)) + 1):
-        if not len(part):
-            continue
-        unit = int(np.searchsorted(ends, ids[part[0]], side="right"))
-        shard, index, size = row_groups[unit]
-        first_id = int(ends[unit]) - (size - 1) // seq_len
+    units, starts = np.unique(np.searchsorted(ends, ids[places], side="right"), return_index=True)
+    wanted = manifest.find_row_groups(split, units)
+    cache = None
+    if cache_bytes and not directory.is_local:
+        cache = RowGroupCache(cache_directory() / "row_groups", manifest.hash, cache_bytes)
+
+    def read(shard: Shard, index: int) -> Tokens:
+        return read_row_group(directory, manifest, shard, index, cache)
+
+    groups = (read(*one) for one in wanted) if directory.is_local else _ahead(read, wanted)
+    stops = np.append(starts, len(places))[1:]
+    for unit, start, stop, group in zip(units, starts, stops, groups, strict=True):
+        part = places[start:stop]
+        first_id = int(ends[unit] - sequences[unit])
         rows = ids[part] - first_id
-        group = read_row_group(directory, manifest, shard, index)
         tokens[part] = _overlapping_rows(group, seq_len)[rows]
         delivered[part] = first_id + rows
     return tokens, delivered
+
+
+def _ahead(read: Reading, wanted: list[tuple[Shard, int]]) -> Iterator[Tokens]:
+    """Row groups in the given order, read by threads."""
+    threads = ThreadPoolExecutor(READ_THREADS)
+    coming: deque[Future[Tokens]] = deque()
+    try:
+        for one in wanted:
+            if len(coming) == READ_AHEAD:
+                yield coming.popleft().result()
+            coming.append(threads.submit(read, *one))
+        while coming:
+            yield coming.popleft().result()
+    finally:
+        # Not waited for: after an error or a signal a request may still take long.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _overlapping_rows(group: Tokens, seq_len: int) -> NDArray[np.unsignedinteger]:

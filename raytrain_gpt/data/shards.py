@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +26,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raytrain_gpt.data.row_group_cache import RowGroupCache
 from raytrain_gpt.data.storage import Location, Place
-from raytrain_gpt.data.tokenizer import Tokens, read_tokenizer, vocab_hash
+from raytrain_gpt.data.stored_shards import stored_shard
+from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
 
 FORMAT_VERSION = 1
@@ -98,8 +99,30 @@ class Manifest(BaseModel):
         Returns:
             int64 (row groups,)
         """
-        tokens = [tokens for _, _, tokens in self.row_groups(split)]
-        return (np.array(tokens, np.int64).reshape(-1) - 1) // seq_len
+        tokens, counts = self._row_group_counts(split)
+        sizes = np.full(counts.sum(), self.row_group_tokens, np.int64)
+        last = np.cumsum(counts)[counts > 0] - 1
+        sizes[last] = (tokens - (counts - 1) * self.row_group_tokens)[counts > 0]
+        return (sizes - 1) // seq_len
+
+    def find_row_groups(self, split: Split, numbers: NDArray[np.int64]) -> list[tuple[Shard, int]]:
+        """(shard, index inside it) of row groups given by their numbers in manifest order.
+
+        Args:
+            split: The split.
+            numbers: int64 (n,)
+        """
+        shards = self.split_shards(split)
+        counts = self._row_group_counts(split)[1]
+        ends = np.cumsum(counts)
+        of_shard = np.searchsorted(ends, numbers, side="right")
+        indices = numbers - (ends - counts)[of_shard]
+        return [(shards[s], int(i)) for s, i in zip(of_shard, indices, strict=True)]
+
+    def _row_group_counts(self, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens and row groups of each shard, int64 (shards,) each."""
+        tokens = np.array([shard.tokens for shard in self.split_shards(split)], np.int64)
+        return tokens, -(-tokens // self.row_group_tokens)
 
 
 class ShardWriter:
@@ -231,8 +254,21 @@ def read_manifest(directory: Place) -> Manifest:
     return manifest
 
 
-def read_row_group(directory: Place, manifest: Manifest, shard: Shard, index: int) -> Tokens:
+def read_row_group(
+    directory: Place,
+    manifest: Manifest,
+    shard: Shard,
+    index: int,
+    cache: RowGroupCache | None = None,
+) -> Tokens:
     """Token ids of one row group, checked against the vocabulary.
+
+    Args:
+        directory: The dataset.
+        manifest: Its manifest.
+        shard: The shard.
+        index: Of the row group in it.
+        cache: Is asked first, and given what it does not have; None: there is none.
 
     Returns:
         uint16 or uint32 (tokens,), read-only
@@ -241,14 +277,11 @@ def read_row_group(directory: Place, manifest: Manifest, shard: Shard, index: in
         DataError: it cannot be read, or holds an id outside the vocabulary.
     """
     path = Location.of(directory) / shard.path
-    try:
-        # The footers of an object store's shards are kept: a request less for every row group.
-        metadata = None if path.is_local else _kept_metadata(path, shard.sha256)
-        with path.open() as source, pq.ParquetFile(source, metadata=metadata) as file:
-            column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
-    except (OSError, pa.ArrowException, KeyError, IndexError) as error:
-        raise DataError(f"cannot read row group {index} of {path}: {_one_line(error)}") from None
-    tokens: Tokens = column.combine_chunks().to_numpy()
+    kept = cache.get(shard.sha256, index) if cache else None
+    if kept is not None:
+        tokens: Tokens = np.frombuffer(kept, manifest.dtype)
+    else:
+        tokens = _stored_row_group(path, shard, index)
     top = int(tokens.max(initial=0))
     if top >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
@@ -256,84 +289,24 @@ def read_row_group(directory: Place, manifest: Manifest, shard: Shard, index: in
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; prepare the data again"
         )
+    if cache and kept is None:
+        cache.put(shard.sha256, index, tokens.view(np.uint8).data)
     return tokens
 
 
-def check_tokenizer(directory: Place, manifest: Manifest) -> None:
-    """Compare the tokenizer that a dataset carries with the one its shards were made with.
-
-    Raises:
-        DataError: it is missing, damaged or another one.
-    """
-    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
-        raise DataError(
-            f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); prepare the data again"
-        )
-
-
-def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: bool) -> None:
-    """Compare a shard with its manifest entry.
-
-    Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        shard: The entry.
-        content: Also read the whole file: its hash and every id. Otherwise only the file's size
-            and footer are read, whose statistics have the largest id of every row group.
-
-    Raises:
-        DataError: names the file, what was expected and what was found.
-    """
-    path = Location.of(directory) / shard.path
-    again = "prepare the data again"
-    if not path.exists():
-        raise DataError(f"shard {path} is missing; {again}")
-    if (size := path.size_bytes()) != shard.file_bytes:
-        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {again}")
+def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
     try:
-        metadata = _metadata(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"shard {path} is no parquet file: {_one_line(error)}; {again}") from None
-    field = metadata.schema.to_arrow_schema()
-    if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
-        raise DataError(
-            f"shard {path} has columns {dict(zip(field.names, map(str, field.types), strict=True))}, "
-            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {again}"
-        )
-    groups = -(-shard.tokens // manifest.row_group_tokens)
-    if (metadata.num_rows, metadata.num_row_groups) != (shard.tokens, groups):
-        raise DataError(
-            f"shard {path} has {metadata.num_rows} tokens in {metadata.num_row_groups} row groups, "
-            f"expected {shard.tokens} in {groups}; {again}"
-        )
-    for i in range(groups):
-        statistics = metadata.row_group(i).column(0).statistics
-        if (
-            statistics is not None
-            and statistics.has_min_max
-            and statistics.max >= manifest.vocab_size
-        ):
-            raise DataError(
-                f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
-                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {again}"
-            )
-    if content:
-        if path.sha256() != shard.sha256:
-            raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {again}")
-        for i in range(groups):
-            read_row_group(directory, manifest, shard, i)
+        if path.is_local:
+            with path.open() as source, pq.ParquetFile(source) as file:
+                column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
+        else:
+            column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
+    except (OSError, pa.ArrowException, KeyError, IndexError) as error:
+        raise DataError(f"cannot read row group {index} of {path}: {one_line(error)}") from None
+    tokens: Tokens = column.combine_chunks().to_numpy()
+    return tokens
 
 
-def _metadata(path: Location) -> pq.FileMetaData:
-    with path.open() as file:
-        return pq.read_metadata(file)
-
-
-@lru_cache(maxsize=256)
-def _kept_metadata(path: Location, _sha256: str) -> pq.FileMetaData:
-    return _metadata(path)
-
-
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, or what it is."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -22,7 +22,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from raytrain_gpt.data.object_files import CHUNK_BYTES, RetriedHandler
+from raytrain_gpt.data.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.data.object_store import SCHEMES, SOURCE_SCHEMES, access_error, retried
 from raytrain_gpt.data.web_files import WEB_SCHEMES, check_address, without_query
 from raytrain_gpt.errors import ClusterError, ConfigError
@@ -260,8 +260,16 @@ class Location:
         """
         if self.is_local:
             return pa.OSFile(self.url)
+        return pa.PythonFile(self.reader(), mode="r")
+
+    def reader(self) -> RetriedReader:
+        """An object, for reads of many threads at a time.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
         try:
-            return self._handler.open_input_file(self._key)
+            return self._handler.reader(self._key)
         except FileNotFoundError:
             self._check_bucket()
             raise FileNotFoundError(2, "No such file", str(self)) from None
@@ -375,6 +383,20 @@ class Location:
 
 Place = str | Path | Location
 """What functions take where a location is meant."""
+
+
+def cache_directory() -> Path:
+    """Where this user keeps on this machine what can be fetched again.
+
+    Raises:
+        ConfigError: XDG_CACHE_HOME is not set, and there is no home directory.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "raytrain-gpt")
+    try:
+        return Path.home() / ".cache" / "raytrain-gpt"
+    except RuntimeError:
+        raise ConfigError("this user has no home directory; set XDG_CACHE_HOME") from None
 
 
 def is_url(path: str) -> bool:

@@ -135,7 +135,8 @@ class _Timer:
         self._config, self._device = config, device
         self._autocast = autocast_of(precision, device)
         self._loss_scale = loss_scale_for(precision, device)
-        raw_model = GPT(GPTShape.of(config, vocab_size), config.activation_checkpointing)
+        # The last id closes documents in most vocabularies; another one would change the time a little.
+        raw_model = GPT.of(config, vocab_size, vocab_size - 1, config.activation_checkpointing)
         raw_model.init_weights(config.train.seed)
         self._model = prepare_model(raw_model, config.train, precision, device, group)
         self._optimizer = build_optimizer(raw_model, config.optim)

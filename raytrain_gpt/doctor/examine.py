@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.doctor import driver, node_checks, rank_checks
 from raytrain_gpt.doctor.bench import Forecast, forecast, forecast_check
@@ -34,7 +34,7 @@ from raytrain_gpt.runtime.console import amount
 from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.launch import DEFAULT_DATA
-from raytrain_gpt.runtime.locations import data_location, location
+from raytrain_gpt.runtime.locations import data_is_there, data_of, location
 from raytrain_gpt.runtime.signals import StopSignals
 
 RETRY_FOR_S = 10.0
@@ -105,19 +105,19 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
         config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
         resources = _connect(config, found)
         try:
-            manifest, data_check = _look_at_data(config, is_default)
+            data, data_check = _look_at_data(config, is_default)
             if resources is None:
                 found.add(*(skipped(name, "there is no cluster") for name in NODE_CHECKS))
             else:
                 fitted = _fit(config, resources, found)
-                nodes = _look_at_nodes(config, resources.ours, manifest, data_check, found)
-            found.add(*_look_from_here(config, manifest, tokenizer))
+                nodes = _look_at_nodes(config, resources.ours, data, data_check, found)
+            found.add(*_look_from_here(config, data, tokenizer))
             if resources is None or fitted is None:
                 found.add(*(skipped(name, "no workers can be started") for name in RANK_CHECKS))
             elif any(node.error for node in nodes):
                 found.add(*(skipped(name, "a node does not answer") for name in RANK_CHECKS))
             else:
-                _look_at_ranks(*fitted, manifest, bench, found)
+                _look_at_ranks(*fitted, data, bench, found)
         finally:
             if resources is not None and resources.ours:
                 ray.shutdown()
@@ -164,24 +164,24 @@ def _fit(
     return cluster.fit_micro_batch(config, world_size), world_size
 
 
-def _look_at_data(config: Config, is_default: bool) -> tuple[Manifest | None, Check]:
-    """The dataset's manifest and what the driver sees of the data."""
-    data = data_location(config)
-    if is_default and not (data / MANIFEST_FILE).is_file():
-        return None, skipped("data", f"{data} is not there yet; the first train makes it")
+def _look_at_data(config: Config, is_default: bool) -> tuple[Mixture | None, Check]:
+    """What is trained on, and what the driver sees of it."""
+    if is_default and not data_is_there(config):
+        where = config.data.data_path
+        return None, skipped("data", f"{where} is not there yet; the first train makes it")
     try:
-        manifest = read_manifest(data)
-        preflight.check_data(IngestSpec.of(config, manifest, world_size=1))
+        data = data_of(config)
+        preflight.check_data(IngestSpec.of(config, data, world_size=1))
     except RaytrainGptError as error:
         return None, failed("data", str(error))
-    tokens = amount(manifest.split_tokens("train"))
-    return manifest, passed("data", f"{tokens} train tokens, every shard as the manifest says")
+    tokens = amount(data.split_tokens("train"))
+    return data, passed("data", f"{tokens} train tokens, every shard as the manifest says")
 
 
 def _look_at_nodes(
     config: Config,
     ours: bool,
-    manifest: Manifest | None,
+    data: Mixture | None,
     data_check: Check,
     found: Examination,
 ) -> list[NodeFacts]:
@@ -191,8 +191,7 @@ def _look_at_nodes(
         errand = Errand(
             written=written,
             text=text,
-            data=data_location(config) if manifest else None,
-            manifest=manifest,
+            data=data,
             seq_len=config.data.seq_len,
         )
         if written is not None:
@@ -212,8 +211,8 @@ def _look_at_nodes(
         node_checks.judge_clocks(there),
         node_checks.judge_storage(there, str(storage), driver_error),
         data_check
-        if manifest is None
-        else node_checks.judge_data(there, str(errand.data), data_check.text),
+        if data is None
+        else node_checks.judge_data(there, config.data.data_path, data_check.text),
         node_checks.judge_ray_disk(there),
     )
     return nodes
@@ -234,35 +233,33 @@ def _own_directory(storage: Location) -> Iterator[tuple[Location, str]]:
             directory.remove()
 
 
-def _look_from_here(
-    config: Config, manifest: Manifest | None, tokenizer: str | None
-) -> list[Check]:
+def _look_from_here(config: Config, data: Mixture | None, tokenizer: str | None) -> list[Check]:
     checks = []
     if tokenizer is not None:
         checks.append(driver.check_named_tokenizer(tokenizer))
-    elif manifest is not None:
-        checks.append(passed("tokenizer", f"the data carries its own, {manifest.tokenizer}"))
+    elif data is not None:
+        checks.append(passed("tokenizer", f"the data carries its own, {data.tokenizer}"))
     else:
         checks.append(skipped("tokenizer", "no data, and no --tokenizer NAME for prepare"))
     checks.append(driver.check_tracking(config))
     storage = location(config, config.run.storage_path)
-    if manifest is None:
+    if data is None:
         checks.append(skipped("disk", "without data the model's size is not known"))
     elif storage.is_local and not storage.exists():
         checks.append(skipped("disk", "there is no storage_path"))
     else:
-        checks.append(driver.check_disk(config, storage, manifest.vocab_size))
+        checks.append(driver.check_disk(config, storage, data.vocab_size))
     return checks
 
 
 def _look_at_ranks(
-    config: Config, world_size: int, manifest: Manifest | None, bench: bool, found: Examination
+    config: Config, world_size: int, data: Mixture | None, bench: bool, found: Examination
 ) -> None:
-    readable = manifest is not None and not found.failed("data")
-    ingest = IngestSpec.of(config, manifest, world_size) if manifest and readable else None
+    readable = data is not None and not found.failed("data")
+    ingest = IngestSpec.of(config, data, world_size) if data and readable else None
     if bench and ingest is not None:
         try:
-            config = fit_memory(config, world_size, ingest.manifest.vocab_size, found.log)
+            config = fit_memory(config, world_size, ingest.data.vocab_size, found.log)
         except (ClusterError, ray.exceptions.RayError) as error:
             found.add(failed("bench", str(user_error_in(error) or root_cause(error))))
             bench = False
@@ -313,7 +310,7 @@ def _bench(
     config: Config, group: GroupFacts, ingest: IngestSpec | None, found: Examination
 ) -> None:
     if group.bench is not None and ingest is not None:
-        found.forecast = forecast(config, ingest.manifest.vocab_size, group.bench)
+        found.forecast = forecast(config, ingest.data.vocab_size, group.bench)
         found.add(forecast_check(config, group.bench, found.forecast))
     elif group.sequences is None or found.failed("devices"):
         found.add(skipped("bench", "it needs data, and a device for each rank"))

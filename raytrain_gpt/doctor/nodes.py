@@ -20,8 +20,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_gpt
-from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import Manifest, Split, read_manifest
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.runtime.cluster import token_file
@@ -70,15 +70,13 @@ class Errand:
     Attributes:
         written: A file that the driver wrote in `storage_path`, alone in its directory; None: it could not.
         text: Its content.
-        data: The dataset; None: there is none.
-        manifest: As the driver reads it.
+        data: What is trained on, as the driver reads it; None: there is none.
         seq_len: Tokens of context.
     """
 
     written: Location | None
     text: str
-    data: Location | None
-    manifest: Manifest | None
+    data: Mixture | None
     seq_len: int
 
 
@@ -194,16 +192,16 @@ def _storage_error(errand: Errand) -> str:
 
 def _data_error(errand: Errand) -> str:
     """Why the first and the last sequence of a split cannot be read here."""
-    if errand.data is None or errand.manifest is None:
+    if errand.data is None:
         return ""
-    splits: tuple[Split, ...] = ("train", "val")
     try:
-        if read_manifest(errand.data).hash != errand.manifest.hash:
-            return "it sees another dataset than the driver"
-        for split in splits:
-            num = int(errand.manifest.row_group_sequences(split, errand.seq_len).sum())
-            ends = np.array([0, num - 1][: min(num, 2)], np.int64)
-            read_sequences(errand.data, errand.manifest, split, errand.seq_len, ends)
+        for part in errand.data.parts:
+            if read_manifest(part.directory).hash != part.manifest.hash:
+                return f"it sees another dataset than the driver in {part.directory}"
+        for split in SPLITS:
+            ends = np.cumsum(errand.data.num_sequences(split, errand.seq_len))
+            first_and_last = np.unique([0, *ends[:-1], *(ends - 1)])
+            errand.data.read(split, errand.seq_len, first_and_last)
     except (OSError, RaytrainGptError) as error:
         return str(error)
     return ""

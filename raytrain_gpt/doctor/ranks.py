@@ -241,7 +241,7 @@ def probe_rank(spec: RankSpec) -> None:
     val, *chunks = rank_chunks(tables, spec.ingest, rank)
     tell("sequences", RankIds(val.ids[0], _ids_by_batch(chunks)))
     if spec.bench and usable:
-        vocab_size = spec.ingest.manifest.vocab_size
+        vocab_size = spec.ingest.data.vocab_size
         tell("bench", time_steps(spec.config, vocab_size, chunks, device, group))
 
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from raytrain_gpt.config import Config, micro_batches_per_step
 from raytrain_gpt.core.devices import DEVICES, Device, device_of, devices_called
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.reckon import ASSUMED_MFU, Estimate, Facts, estimate, usable_bytes
 from raytrain_gpt.runtime.autofit import counted_config
 from raytrain_gpt.runtime.console import amount, duration, size
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.runtime.locations import data_is_there, data_of
 from raytrain_gpt.runtime.preflight import absolute_paths
 
 GPT2_VOCAB_SIZE = 50_257
@@ -54,11 +53,10 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
     else:
         config = absolute_paths(config)
     vocab_size, train_tokens = asked.vocab_size, asked.train_tokens
-    data = data_location(config)
-    if (data / MANIFEST_FILE).is_file():
-        manifest = read_manifest(data)
-        vocab_size = manifest.vocab_size if vocab_size is None else vocab_size
-        train_tokens = manifest.split_tokens("train") if train_tokens is None else train_tokens
+    if data_is_there(config):
+        data = data_of(config)
+        vocab_size = data.vocab_size if vocab_size is None else vocab_size
+        train_tokens = data.split_tokens("train") if train_tokens is None else train_tokens
     precision, uses_gpu = config.train.precision, config.cluster.use_gpu
     on_gpu = device is not None and uses_gpu is not False
     facts = Facts(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.doctor.bench import Forecast, forecast
 from raytrain_gpt.doctor.ranks import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
@@ -14,7 +13,7 @@ from raytrain_gpt.runtime import preflight
 from raytrain_gpt.runtime.autofit import fit_memory
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.launch import cluster_for
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.runtime.locations import data_of
 from raytrain_gpt.runtime.signals import StopSignals
 
 
@@ -49,9 +48,9 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
     """
     stopped = StopSignals("interrupted; nothing is left behind")
     with stopped, cluster_for(config, log) as (config, world_size):
-        manifest = read_manifest(data_location(config))
-        config = fit_memory(config, world_size, manifest.vocab_size, log)
-        ingest = IngestSpec.of(config, manifest, world_size)
+        data = data_of(config)
+        config = fit_memory(config, world_size, data.vocab_size, log)
+        ingest = IngestSpec.of(config, data, world_size)
         preflight.check_data(ingest)
         preflight.check_compile(config)
         log(f"timing steps on {world_size} workers")
@@ -61,5 +60,5 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
             f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
             "raytrain-gpt doctor"
         )
-    found = forecast(config, manifest.vocab_size, group.bench)
+    found = forecast(config, data.vocab_size, group.bench)
     return Probe(config, world_size, found, group.devices[0].device)

@@ -59,6 +59,9 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
         f"perplexity {number(row['val/perplexity'], '.2f')} | "
         f"{number(row['val/bits_per_byte'], '.4f')} bits/byte"
     )
+    for name, loss in row.items():
+        if name.startswith("val/loss/"):
+            line += f" | {name.removeprefix('val/loss/')} {number(loss, '.4f')}"
     if "hellaswag/acc_norm" in row:
         line += f" | hellaswag {row['hellaswag/acc_norm']:.4f} (acc {row['hellaswag/acc']:.4f})"
     return line

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.choices import ChoiceScore, ending_losses
-from raytrain_gpt.core.evaluate import EvalResult, eval_result, evaluation_sums
+from raytrain_gpt.core.evaluate import eval_result, evaluation_sums, mixed_sums
 from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
@@ -84,22 +84,32 @@ class Evaluation:
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
-            metrics |= self._validated(self._feed, progress).metrics()
+            metrics |= self._validated(self._feed, progress)
         if self._choices is not None:
             score = self._scored(self._choices, progress).metrics()
             metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
             metrics["hellaswag/cut"] = self._choices.num_cut
         return metrics
 
-    def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> EvalResult:
-        def batches() -> Iterator[MicroBatch]:
-            for micro_batch in feed.micro_batches():
+    def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
+        def watched(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+            for micro_batch in micro_batches:
                 progress()
                 yield micro_batch
 
         lengths = self._token_bytes.to(self._model.wte.weight.device)
-        own = evaluation_sums(self._model, batches(), lengths, self._autocast)
-        return eval_result(self._ranks.summed(own))
+        own = [
+            evaluation_sums(self._model, watched(part), lengths, self._autocast)
+            for part in feed.micro_batches()
+        ]
+        sums = self._ranks.summed(torch.stack(own))  # (datasets, 4)
+        weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
+        metrics = eval_result(mixed_sums(sums, weights)).metrics()
+        if feed.data.is_mixed:
+            for name, part in zip(feed.data.names, sums, strict=True):
+                alone = eval_result(part)
+                metrics |= {f"val/loss/{name}": alone.loss, f"val/tokens/{name}": alone.tokens}
+        return metrics
 
     def _scored(self, choices: Choices, progress: Callable[[], None]) -> ChoiceScore:
         own = torch.zeros(3, dtype=torch.int64)

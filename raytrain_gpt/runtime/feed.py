@@ -12,6 +12,7 @@ import torch
 
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.runtime.ingest import IngestSpec
@@ -47,7 +48,7 @@ def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iter
         if found != expected:
             raise RuntimeError(f"rows were dealt wrongly: wanted {expected}, got {found}")
         num_batches = row["num_batches"].as_py()
-        tokens = np.frombuffer(row["tokens"].as_buffer(), spec.manifest.dtype)
+        tokens = np.frombuffer(row["tokens"].as_buffer(), spec.data.dtype)
         chunk = RankChunk(
             first=found[2],
             tokens=tokens.reshape(num_batches, -1, spec.seq_len + 1),
@@ -117,24 +118,35 @@ class EvalFeed:
     Args:
         tokens: (n, seq_len + 1).
         ids: int64 (n,), −1 where there is no sequence.
+        data: What they are of.
         micro_batch_sequences: Sequences of a micro-batch.
         device: Where they go.
     """
 
     def __init__(
-        self, tokens: Tokens, ids: Ids, micro_batch_sequences: int, device: torch.device
+        self,
+        tokens: Tokens,
+        ids: Ids,
+        data: Mixture,
+        micro_batch_sequences: int,
+        device: torch.device,
     ) -> None:
-        fill = -len(tokens) % micro_batch_sequences
-        self._tokens: Tokens = np.zeros((len(tokens) + fill, tokens.shape[1]), tokens.dtype)
-        self._tokens[: len(tokens)] = tokens
-        self._counts = np.pad(ids >= 0, (0, fill))
+        self.data = data
+        ends = data.val_ends(tokens.shape[1] - 1)
+        part = np.where(ids < 0, -1, np.searchsorted(ends, ids, side="right"))
+        self._tokens = [tokens[part == i] for i in range(len(ends))]
         self._size = micro_batch_sequences
         self._device = device
 
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """All of the share in micro-batches of one shape; what fills them up does not count."""
-        for start in range(0, len(self._tokens), self._size):
-            part = slice(start, start + self._size)
-            inputs, targets = to_device(self._tokens[part], self._device)
-            counts = torch.from_numpy(self._counts[part]).to(self._device)
+    def micro_batches(self) -> list[Iterator[MicroBatch]]:
+        """Of each dataset all of the share, in micro-batches of one shape; what fills up does not count."""
+        return [self._filled(tokens) for tokens in self._tokens]
+
+    def _filled(self, tokens: Tokens) -> Iterator[MicroBatch]:
+        for start in range(0, len(tokens), self._size):
+            part = tokens[start : start + self._size]
+            filled: Tokens = np.zeros((self._size, tokens.shape[1]), tokens.dtype)
+            filled[: len(part)] = part
+            inputs, targets = to_device(filled, self._device)
+            counts = torch.arange(self._size, device=self._device) < len(part)
             yield inputs, torch.where(counts[:, None], targets, IGNORED)

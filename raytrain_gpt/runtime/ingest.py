@@ -1,6 +1,6 @@
 """From the order to each rank's share, through a sharded Ray Dataset.
 
-1. The driver plans chunks of global batches (`Order.chunks`): one row of a dataset each.
+1. The driver plans chunks of global batches (`chunks` of the order): one row of a dataset each.
 2. A Ray Data task reads a chunk's row groups once and makes W rows of it: row r holds rank r's share,
    `(steps, sequences per rank and step, seq_len + 1)`, with the ids that were really read.
 3. `streaming_split(W, equal=True)` deals row i to rank i mod W. That holds only with one row a block
@@ -22,14 +22,14 @@ import pyarrow as pa
 import ray.data
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.data.order import Ids, Order, Skipped, batches_to_read, sequence_hashes
-from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import Manifest, Split
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.data.mixture import BatchOrder, Mixture
+from raytrain_gpt.data.order import Ids, Skipped, batches_to_read, sequence_hashes
+from raytrain_gpt.data.shards import Split
 
-READ_CONCURRENCY = 2
-"""Chunks read at a time; each holds a window in memory."""
+LEAST_READERS = 2
+RANKS_A_READER = 16
+"""Ranks for which one more chunk is read at a time. A reading task takes a CPU while it runs, and
+twice the window (128 MiB of 2^26 uint16) in memory: its own and the object store's."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class IngestSpec:
     """All that decides what a run reads.
 
     Attributes:
-        directory: The dataset.
-        manifest: Its manifest.
+        data: The dataset or datasets.
         seq_len: Tokens of context.
         batch_sequences: Sequences of a global batch.
         seed: The run's.
@@ -46,10 +45,10 @@ class IngestSpec:
         eval_tokens: Upper limit of validation tokens.
         first_batch: The global batch to begin with, unless it is skipped.
         skipped: Ranges of global batches that are left out.
+        cache_bytes: Bytes of every node's disk that may keep what is read of an object store.
     """
 
-    directory: Location
-    manifest: Manifest
+    data: Mixture
     seq_len: int
     batch_sequences: int
     seed: int
@@ -57,20 +56,20 @@ class IngestSpec:
     eval_tokens: int
     first_batch: int = 0
     skipped: Skipped = ()
+    cache_bytes: int = 0
 
     @classmethod
     def of(
         cls,
         config: Config,
-        manifest: Manifest,
+        data: Mixture,
         world_size: int,
         first_batch: int = 0,
         skipped: Skipped = (),
     ) -> IngestSpec:
-        """What a configuration reads of its own dataset; the arguments as above."""
+        """What a configuration reads of its data; the arguments as above."""
         return cls(
-            directory=data_location(config),
-            manifest=manifest,
+            data=data,
             seq_len=config.data.seq_len,
             batch_sequences=config.batch_sequences,
             seed=config.train.seed,
@@ -78,24 +77,23 @@ class IngestSpec:
             eval_tokens=config.eval.eval_tokens,
             first_batch=first_batch,
             skipped=skipped,
+            cache_bytes=round(config.data.data_cache_gb * 1e9),
         )
 
-    def order(self) -> Order:
+    def order(self) -> BatchOrder:
         """The training order."""
-        counts = self.manifest.row_group_sequences("train", self.seq_len)
-        return Order(counts, self.batch_sequences, self.seq_len, self.seed)
+        return self.data.order(self.batch_sequences, self.seq_len, self.seed)
 
     def eval_ids(self) -> Ids:
-        """The validation sequences: the first ones, padded with −1 to equal shares.
+        """The validation sequences, padded with −1 to equal shares.
 
         Returns:
             int64 (1, world_size · share)
         """
-        num = int(self.manifest.row_group_sequences("val", self.seq_len).sum())
-        num = min(num, max(1, self.eval_tokens // self.seq_len))
-        share = -(-num // self.world_size)
+        found = self.data.val_ids(self.seq_len, self.eval_tokens)
+        share = -(-len(found) // self.world_size)
         ids = np.full((1, share * self.world_size), -1, np.int64)
-        ids[0, :num] = np.arange(num)
+        ids[0, : len(found)] = found
         return ids
 
 
@@ -113,10 +111,15 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
             partial(_read_chunk, spec=spec),
             batch_size=1,
             batch_format="pyarrow",
-            concurrency=min(READ_CONCURRENCY, len(rows)),
+            concurrency=min(num_readers(spec.world_size), len(rows)),
         )
         .repartition(target_num_rows_per_block=1)
     )
+
+
+def num_readers(world_size: int) -> int:
+    """Chunks that are read at a time for so many ranks."""
+    return max(LEAST_READERS, world_size // RANKS_A_READER)
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
@@ -140,9 +143,7 @@ def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids) -> pa.Table:
     num_batches, size = ids.shape
     ranks, share = spec.world_size, size // spec.world_size
     dealt = ids.reshape(num_batches, ranks, share).swapaxes(0, 1)  # (rank, batch, sequence)
-    tokens, delivered = read_sequences(
-        spec.directory, spec.manifest, split, spec.seq_len, dealt.reshape(-1)
-    )
+    tokens, delivered = spec.data.read(split, spec.seq_len, dealt.reshape(-1), spec.cache_bytes)
     planned = sequence_hashes(ids).sum(1)  # (batches,)
     return pa.table(
         {

@@ -14,10 +14,10 @@ import ray
 
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.documents import STDLIB
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
+from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.storage import Place
 from raytrain_gpt.runtime import cluster, preflight
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.runtime.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.runtime.prepare import prepare
 from raytrain_gpt.runtime.signals import StopSignals
 from raytrain_gpt.runtime.supervisor import BEFORE_FIRST_STEP, Run, RunSummary, TrainLoop
@@ -82,18 +82,18 @@ def needs_data(config: Config, is_default_data: bool) -> bool:
         is_default_data: Its data is DEFAULT_DATA.
 
     Raises:
-        DataError: other data is missing.
+        ConfigError: a dataset of several has no weight.
+        DataError: other data is missing, or cannot be mixed.
     """
-    data = data_location(config)
-    if is_default_data and not (data / MANIFEST_FILE).is_file():
+    if is_default_data and not data_is_there(config):
         return True
-    read_manifest(data)
+    data_of(config)
     return False
 
 
 def make_default_data(config: Config, log: Log) -> None:
     """Prepare the quickstart's data on the connected cluster."""
-    data = data_location(config)
+    (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
     prepare([STDLIB], data, "bytes", log=log)
 

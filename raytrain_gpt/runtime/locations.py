@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from raytrain_gpt.config import Config
+from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
+from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.storage import Location
 
 
@@ -11,9 +13,31 @@ def location(config: Config, path: str) -> Location:
     return Location.of(path, retry_for_s=config.run.retry_for_s, endpoint=config.run.s3_endpoint)
 
 
-def data_location(config: Config) -> Location:
-    """The dataset."""
-    return location(config, config.data.data_path)
+def data_locations(config: Config, data_path: str | None = None) -> list[Location]:
+    """The datasets of a `data_path`; None: the configuration's.
+
+    Raises:
+        ConfigError: a dataset of several has no weight.
+    """
+    parts = parse_data_path(config.data.data_path if data_path is None else data_path)
+    return [location(config, path) for path, _ in parts]
+
+
+def data_is_there(config: Config) -> bool:
+    """Whether every dataset has been prepared."""
+    return all((data / MANIFEST_FILE).is_file() for data in data_locations(config))
+
+
+def data_of(config: Config, data_path: str | None = None) -> Mixture:
+    """What a `data_path` names; None: the configuration's.
+
+    Raises:
+        ConfigError: a dataset of several has no weight.
+        DataError: one is not there or damaged, two have one name, or their tokenizers differ.
+    """
+    data_path = config.data.data_path if data_path is None else data_path
+    weights = [weight for _, weight in parse_data_path(data_path)]
+    return read_mixture(zip(data_locations(config, data_path), weights, strict=True))
 
 
 def run_location(config: Config) -> Location:

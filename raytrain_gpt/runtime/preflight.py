@@ -11,8 +11,9 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.hellaswag import DOWNLOAD
-from raytrain_gpt.data.shards import Manifest, check_shard, check_tokenizer
+from raytrain_gpt.data.mixture import Mixture, check_val_split, map_paths
 from raytrain_gpt.data.storage import Location, is_url
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
 from raytrain_gpt.runtime.console import size
@@ -34,33 +35,28 @@ def check_data(ingest: IngestSpec) -> None:
     Raises:
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
-    directory, manifest = ingest.directory, ingest.manifest
-    check_tokenizer(directory, manifest)
-    content = sum(shard.file_bytes for shard in manifest.shards) <= VERIFY_CONTENT_BYTES
-    for shard in manifest.shards:
-        check_shard(directory, manifest, shard, content)
+    for part in ingest.data.parts:
+        check_tokenizer(part.directory, part.manifest)
+        content = sum(shard.file_bytes for shard in part.manifest.shards) <= VERIFY_CONTENT_BYTES
+        check_shards(part.directory, part.manifest, content)
     ingest.order()
-    if not int(manifest.row_group_sequences("val", ingest.seq_len).sum()):
-        raise DataError(
-            f"the val split of {directory} has {manifest.split_tokens('val')} tokens, too few for one "
-            f"sequence of {ingest.seq_len}; prepare with a larger val_fraction or set a smaller seq_len"
-        )
+    check_val_split(ingest.data, ingest.seq_len)
 
 
-def check_vocabulary(manifest: Manifest, other_hash: str, other: str) -> None:
+def check_vocabulary(data: Mixture, other_hash: str, other: str) -> None:
     """Compare the data's tokenizer with a model's.
 
     Raises:
         DataError: they differ.
     """
-    if manifest.vocab_hash != other_hash:
+    if data.vocab_hash != other_hash:
         raise DataError(
-            f"the data's tokenizer ({manifest.tokenizer}, vocabulary hash {manifest.vocab_hash[:12]}) "
+            f"the data's tokenizer ({data.tokenizer}, vocabulary hash {data.vocab_hash[:12]}) "
             f"is not that of {other} ({other_hash[:12]}); prepare the data with the same tokenizer"
         )
 
 
-def check_init_from(config: Config, manifest: Manifest) -> Config:
+def check_init_from(config: Config, data: Mixture) -> Config:
     """The configuration with `init_from` naming one checkpoint, which exists and fits.
 
     Raises:
@@ -71,7 +67,7 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
     if config.model.init_from is None:
         return config
     checkpoint = resolve_checkpoint(location(config, config.model.init_from))
-    check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
+    check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     theirs = checkpoint.state.config
     if config.data.seq_len > theirs["data"]["seq_len"]:
         raise ConfigError(
@@ -84,7 +80,7 @@ def check_init_from(config: Config, manifest: Manifest) -> Config:
             f"{theirs['model']['num_heads']}; set num_heads to {theirs['model']['num_heads']}"
         )
     with checkpoint.files() as directory:
-        model = GPT(GPTShape.of(config, manifest.vocab_size))
+        model = GPT(GPTShape.of(config, data.vocab_size))
         load_model(directory, model, crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
 
@@ -144,11 +140,13 @@ def absolute_paths(config: Config) -> Config:
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     for name in ("data_path", "storage_path", "init_from", "hellaswag_path"):
         value = config.leaves()[name]
-        if value in (None, DOWNLOAD) or is_url(value) or Path(value).is_absolute():
+        if value in (None, DOWNLOAD):
             continue
-        if in_job:
-            raise ConfigError(_relative_in_job(name, value))
-        changes[name] = str(Path(value).absolute())
+        changed = map_paths(value, _absolute) if name == "data_path" else _absolute(value)
+        if changed != value:
+            if in_job:
+                raise ConfigError(_relative_in_job(name, value))
+            changes[name] = changed
     uri = config.tracking.mlflow_uri
     local = (uri or "").removeprefix(SQLITE)
     if uri not in (None, "auto") and "://" not in local and not Path(local).is_absolute():
@@ -157,6 +155,10 @@ def absolute_paths(config: Config) -> Config:
         prefix = SQLITE if uri.startswith(SQLITE) else ""
         changes["mlflow_uri"] = f"{prefix}{Path(local).absolute()}"
     return config.updated(changes) if changes else config
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else str(Path(path).absolute())
 
 
 def _relative_in_job(name: str, value: str) -> str:

@@ -142,6 +142,7 @@ class RunStory:
         return [
             loss,
             *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
+            *self._by_dataset(marks),
             *self._hellaswag(marks),
             Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
             Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
@@ -178,11 +179,24 @@ class RunStory:
         values = np.array([row["hellaswag/acc_norm"] for row in rows], np.float64)
         return [Curve(label, steps, values, color, dash, marker)] if rows else []
 
-    def validation(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
+    def validation(
+        self, label: str, color: int, dash: str = "", marker: str = "", key: str = "val/loss"
+    ) -> list[Curve]:
         """The validation losses, if there are any."""
-        steps = np.array([row["step"] for row in self.evals], np.float64)
-        losses = np.array([row["val/loss"] for row in self.evals], np.float64)
-        return [Curve(label, steps, losses, color, dash, marker)] if self.evals else []
+        rows = [row for row in self.evals if key in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        losses = np.array([row[key] for row in rows], np.float64)
+        return [Curve(label, steps, losses, color, dash, marker)] if rows else []
+
+    def _by_dataset(self, marks: list[int]) -> list[Chart]:
+        """Validation losses of the datasets, where there are several."""
+        prefix, curves = "val/loss/", []
+        keys = sorted({key for row in self.evals for key in row if key.startswith(prefix)})
+        for i, key in enumerate(keys):
+            style = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
+            curves += self.validation(key.removeprefix(prefix), *style, key=key)
+        title = "Validation loss by dataset"
+        return [Chart(title, "nats per token", curves, marks)] if curves else []
 
     def _wait_percent(self) -> Floats:
         """Waiting over step time, both of the steps between two flushes: step time is their mean."""

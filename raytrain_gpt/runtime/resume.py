@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytrain_gpt.config import LEAVES, SAFE_ON_RESUME, Config, changed_leaves
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runtime.autofit import AUTO_LEAVES
 from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
@@ -30,7 +30,7 @@ def find_resume(
 
 
 def check_changes(
-    config: Config, manifest: Manifest, resumed: Checkpoint, log: Callable[[str], None]
+    config: Config, data: Mixture, resumed: Checkpoint, log: Callable[[str], None]
 ) -> None:
     """Refuse what would change the maths of a run that goes on; log what is harmless.
 
@@ -45,12 +45,12 @@ def check_changes(
     }
     changed = changed_leaves(before, config.leaves())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
-    if state.manifest_hash != manifest.hash:
-        old, new = state.manifest_hash[:12], manifest.hash[:12]
+    if state.manifest_hash != data.hash:
+        old, new = state.manifest_hash[:12], data.hash[:12]
         refused["data (manifest hash)"] = f"{old} -> {new}"
-    if state.vocab_hash != manifest.vocab_hash:
+    if state.vocab_hash != data.vocab_hash:
         refused["tokenizer (vocabulary hash)"] = (
-            f"{state.vocab_hash[:12]} -> {manifest.vocab_hash[:12]}"
+            f"{state.vocab_hash[:12]} -> {data.vocab_hash[:12]}"
         )
     if state.order_version != ORDER_VERSION:
         refused["order version"] = f"{state.order_version} -> {ORDER_VERSION}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
@@ -23,7 +24,7 @@ RAY_FILES_BYTES = 2**27
 """Ray's logs and sockets."""
 
 
-def check_storage(run_dir: Location, data: Location) -> None:
+def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
     """Write a file, read it back from every node, and see the data from there.
 
     Raises:
@@ -70,11 +71,11 @@ def check_ray_disk(directory: Path, node: str) -> None:
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-def _probe_there(probe: Location, token: str, data: Location) -> None:
+def _probe_there(probe: Location, token: str, data: Sequence[Location]) -> None:
     _probe(probe, token, data)
 
 
-def _probe(probe: Location, token: str, data: Location) -> None:
+def _probe(probe: Location, token: str, data: Sequence[Location]) -> None:
     node = ray.util.get_node_ip_address()
     check_ray_disk(Path(ray._private.worker.global_worker.node.get_session_dir_path()), node)
     try:
@@ -89,7 +90,9 @@ def _probe(probe: Location, token: str, data: Location) -> None:
             f"node {node} does not share storage_path {probe.parent.parent} with the driver; "
             "use a directory that all nodes mount, or s3://"
         )
-    if not (data / MANIFEST_FILE).is_file():
-        raise ClusterError(
-            f"node {node} does not see data_path {data}; use a directory that all nodes mount, or s3://"
-        )
+    for directory in data:
+        if not (directory / MANIFEST_FILE).is_file():
+            raise ClusterError(
+                f"node {node} does not see data_path {directory}; use a directory that all nodes mount, "
+                "or s3://"
+            )

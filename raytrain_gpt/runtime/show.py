@@ -255,6 +255,11 @@ def evaluation(path: Location, metrics: dict[str, Any], say: Say) -> None:
             f"perplexity {metrics['val/perplexity']:.2f} | "
             f"{metrics['val/bits_per_byte']:.4f} bits/byte | {metrics['val/tokens']} tokens"
         )
+    for name in sorted(metrics):
+        if name.startswith("val/loss/"):
+            of_dataset = name.removeprefix("val/loss/")
+            tokens = metrics[f"val/tokens/{of_dataset}"]
+            say(f"  {of_dataset} | val loss {metrics[name]:.4f} nats/token | {tokens} tokens")
     if "hellaswag/acc" in metrics:
         of = {name: metrics[f"hellaswag/{name}"] for name in ("examples", "cut")}
         say(

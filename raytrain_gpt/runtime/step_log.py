@@ -19,7 +19,9 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
-from raytrain_gpt.data.order import Order, Skipped, batch_before, extend_order_hash, skip_past
+from raytrain_gpt.data.mixed_order import MixedOrder
+from raytrain_gpt.data.mixture import BatchOrder
+from raytrain_gpt.data.order import Skipped, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.runtime.feed import TrainFeed
 from raytrain_gpt.runtime.ranks import Ranks
 from raytrain_gpt.runtime.run_files import Row
@@ -46,6 +48,7 @@ class StepLog:
     Args:
         config: Of the run.
         order: Of the run.
+        datasets: Names of what is trained on.
         position: Where the run goes on; moved on by `flush`.
         ranks: This worker among all.
         feed: Delivers the batches.
@@ -59,7 +62,8 @@ class StepLog:
     def __init__(
         self,
         config: Config,
-        order: Order,
+        order: BatchOrder,
+        datasets: list[str],
         position: Position,
         ranks: Ranks,
         feed: TrainFeed,
@@ -70,6 +74,7 @@ class StepLog:
         slowed: range,
     ) -> None:
         self._config, self._order, self._ranks = config, order, ranks
+        self._datasets = datasets
         self._feed, self._detector = feed, detector
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
@@ -131,7 +136,7 @@ class StepLog:
             loss, norm = float(losses[i]), float(norms[i])
             row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
             scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
-            rows.append(row | since_start | scale)
+            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skipping_ranks[i])))
@@ -169,6 +174,16 @@ class StepLog:
             "data/epoch": self._order.epoch(batch),
             "data/tokens_seen": result.step * tokens,
             "data/order_hash": self.position.order_hash,
+        }
+
+    def _tokens_by_dataset(self, step: int) -> Row:
+        if not isinstance(self._order, MixedOrder):
+            return {}
+        trained = self._order.trained(step, self.position.skipped)
+        seq_len = self._config.data.seq_len
+        return {
+            f"data/tokens/{name}": sequences * seq_len
+            for name, sequences in zip(self._datasets, trained, strict=True)
         }
 
 

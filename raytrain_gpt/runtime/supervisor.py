@@ -27,8 +27,9 @@ import ray
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.data.mixed_order import MixedOrder
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Skipped
-from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, StorageError, TrainingFailed
@@ -42,7 +43,7 @@ from raytrain_gpt.runtime.evaluation import read_choices
 from raytrain_gpt.runtime.failures import root_cause, user_error_in
 from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.lease import LEASE_FILE, Lease, held_lease
-from raytrain_gpt.runtime.locations import data_location, run_location
+from raytrain_gpt.runtime.locations import data_of, run_location
 from raytrain_gpt.runtime.mirror import Mirror
 from raytrain_gpt.runtime.recorder import RecorderSpec
 from raytrain_gpt.runtime.report import write_report
@@ -120,7 +121,7 @@ class Run:
         self.run_dir = run_location(config)
         self.mirror = Mirror(self.run_dir)
         self.catalogue = Catalogue(self.run_dir)
-        self.manifest: Manifest = read_manifest(data_location(config))
+        self.data: Mixture = data_of(config)
         self.skipped: Skipped = ()
         self._choices: Any = None
         self._beside: Beside | None = None
@@ -131,21 +132,21 @@ class Run:
         """Check, resume, train, and end well."""
         ingest = self._ingest(None)
         preflight.check_data(ingest)
-        self._choices = self._put_choices(ingest)
+        self._choices = self._put_choices()
         preflight.check_compile(self.config)
-        check_storage(self.run_dir, ingest.directory)
+        check_storage(self.run_dir, [part.directory for part in self.data.parts])
         with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalogue.complete()
-            preflight.check_disk(self.config, self.run_dir, self.manifest.vocab_size, len(existing))
+            preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
             resumed = find_resume(self.config, self.catalogue, self.run_dir.name, self.log)
             self.mirror.pull()
             if resumed is not None:
-                check_changes(self.config, self.manifest, resumed, self.log)
+                check_changes(self.config, self.data, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
                     with self._evaluating():
                         return self._finished(resumed, lease, trained=False)
             else:
-                self.config = preflight.check_init_from(self.config, self.manifest)
+                self.config = preflight.check_init_from(self.config, self.data)
                 resumed = self._origin
             self._announce(ingest)
             self._write_config()
@@ -173,27 +174,38 @@ class Run:
 
     def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
         first_batch = resumed.state.next_batch if resumed else 0
-        parts = (self.config, self.manifest, self.world_size, first_batch, self.skipped)
+        parts = (self.config, self.data, self.world_size, first_batch, self.skipped)
         return IngestSpec.of(*parts)
 
-    def _put_choices(self, ingest: IngestSpec) -> Any:
+    def _put_choices(self) -> Any:
         """A reference to HellaSwag, read here so that nodes need not share its file; None: none."""
         path = self.config.eval.hellaswag_path
         if path is None:
             return None
-        return ray.put(read_choices(self.config, path, read_tokenizer(ingest.directory)))
+        return ray.put(read_choices(self.config, path, read_tokenizer(self.data.first.directory)))
 
     def _announce(self, ingest: IngestSpec) -> None:
         self.log(self.config.to_yaml(compact=True).rstrip())
-        order, train = ingest.order(), self.config.train
-        shape = GPTShape.of(self.config, self.manifest.vocab_size)
+        train = self.config.train
+        shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(shape.num_parameters)} parameters | data "
-            f"{amount(self.manifest.split_tokens('train'))} train tokens ({self.manifest.tokenizer}) | "
-            f"{order.batches_per_epoch} steps an epoch, {order.remainder_sequences} of "
-            f"{order.num_sequences} sequences left out | {train.max_steps} steps of "
-            f"{train.global_batch_tokens} tokens"
+            f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
+            f"{self._epochs(ingest)} | {train.max_steps} steps of {train.global_batch_tokens} tokens"
         )
+
+    def _epochs(self, ingest: IngestSpec) -> str:
+        """How the steps of the run and the epochs of the data go together."""
+        order = ingest.order()
+        if not isinstance(order, MixedOrder):
+            return (
+                f"{order.batches_per_epoch} steps an epoch, {order.remainder_sequences} of "
+                f"{order.num_sequences} sequences left out"
+            )
+        epochs = order.epochs(self.config.train.max_steps)
+        parts = zip(self.data.parts, epochs, strict=True)
+        mixed = [f"{part.name} {float(part.weight):.1%} ({n:.2f} epochs)" for part, n in parts]
+        return f"mixed: {', '.join(mixed)}"
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         """Attempts until the run is finished, stopped, or fails too often without progress."""
@@ -361,7 +373,7 @@ class Run:
         return fit_memory(
             self.config,
             self.world_size,
-            self.manifest.vocab_size,
+            self.data.vocab_size,
             self.log,
             resumed=resumed.state if resumed else None,
             stop=self.signals.stop,

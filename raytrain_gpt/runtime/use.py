@@ -12,12 +12,11 @@ import torch
 from raytrain_gpt.config import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, resolve_precision
 from raytrain_gpt.core.generate import SamplingOptions
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.hellaswag import Choices
-from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.mixture import check_val_split
 from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
@@ -25,7 +24,7 @@ from raytrain_gpt.runtime.checkpoints import Checkpoint, resolve_checkpoint
 from raytrain_gpt.runtime.evaluation import Evaluation, read_choices
 from raytrain_gpt.runtime.feed import EvalFeed
 from raytrain_gpt.runtime.ingest import IngestSpec
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.runtime.locations import data_of
 from raytrain_gpt.runtime.preflight import check_vocabulary
 from raytrain_gpt.runtime.ranks import Ranks
 
@@ -54,7 +53,7 @@ def load_checkpoint(
         CheckpointError: it is damaged, or of another model than the configuration's.
     """
     tokenizer = read_tokenizer(checkpoint.path)
-    model = GPT(GPTShape.of(config, checkpoint.state.vocab_size))
+    model = GPT.of(config, checkpoint.state.vocab_size, tokenizer.eot_token)
     with checkpoint.files() as directory:
         load_model(directory, model)
     return model.to(device), tokenizer
@@ -73,7 +72,8 @@ def evaluate_checkpoint(
     Args:
         path: A checkpoint or a run.
         log: Gets a line where there is no dataset to validate on.
-        data: Dataset; None: the one it was trained on, which need not be there for HellaSwag.
+        data: Dataset, or several with weights as in `data_path`; None: what it was trained on, which need
+            not be there for HellaSwag.
         eval_tokens: Upper limit of tokens; None: as in training.
         hellaswag: Its file, or `download`; None: it is not asked.
 
@@ -130,24 +130,20 @@ def validation_feed(
         raise DataError(
             f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
         )
-    directory = data_location(config) if data is None else Location.of(data)
-    manifest = read_manifest(directory)
-    check_vocabulary(manifest, checkpoint.state.vocab_hash, str(checkpoint.path))
+    found = data_of(config, None if data is None else str(data))
+    check_vocabulary(found, checkpoint.state.vocab_hash, str(checkpoint.path))
     spec = IngestSpec(
-        directory=directory,
-        manifest=manifest,
+        data=found,
         seq_len=config.data.seq_len,
         batch_sequences=config.batch_sequences,
         seed=config.train.seed,
         world_size=1,
         eval_tokens=eval_tokens or config.eval.eval_tokens,
     )
-    ids = spec.eval_ids()[0]
-    if not len(ids):
-        raise DataError(f"the val split of {directory} has no sequence of {spec.seq_len} tokens")
-    tokens, delivered = read_sequences(directory, manifest, "val", spec.seq_len, ids)
+    check_val_split(found, spec.seq_len)
+    tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
     micro = parse_config(checkpoint.state.config, str(checkpoint.path)).micro_batch_sequences
-    return EvalFeed(tokens, delivered, micro, device)
+    return EvalFeed(tokens, delivered, found, micro, device)
 
 
 def sample_checkpoint(

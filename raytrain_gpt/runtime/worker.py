@@ -23,7 +23,7 @@ from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everyt
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import lent_weights, model_to_evaluate
 from raytrain_gpt.core.schedule import learning_rate
@@ -190,9 +190,9 @@ class Worker:
 
     def _build_model(self) -> None:
         config, resumed = self.config, self.spec.resumed
-        self.tokenizer: tiktoken.Encoding = read_tokenizer(self.spec.ingest.directory)
-        shape = GPTShape.of(config, self.tokenizer.max_token_value + 1)
-        self.raw_model = GPT(shape, config.activation_checkpointing)
+        self.tokenizer: tiktoken.Encoding = read_tokenizer(self.spec.ingest.data.first.directory)
+        vocab_size, eot_token = self.tokenizer.max_token_value + 1, self.tokenizer.eot_token
+        self.raw_model = GPT.of(config, vocab_size, eot_token, config.activation_checkpointing)
         source = resumed
         if resumed is None and config.model.init_from:
             source = read_checkpoint(location(config, config.model.init_from))
@@ -220,7 +220,7 @@ class Worker:
         )
         chunks = rank_chunks(tables, self.spec.ingest, self.ranks.rank)
         val = next(chunks)
-        eval_feed = EvalFeed(val.tokens[0], val.ids[0], micro, self.device)
+        eval_feed = EvalFeed(val.tokens[0], val.ids[0], self.spec.ingest.data, micro, self.device)
         choices = None if self.spec.choices is None else ray.get(self.spec.choices)
         parts = (self.config, self.eval_model, self.tokenizer, eval_feed, self.ranks, self.autocast)
         self.evaluation = Evaluation(*parts, choices)
@@ -230,7 +230,7 @@ class Worker:
         ingest, resumed = self.spec.ingest, self.spec.resumed
         position = Position(
             next_batch=ingest.first_batch,
-            order_hash=resumed.state.order_hash if resumed else ingest.manifest.hash,
+            order_hash=resumed.state.order_hash if resumed else ingest.data.hash,
             skipped=ingest.skipped,
         )
         before = [
@@ -238,10 +238,11 @@ class Worker:
             for row in self.spec.rows_before
         ]
         detector = SpikeDetector(self.config.spikes, before)
-        order = ingest.order()
-        parts = (self.config, order, position, self.ranks, self.feed, detector)
+        parts = (self.config, ingest.order(), ingest.data.names, position, self.ranks)
         return StepLog(
             *parts,
+            self.feed,
+            detector,
             flops_per_token=flops,
             peak_flops=peak,
             device=self.device,
@@ -342,7 +343,7 @@ class Worker:
         self.log.leave_out(time.perf_counter() - since)
 
     def _state(self) -> CheckpointState:
-        manifest, position = self.spec.ingest.manifest, self.log.position
+        data, position = self.spec.ingest.data, self.log.position
         val_loss = self._val_loss[1] if self._val_loss and self._val_loss[0] == self.step else None
         return CheckpointState(
             step=self.step,
@@ -351,9 +352,9 @@ class Worker:
             val_loss=None if val_loss is None else finite(val_loss),
             tokens_seen=self.step * self.config.train.global_batch_tokens,
             config=self.config.model_dump(),
-            manifest_hash=manifest.hash,
-            vocab_hash=manifest.vocab_hash,
-            vocab_size=manifest.vocab_size,
+            manifest_hash=data.hash,
+            vocab_hash=data.vocab_hash,
+            vocab_size=data.vocab_size,
             order_version=ORDER_VERSION,
             num_workers=self.ranks.world_size,
             skipped_batches=position.skipped,

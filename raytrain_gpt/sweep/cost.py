@@ -12,13 +12,12 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.core.autofit import USABLE_FRACTION
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.runtime.autofit import counted_config
 from raytrain_gpt.runtime.cluster import DATA_CPUS
 from raytrain_gpt.runtime.console import amount, duration
 from raytrain_gpt.runtime.launch import DEFAULT_DATA
-from raytrain_gpt.runtime.locations import data_location
+from raytrain_gpt.runtime.locations import data_is_there, data_of
 from raytrain_gpt.sweep.plan import (
     base_config,
     check_sweep,
@@ -102,7 +101,9 @@ def measured_tokens_per_s(config: Config, device: torch.device) -> float:
     shape = GPTShape.of(config, _vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
     config = _counted(config, shape, precision, device)
-    model = GPT(shape, config.activation_checkpointing)
+    # The tokens below are one document, whatever closes it.
+    last_id = shape.vocab_size - 1
+    model = GPT.of(config, shape.vocab_size, last_id, config.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = autocast_of(precision, device)
@@ -134,9 +135,8 @@ def _counted(config: Config, shape: GPTShape, precision: str, device: torch.devi
 
 def _vocab_size(config: Config) -> int:
     """Of the data; where that is not here, of what it will probably be."""
-    data = data_location(config)
-    if (data / MANIFEST_FILE).is_file():
-        return read_manifest(data).vocab_size
+    if data_is_there(config):
+        return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
         return int(load_tokenizer("bytes").max_token_value) + 1
     return GPT2_VOCAB_SIZE

@@ -36,6 +36,7 @@ class Case:
     precision: str = "fp32"
     recompute: str = "none"
     dropout: float = 0.0
+    document_end: int | None = None
 
 
 CASES = {
@@ -44,6 +45,7 @@ CASES = {
     "fp16": Case(precision="fp16"),
     "bf16, selective": Case(precision="bf16", recompute="selective", dropout=0.1),
     "fp32, full": Case(recompute="full", dropout=0.1),
+    "bf16, documents": Case(precision="bf16", recompute="full", document_end=50),
 }
 
 
@@ -60,7 +62,8 @@ class Trained:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.autocast = autocast_of(case.precision, CPU)
         self.loss_scale = loss_scale_for(case.precision, CPU)
-        self.raw_model = GPT(replace(SHAPE, dropout=case.dropout), case.recompute)
+        shape = replace(SHAPE, dropout=case.dropout)
+        self.raw_model = GPT(shape, case.recompute, case.document_end)
         self.raw_model.init_weights(0)
         if from_checkpoint is not None:
             load_model(from_checkpoint, self.raw_model)

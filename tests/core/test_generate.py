@@ -26,9 +26,9 @@ LONG = [*range(40)]
 """More tokens than the tiny model's context has."""
 
 
-def random_model(shape: GPTShape) -> GPT:
+def random_model(shape: GPTShape, document_end: int | None = None) -> GPT:
     """A model that is surer of its next token than an untrained one."""
-    model = GPT(shape)
+    model = GPT(shape, document_end=document_end)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -95,6 +95,23 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape,
     found = run(batch)
     for stream, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
         assert found[handle] == reference(model, prompt, options, stream), prompt
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_document_begins_anew_where_attention_stays_within_documents(way: str) -> None:
+    plain = random_model(TINY)
+    options = SamplingOptions(40, **WAYS[way], stop_at_eot=False)
+    end = reference(plain, [7], options)[4]
+    model = random_model(TINY, end)
+    prompts = [[7], [end], [end, end], [1, end, 2, 3], [*range(12), end], [*LONG, end, 5], LONG]
+    elsewise = [reference(plain, prompt, options, stream) for stream, prompt in enumerate(prompts)]
+    batch = DecodingBatch(model, end, len(prompts))
+    handles = [batch.add(prompt, options, stream) for stream, prompt in enumerate(prompts)]
+    found = run(batch)
+    for stream, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        assert found[handle] == reference(model, prompt, options, stream), prompt
+    assert end in found[handles[0]][:5]
+    assert [found[handle] for handle in handles] != elsewise
 
 
 @settings(max_examples=40)

@@ -92,6 +92,7 @@ def write_dataset(
     val: Sequence[int] = (40,),
     row_group_tokens: int = 33,
     vocab_size: int = 257,
+    seed: int = 0,
 ) -> Manifest:
     """A dataset of drawn tokens.
 
@@ -101,12 +102,13 @@ def write_dataset(
         val: Tokens of each val shard.
         row_group_tokens: Of the manifest.
         vocab_size: Above 2^16 the tokens are uint32.
+        seed: Of the draws.
     """
     directory.mkdir(parents=True)
     encoding = load_tokenizer("bytes")
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
 
     def write_shard(split: Split, index: int, tokens: int) -> Shard:
         writer = ShardWriter(directory / f"{split}-{index:05d}.parquet", dtype, row_group_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from shard_tools import write_dataset
 
 from raytrain_gpt.data.order import Order
-from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import Manifest, Split
+from raytrain_gpt.data.reader import READ_AHEAD, READ_THREADS, _ahead, read_sequences
+from raytrain_gpt.data.shards import Manifest, Shard, Split
+from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
 
 
@@ -89,3 +91,53 @@ def test_ranks_read_an_epoch_once_for_each_world_size(tmp_path: Path, world_size
             read += delivered.tolist()
         assert read[-12:] == ids.tolist()
     assert len(set(read)) == len(read) == len(expected) - order.remainder_sequences
+
+
+# --- ahead of what is taken
+
+
+def row_groups(count: int) -> list[tuple[Shard, int]]:
+    sizes = {"tokens": 1, "documents": 1, "text_bytes": 1, "file_bytes": 1}
+    return [(Shard(path="made", split="train", sha256="", **sizes), i) for i in range(count)]
+
+
+def test_row_groups_are_read_together_and_come_in_order() -> None:
+    together = threading.Barrier(READ_THREADS, timeout=60)
+
+    def read(shard: Shard, index: int) -> Tokens:
+        together.wait()  # for as many others
+        return np.array([index], np.uint16)
+
+    groups = _ahead(read, row_groups(6 * READ_THREADS))
+    assert [int(group[0]) for group in groups] == list(range(6 * READ_THREADS))
+
+
+def test_only_a_few_row_groups_are_ahead() -> None:
+    begun: list[int] = []
+
+    def read(shard: Shard, index: int) -> Tokens:
+        begun.append(index)
+        return np.array([index], np.uint16)
+
+    for taken, _ in enumerate(_ahead(read, row_groups(10 * READ_AHEAD))):
+        assert len(begun) <= taken + READ_AHEAD
+
+
+def test_an_error_comes_in_its_place_and_waits_for_nothing() -> None:
+    failed, begun = threading.Event(), []
+
+    def read(shard: Shard, index: int) -> Tokens:
+        begun.append(index)
+        if index == 5:
+            raise DataError("the fifth")
+        if index > 5:
+            assert failed.wait(60)
+        return np.array([index], np.uint16)
+
+    groups = _ahead(read, row_groups(10 * READ_AHEAD))
+    assert [int(next(groups)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError, match="the fifth"):
+        next(groups)
+    assert not failed.is_set()
+    failed.set()
+    assert len(begun) <= 5 + READ_AHEAD

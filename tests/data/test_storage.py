@@ -28,8 +28,6 @@ from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import (
     MANIFEST_FILE,
-    check_shard,
-    check_tokenizer,
     read_manifest,
     read_row_group,
 )
@@ -37,6 +35,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.verify import check_shard, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from tests.conftest import RaisesLine
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server

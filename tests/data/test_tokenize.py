@@ -26,10 +26,11 @@ from shard_tools import (
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.plan import Plan, make_plan
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, check_shard, read_manifest
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import done_tasks, finish, prepare_here, run_task, start
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
+from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 
 MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]

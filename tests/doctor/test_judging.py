@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from raytrain_gpt.config import Config
-from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.mixture import read_mixture
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.doctor import driver, node_checks
 from raytrain_gpt.doctor.bench import (
@@ -177,8 +178,8 @@ def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:
 @pytest.fixture
 def ingest(dataset: Path) -> IngestSpec:
     """Two ranks with 6 of 12 sequences each."""
-    manifest = read_manifest(dataset)
-    return IngestSpec(Location.of(dataset), manifest, 32, 12, 1337, 2, 320)
+    data = read_mixture([(Location.of(dataset), Fraction(1))])
+    return IngestSpec(data, 32, 12, 1337, 2, 320)
 
 
 def planned(ingest: IngestSpec) -> list[RankIds]:

@@ -214,3 +214,13 @@ def test_sources_that_hold_nothing(run_cli: RunCli, cluster: str, tmp_path: Path
         code, _, errors = run_cli("prepare", source, "--out", out)
         assert (code, errors.count("\n")) == (2, 1)
         assert not out.exists()
+
+
+def test_datasets_of_a_mixture_without_weights(
+    refused: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    line = refused(f"--data_path={dataset},{tmp_path}")
+    assert line.startswith(f"error: '{dataset}' in data_path={dataset},{tmp_path} is no dataset")
+    assert f"data_path {tmp_path / 'no'} does not exist" in refused(
+        f"--data_path={dataset}=1,{tmp_path / 'no'}=1"
+    )

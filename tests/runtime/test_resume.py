@@ -50,6 +50,7 @@ def made(make_config: Callable[..., Config]) -> Made:
         ("global_batch_tokens", 24 * 32),
         ("precision", "bf16"),
         ("dropout", 0.1),
+        ("document_mask", True),
         ("grad_clip", 2.0),
     ],
 )

@@ -1,0 +1,111 @@
+"""Attention within documents: a token attends to those of its own document, up to itself.
+
+What may be seen follows from the ids alone. It is computed where they are, once a forward pass for all
+layers, in shapes that depend on no value: nothing waits for the device, and nothing is compiled anew
+for another batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
+
+QUERIES_AT_ONCE = 256
+"""Of a masked attention. With fewer, less is computed that causality hides, and more is copied."""
+SPARSE_BLOCK_TOKENS = 128
+"""Queries and keys that `block_sparse_attention` computes or leaves out together; torch's own choice."""
+SPARSE_MIN_HEAD_SIZE = 16
+"""Channels of a head that its kernels need at least."""
+
+
+def document_starts(ids: Tensor, document_end: int) -> Tensor:
+    """Where each token's document begins: the place of its first token, int64 (B, T).
+
+    Args:
+        ids: int64 (B, T). A document whose beginning is cut off begins at 0.
+        document_end: The token that closes a document and belongs to it.
+    """
+    places = torch.arange(1, ids.shape[1], device=ids.device)
+    behind_ends = torch.where(ids[:, :-1] == document_end, places, 0)  # (B, T − 1)
+    return F.pad(behind_ends, (1, 0)).cummax(1).values
+
+
+def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
+    """The tokens that the last one may attend to.
+
+    Args:
+        tokens: At least one.
+        document_end: As in `document_starts`; None: all of them are one document.
+    """
+    ends = [place for place, token in enumerate(tokens[:-1]) if token == document_end]
+    return list(tokens[ends[-1] + 1 :] if ends else tokens)
+
+
+def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Attend:
+    """By `scaled_dot_product_attention` with a mask, (T, T) for every sequence.
+
+    Args:
+        starts: int64 (B, T), of `document_starts`.
+        dtype: Of the queries, keys and values to come.
+        dropout: Probability of dropping a weight.
+    """
+    places = torch.arange(starts.shape[1], device=starts.device)
+    seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, T, T)
+    # Added to the scores: of a boolean mask torch makes such a one again in every layer, and keeps it.
+    mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return partial(_attend_masked, mask[:, None], dropout)
+
+
+def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    tokens = q.shape[2]
+    parts = []
+    for start in range(0, tokens, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, tokens)
+        part = F.scaled_dot_product_attention(
+            q[:, :, start:stop],
+            k[:, :, :stop],
+            v[:, :, :stop],
+            attn_mask=mask[:, :, start:stop, :stop],
+            dropout_p=dropout,
+        )  # (B, H, stop − start, D/H)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def block_sparse_attention(starts: Tensor) -> Attend:
+    """By torch's `flex_attention`, which leaves out blocks in which nothing may be seen.
+
+    It has no dropout, and on a CPU no gradients. It is compiled when it is used first.
+
+    Args:
+        starts: int64 (B, T), of `document_starts`.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def sees(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= starts[sequence, query])
+
+    sequences, tokens = starts.shape
+    blocks = _compiled(create_block_mask)(
+        sees, sequences, None, tokens, tokens, starts.device, SPARSE_BLOCK_TOKENS
+    )
+    return partial(_compiled(flex_attention), block_mask=blocks)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled; in a model that is being compiled, as it is: it becomes part of that."""
+    return function if torch.compiler.is_compiling() else _compiled_alone(function)
+
+
+@functools.cache
+def _compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)

@@ -1,0 +1,245 @@
+"""What a run is trained on: one prepared dataset, or several with weights.
+
+    data_path: data/web                                  one dataset
+    data_path: data/web=0.7,data/code=0.2,data/books=0.1 a mixture, weights by tokens
+
+A dataset of a mixture is called like its directory. All have the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from raytrain_gpt.data.mixed_order import MixedOrder
+from raytrain_gpt.data.order import Ids, Order
+from raytrain_gpt.data.reader import read_sequences
+from raytrain_gpt.data.shards import Manifest, Split, read_manifest
+from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.tokenizer import Tokens
+from raytrain_gpt.errors import ConfigError, DataError
+
+BatchOrder = Order | MixedOrder
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture.
+
+    Attributes:
+        directory: Where it lies.
+        manifest: Its manifest.
+        weight: Its part of the tokens of a batch.
+    """
+
+    directory: Location
+    manifest: Manifest
+    weight: Fraction
+
+    @property
+    def name(self) -> str:
+        """The directory's, which the metrics have."""
+        return self.directory.name
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One dataset or several, whose sequences are numbered one dataset after the other.
+
+    Attributes:
+        parts: At least one; their weights sum to 1.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there is more than one dataset."""
+        return len(self.parts) > 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of the datasets."""
+        return [part.name for part in self.parts]
+
+    @property
+    def weights(self) -> list[Fraction]:
+        """Of the datasets."""
+        return [part.weight for part in self.parts]
+
+    @property
+    def hash(self) -> str:
+        """Hash of what is trained on, kept in every checkpoint: of one dataset its manifest's."""
+        if not self.is_mixed:
+            return self.parts[0].manifest.hash
+        content = json.dumps([[part.manifest.hash, str(part.weight)] for part in self.parts])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def first(self) -> Part:
+        """One whose tokenizer is that of all."""
+        return self.parts[0]
+
+    @property
+    def tokenizer(self) -> str:
+        """Name of the tokenizer."""
+        return self.first.manifest.tokenizer
+
+    @property
+    def vocab_hash(self) -> str:
+        """Hash of the tokenizer's vocabulary."""
+        return self.first.manifest.vocab_hash
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer."""
+        return self.first.manifest.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        """Of the token ids: uint16 or uint32."""
+        return max(part.manifest.dtype for part in self.parts)
+
+    def split_tokens(self, split: Split) -> int:
+        """Tokens of a split of all datasets."""
+        return sum(part.manifest.split_tokens(split) for part in self.parts)
+
+    def num_sequences(self, split: Split, seq_len: int) -> list[int]:
+        """Sequences of each dataset's split."""
+        return [int(part.manifest.row_group_sequences(split, seq_len).sum()) for part in self.parts]
+
+    def order(self, batch_sequences: int, seq_len: int, seed: int) -> BatchOrder:
+        """The training order.
+
+        Raises:
+            DataError: too few sequences for a batch.
+        """
+        counts = [part.manifest.row_group_sequences("train", seq_len) for part in self.parts]
+        if not self.is_mixed:
+            return Order(counts[0], batch_sequences, seq_len, seed)
+        for part, own in zip(self.parts, counts, strict=True):
+            if not own.sum():
+                raise DataError(
+                    f"the train split of {part.directory} has no sequence of {seq_len} tokens; leave it "
+                    "out of data_path or set a smaller seq_len"
+                )
+        return MixedOrder(counts, self.weights, batch_sequences, seq_len, seed)
+
+    def val_ids(self, seq_len: int, eval_tokens: int) -> Ids:
+        """The sequences to validate on: the first ones of each dataset, as many as its weight asks for.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            eval_tokens: Upper limit of all their tokens, of which each dataset has its share.
+
+        Returns:
+            int64 (n,)
+        """
+        wanted, first_id, ids = eval_tokens // seq_len, 0, []
+        for part, num in zip(self.parts, self.num_sequences("val", seq_len), strict=True):
+            ids.append(first_id + np.arange(min(num, max(1, int(part.weight * wanted)))))
+            first_id += num
+        return np.concatenate(ids)
+
+    def val_ends(self, seq_len: int) -> Ids:
+        """The first id behind each dataset's validation sequences, int64 (datasets,)."""
+        return np.cumsum(self.num_sequences("val", seq_len))
+
+    def read(
+        self, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
+    ) -> tuple[Tokens, Ids]:
+        """Tokens of sequences, as `read_sequences`, whose ids are numbered over all datasets."""
+        if not self.is_mixed:
+            part = self.first
+            return read_sequences(part.directory, part.manifest, split, seq_len, ids, cache_bytes)
+        tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
+        delivered = np.full(len(ids), -1, np.int64)
+        first_id = 0
+        for part, num in zip(self.parts, self.num_sequences(split, seq_len), strict=True):
+            own = np.flatnonzero((ids >= first_id) & (ids < first_id + num))
+            tokens[own], found = read_sequences(
+                part.directory, part.manifest, split, seq_len, ids[own] - first_id, cache_bytes
+            )
+            delivered[own] = found + first_id
+            first_id += num
+        return tokens, delivered
+
+
+def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
+    """Paths or URLs of datasets and their weights, whose sum is 1.
+
+    Raises:
+        ConfigError: a dataset of several has no weight above 0.
+    """
+    if "," not in data_path:
+        return [(data_path, Fraction(1))]
+    parts = []
+    for part in data_path.split(","):
+        path, _, text = part.strip().rpartition("=")
+        try:
+            weight = Fraction(text.strip())
+        except (ValueError, ZeroDivisionError):
+            weight = Fraction(0)
+        if not path or weight <= 0:
+            raise ConfigError(
+                f"{part.strip()!r} in data_path={data_path} is no dataset with a weight above 0; write "
+                "DATASET=WEIGHT,DATASET=WEIGHT, as data/web=0.7,data/code=0.3"
+            )
+        parts.append((path.strip(), weight))
+    total = sum(weight for _, weight in parts)
+    return [(path, weight / total) for path, weight in parts]
+
+
+def map_paths(data_path: str, change: Callable[[str], str]) -> str:
+    """The same datasets and weights with every path or URL changed.
+
+    Raises:
+        ConfigError: a dataset of several has no weight above 0.
+    """
+    if len(parse_data_path(data_path)) == 1:
+        return change(data_path)
+    parts = [part.strip().rpartition("=") for part in data_path.split(",")]
+    return ",".join(f"{change(path.strip())}={weight.strip()}" for path, _, weight in parts)
+
+
+def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
+    """The datasets with their manifests.
+
+    Raises:
+        DataError: one is not there or damaged, two have one name, or their tokenizers differ.
+    """
+    mixture = Mixture(tuple(Part(path, read_manifest(path), weight) for path, weight in parts))
+    name, count = Counter(mixture.names).most_common(1)[0]
+    if count > 1:
+        raise DataError(
+            f"{count} datasets of data_path are called {name}, and metrics go by the name; give their "
+            "directories different names"
+        )
+    first = mixture.first
+    for part in mixture.parts[1:]:
+        if part.manifest.vocab_hash != first.manifest.vocab_hash:
+            raise DataError(
+                f"{part.directory} has tokenizer {part.manifest.tokenizer}, {first.directory} has "
+                f"{first.manifest.tokenizer}; prepare both with the same --tokenizer"
+            )
+    return mixture
+
+
+def check_val_split(mixture: Mixture, seq_len: int) -> None:
+    """See that there is something to validate on.
+
+    Raises:
+        DataError: a dataset's val split has no whole sequence.
+    """
+    for part, num in zip(mixture.parts, mixture.num_sequences("val", seq_len), strict=True):
+        if not num:
+            raise DataError(
+                f"the val split of {part.directory} has {part.manifest.split_tokens('val')} tokens, too few "
+                f"for one sequence of {seq_len}; prepare with a larger val_fraction or set a smaller seq_len"
+            )

@@ -1,0 +1,189 @@
+"""Row groups of an object store, kept on this node's disk up to a number of bytes.
+
+    ~/.cache/raytrain-gpt/row_groups/     below XDG_CACHE_HOME where that is set
+        used.json                         bytes of all row groups; its lock guards every change
+        <dataset>/<shard>/<row group>     32 bytes of SHA-256, then the token ids
+
+All processes of a node share it. An epoch reads every row group once, so what is dropped to make room
+would always be missed later: the cache is filled until it is full and then stays as it is. Room is made
+by dropping datasets that nobody has read for an hour, the oldest first. Nothing that goes wrong here is
+an error: what cannot be kept, or is found damaged, is read from the store.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+IN_USE_S = 3600.0
+"""Seconds after its last reading for which a dataset makes no room for another."""
+RECOUNT_AFTER_S = 3600.0
+"""Seconds after which a full cache is counted again, as files may have been removed by hand."""
+USED_FILE = "used.json"
+UNFINISHED = "unfinished-"
+_HASH_BYTES = 32
+_USED_BYTES = 64
+"""Of `used.json`, always the same: it is written in place, which works on a full disk, too."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Used:
+    """Bytes of all row groups, and when (seconds since 1970) they were counted one by one."""
+
+    num_bytes: int
+    counted: int
+
+
+@dataclass(frozen=True)
+class RowGroupCache:
+    """The kept row groups of one dataset, beside those of others.
+
+    Attributes:
+        directory: Of all datasets; made when the first row group is kept.
+        dataset: The manifest's hash.
+        limit_bytes: Of all datasets together.
+    """
+
+    directory: Path
+    dataset: str
+    limit_bytes: int
+
+    def get(self, shard: str, index: int) -> memoryview | None:
+        """The bytes that were put for a row group; None if there are none or they are damaged.
+
+        Args:
+            shard: SHA-256 of the shard.
+            index: Of the row group in it.
+        """
+        path = self._path(shard, index)
+        try:
+            os.utime(self.directory / self.dataset)
+            kept = memoryview(path.read_bytes())
+        except OSError:
+            return None
+        if hashlib.sha256(kept[_HASH_BYTES:]).digest() == kept[:_HASH_BYTES]:
+            return kept[_HASH_BYTES:]
+        with self._forgiven(), self._locked() as used:
+            used.num_bytes -= path.stat().st_size
+            path.unlink()
+        return None
+
+    def put(self, shard: str, index: int, tokens: memoryview) -> None:
+        """Keep the bytes of a row group, if there is room.
+
+        Args:
+            shard: SHA-256 of the shard.
+            index: Of the row group in it.
+            tokens: Of one byte an element.
+        """
+        with self._forgiven():
+            self._put(self._path(shard, index), tokens)
+
+    def _put(self, path: Path, tokens: memoryview) -> None:
+        size = _HASH_BYTES + len(tokens)
+        with self._locked() as used:
+            if not self._has_room(used, size):
+                return
+        handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=self.directory)
+        unfinished = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(tokens).digest())
+                file.write(tokens)
+            with self._locked() as used:
+                # Meanwhile another process may have put the same one, or taken the room.
+                if not path.exists() and self._has_room(used, size):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    unfinished.replace(path)
+                    used.num_bytes += size
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _path(self, shard: str, index: int) -> Path:
+        return self.directory / self.dataset / shard / str(index)
+
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            pass  # dropped meanwhile
+        except OSError as error:
+            _warn_once(f"cannot keep row groups in {self.directory}: {error.strerror}")
+
+    @contextmanager
+    def _locked(self) -> Iterator[_Used]:
+        """What is used, which nobody else changes meanwhile; changes of it are written."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.directory / USED_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            before = os.pread(handle, _USED_BYTES, 0)
+            used = _parsed(before) or self._counted()
+            try:
+                yield used
+            finally:
+                after = json.dumps(asdict(used)).encode().ljust(_USED_BYTES)
+                if after != before:
+                    os.pwrite(handle, after, 0)
+        finally:
+            os.close(handle)
+
+    def _counted(self) -> _Used:
+        """What is there, after removing what nobody will finish."""
+        now = time.time()
+        for path in self.directory.glob(f"{UNFINISHED}*"):
+            if now - path.stat().st_mtime > IN_USE_S:
+                path.unlink()
+        return _Used(sum(map(_num_bytes, self._datasets())), int(now))
+
+    def _has_room(self, used: _Used, num_bytes: int) -> bool:
+        """Whether so many bytes more are allowed, after dropping what is not in use."""
+        if used.num_bytes + num_bytes <= self.limit_bytes:
+            return True
+        now = time.time()
+        if now - used.counted > RECOUNT_AFTER_S:
+            counted = self._counted()
+            used.num_bytes, used.counted = counted.num_bytes, counted.counted
+        for dataset in self._datasets():
+            if used.num_bytes + num_bytes <= self.limit_bytes:
+                return True
+            # Of a limit that was lowered it does not matter who uses what is above it.
+            if now - dataset.stat().st_mtime < IN_USE_S and used.num_bytes <= self.limit_bytes:
+                return False
+            used.num_bytes -= _num_bytes(dataset)
+            shutil.rmtree(dataset)
+        return used.num_bytes + num_bytes <= self.limit_bytes
+
+    def _datasets(self) -> list[Path]:
+        """Their directories, the one first whose last reading is longest ago."""
+        found = [path for path in self.directory.iterdir() if path.is_dir()]
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def _parsed(content: bytes) -> _Used | None:
+    try:
+        return _Used(**json.loads(content))
+    except (ValueError, TypeError):
+        return None  # not yet written
+
+
+def _num_bytes(dataset: Path) -> int:
+    return sum(file.stat().st_size for shard in dataset.iterdir() for file in shard.iterdir())
+
+
+@lru_cache(maxsize=8)
+def _warn_once(message: str) -> None:
+    _log.warning("%s; what is read of an object store is not kept there", message)

@@ -1,0 +1,104 @@
+"""Whether a dataset is what its manifest says."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, one_line, read_row_group
+from raytrain_gpt.data.storage import Location, Place
+from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
+from raytrain_gpt.errors import DataError
+
+CHECK_THREADS = 16
+"""Shards of an object store that are looked at together; each takes three requests."""
+
+
+def check_tokenizer(directory: Place, manifest: Manifest) -> None:
+    """Compare the tokenizer that a dataset carries with the one its shards were made with.
+
+    Raises:
+        DataError: it is missing, damaged or another one.
+    """
+    if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
+        raise DataError(
+            f"the tokenizer in {directory} is not the one its shards were made with "
+            f"({manifest.tokenizer}); prepare the data again"
+        )
+
+
+def check_shards(directory: Place, manifest: Manifest, content: bool) -> None:
+    """`check_shard` of every shard; of an object store many at a time.
+
+    Raises:
+        DataError: as `check_shard`, of the first one in the manifest that is not as it should be.
+    """
+    directory = Location.of(directory)
+    with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
+
+        def check(shard: Shard) -> None:
+            check_shard(directory, manifest, shard, content)
+
+        list(threads.map(check, manifest.shards))
+
+
+def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: bool) -> None:
+    """Compare a shard with its manifest entry.
+
+    Args:
+        directory: The dataset.
+        manifest: Its manifest.
+        shard: The entry.
+        content: Also read the whole file: its hash and every id. Otherwise only the file's size
+            and footer are read, whose statistics have the largest id of every row group.
+
+    Raises:
+        DataError: names the file, what was expected and what was found.
+    """
+    path = Location.of(directory) / shard.path
+    again = "prepare the data again"
+    try:
+        size = path.size_bytes()
+    except FileNotFoundError:
+        raise DataError(f"shard {path} is missing; {again}") from None
+    if size != shard.file_bytes:
+        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {again}")
+    try:
+        metadata = _metadata(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"shard {path} is no parquet file: {one_line(error)}; {again}") from None
+    field = metadata.schema.to_arrow_schema()
+    if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
+        raise DataError(
+            f"shard {path} has columns {dict(zip(field.names, map(str, field.types), strict=True))}, "
+            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {again}"
+        )
+    groups = -(-shard.tokens // manifest.row_group_tokens)
+    if (metadata.num_rows, metadata.num_row_groups) != (shard.tokens, groups):
+        raise DataError(
+            f"shard {path} has {metadata.num_rows} tokens in {metadata.num_row_groups} row groups, "
+            f"expected {shard.tokens} in {groups}; {again}"
+        )
+    for i in range(groups):
+        statistics = metadata.row_group(i).column(0).statistics
+        if (
+            statistics is not None
+            and statistics.has_min_max
+            and statistics.max >= manifest.vocab_size
+        ):
+            raise DataError(
+                f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
+                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {again}"
+            )
+    if content:
+        if path.sha256() != shard.sha256:
+            raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {again}")
+        for i in range(groups):
+            read_row_group(directory, manifest, shard, i)
+
+
+def _metadata(path: Location) -> pq.FileMetaData:
+    with path.open() as file:
+        return pq.read_metadata(file)

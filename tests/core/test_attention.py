@@ -1,0 +1,224 @@
+"""Attention within documents: what is packed into a sequence is computed as if it were alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_gpt.config import Config
+from raytrain_gpt.core import attention
+from raytrain_gpt.core.attention import (
+    block_sparse_attention,
+    document_starts,
+    last_document,
+    masked_attention,
+)
+from raytrain_gpt.core.loop import MicroBatch
+from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.model import GPT, GPTShape
+
+END = 99
+SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=48, vocab_size=100)
+LAYOUTS = {
+    "three": (7, 20, 21),
+    "of one token": (1, 1, 30, 1, 15),
+    "one": (48,),
+    "at the edges": (1, 46, 1),
+}
+"""Tokens of the documents of a sequence. All but the last are closed by END; the last one is cut off
+behind the sequence, and the first one may be before it, which cannot be told from one that begins there."""
+GENERATOR = torch.Generator()
+
+
+def documents_of(lengths: tuple[int, ...]) -> list[Tensor]:
+    """Random documents of so many tokens, int64 (tokens,) each."""
+    GENERATOR.manual_seed(sum(place * length for place, length in enumerate(lengths, start=1)))
+    documents = [torch.randint(0, END, (length,), generator=GENERATOR) for length in lengths]
+    for document in documents[:-1]:
+        document[-1] = END
+    return documents
+
+
+PACKED = {name: documents_of(lengths) for name, lengths in LAYOUTS.items()}
+IDS = torch.stack([torch.cat(documents) for documents in PACKED.values()])  # (4, 48)
+
+
+def random_model(
+    document_end: int | None = END, recompute: str = "none", dropout: float = 0
+) -> GPT:
+    """A model with attention that is far from even; the same weights every time."""
+    model = GPT(replace(SHAPE, dropout=dropout), recompute, document_end)
+    model.init_weights(0)
+    GENERATOR.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2, generator=GENERATOR)
+    return model
+
+
+@pytest.fixture(params=[256, 10, 1])
+def queries_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of all queries at once, of several parts, and of one query after the other."""
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", request.param)
+
+
+def gradients(model: GPT, losses: Iterator[Tensor]) -> list[Tensor]:
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_document_starts_behind_the_end_of_the_one_before() -> None:
+    ids = torch.tensor([[5, END, 5, 5, END, END, 5, 5], [END, 5, 5, 5, 5, 5, 5, END]])
+    assert document_starts(ids, END).tolist() == [
+        [0, 0, 2, 2, 2, 5, 6, 6],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+    ]
+    assert document_starts(ids[:, :1], END).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last"),
+    [
+        ([5], [5]),
+        ([END], [END]),
+        ([5, 6, END], [5, 6, END]),
+        ([5, END, 6, 7], [6, 7]),
+        ([END, END], [END]),
+        ([END, 5, END, 6, END], [6, END]),
+    ],
+    ids=str,
+)
+def test_the_last_document_is_what_the_last_token_may_see(
+    tokens: list[int], last: list[int]
+) -> None:
+    assert last_document(tokens, END) == last
+    starts = document_starts(torch.tensor([tokens]), END)
+    assert tokens[starts[0, -1] :] == last
+    assert last_document(tokens, None) == tokens
+
+
+@pytest.mark.usefixtures("queries_at_once")
+def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
+    model, plain = random_model().eval(), random_model(document_end=None).eval()
+    with torch.no_grad():
+        packed = model.logits(IDS)
+        for row, documents in zip(packed, PACKED.values(), strict=True):
+            parts = row.split([len(document) for document in documents])
+            for part, document in zip(parts, documents, strict=True):
+                alone = plain.logits(document[None])[0]
+                assert alone.abs().max() > 1
+                assert (part - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.usefixtures("queries_at_once")
+def test_gradients_are_the_sum_of_those_of_the_documents_alone() -> None:
+    targets = IDS.roll(-1, 1)
+    model, plain = random_model(), random_model(document_end=None)
+    packed = gradients(model, iter([model(IDS, targets, reduction="none").sum()]))
+
+    def losses_alone() -> Iterator[Tensor]:
+        for row, documents in zip(targets, PACKED.values(), strict=True):
+            lengths = [len(document) for document in documents]
+            for document, own in zip(documents, row.split(lengths), strict=True):
+                yield plain(document[None], own[None], reduction="none").sum()
+
+    alone = gradients(plain, losses_alone())
+    assert len(packed) == len(alone) == len(list(model.parameters()))
+    for ours, theirs in zip(packed, alone, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max().item())
+
+
+def test_a_sequence_without_an_end_is_computed_as_without_the_mask() -> None:
+    ids = IDS.clamp(max=END - 1)
+    with torch.no_grad():
+        masked, plain = (random_model(end).eval().logits(ids) for end in (END, None))
+    assert (masked - plain).abs().max() <= 1e-6 * plain.abs().max()
+
+
+def test_nothing_of_a_document_reaches_the_next_one() -> None:
+    (ids,) = IDS[:1].clone().split(1)
+    changed = ids.clone()
+    changed[0, 9] = (ids[0, 9] + 1) % END  # of the second document, 7 to 26
+    model = random_model().eval()
+    with torch.no_grad():
+        difference = (model.logits(ids) - model.logits(changed)).abs().amax(-1)[0]
+    assert (difference[:9] == 0).all()
+    assert (difference[9:27] > 0).all()
+    assert (difference[27:] == 0).all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.usefixtures("queries_at_once")
+def test_activation_checkpointing_gives_the_same_gradients(
+    recompute: str, dropout: float, bf16: bool
+) -> None:
+    def found(model: GPT) -> list[Tensor]:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model.train()(IDS, IDS.roll(-1, 1))
+        return gradients(model, iter([loss]))
+
+    kept = found(random_model(dropout=dropout))
+    again = found(random_model(dropout=dropout, recompute=recompute))
+    assert len(kept) == len(again) == len(list(random_model().parameters()))
+    for one, other in zip(kept, again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_give_nearly_the_same(dtype: torch.dtype) -> None:
+    model = random_model().eval()
+    with torch.no_grad():
+        expected = model.logits(IDS)
+        with torch.autocast("cpu", dtype):
+            found = model.logits(IDS)
+    assert found.dtype == dtype
+    assert (found.float() - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_graph_is_compiled_for_all_layouts(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole (no layer breaks it), and the same whatever documents a batch has."""
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 20)
+    torch.compiler.reset()
+    model, expected = random_model(recompute=recompute), random_model(recompute=recompute)
+    model.compile(backend="aot_eager", fullgraph=True)
+
+    def batches() -> Iterator[MicroBatch]:
+        yield IDS, IDS.roll(-1, 1)
+        yield IDS.flip(0, 1), IDS.roll(3, 1)
+        yield torch.zeros_like(IDS), torch.where(IDS == END, IGNORED, IDS)
+
+    for number, batch in enumerate(batches()):
+        never_again: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if number:
+            never_again = torch._dynamo.config.patch(error_on_recompile=True)
+        with never_again:
+            found = gradients(model, iter([model(*batch)]))
+        for ours, theirs in zip(found, gradients(expected, iter([expected(*batch)])), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_block_sparse_attention_is_the_masked_one() -> None:
+    """Without gradients, which it has on GPUs only; of several blocks, the last one not full."""
+    starts = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
+    GENERATOR.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 300, 16, generator=GENERATOR)
+    expected = masked_attention(starts, q.dtype, 0.0)(q, k, v)
+    torch.testing.assert_close(block_sparse_attention(starts)(q, k, v), expected)
+
+
+def test_the_configuration_decides() -> None:
+    config = Config()
+    assert GPT.of(config, 257, 256).document_end is None
+    assert GPT.of(config.updated({"document_mask": True}), 257, 256).document_end == 256

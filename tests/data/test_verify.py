@@ -1,0 +1,162 @@
+"""Every damage of a shard is found and named, by checking it and by reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_tools import all_tokens, write_dataset
+
+from raytrain_gpt.data.shards import Manifest, Shard, read_row_group, write_manifest
+from raytrain_gpt.data.verify import check_shard, check_shards
+from raytrain_gpt.errors import DataError
+
+
+def put_in_place(path: Path, table: pa.Table, statistics: bool = True) -> None:
+    pq.write_table(table, path, row_group_size=33, write_statistics=statistics)
+
+
+def with_sizes_of(directory: Path, manifest: Manifest) -> Manifest:
+    """The manifest with the sizes of the files as they are now, so that other checks are reached."""
+    shards = [
+        shard.model_copy(update={"file_bytes": (directory / shard.path).stat().st_size})
+        for shard in manifest.shards
+    ]
+    changed = manifest.model_copy(update={"shards": tuple(shards)})
+    write_manifest(directory, changed)
+    return changed
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def zero_bytes(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def other_bytes(path: Path) -> None:
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+def wrong_type(path: Path) -> None:
+    put_in_place(path, pa.table({"tokens": np.zeros(100, np.int64)}))
+
+
+def wrong_column(path: Path) -> None:
+    put_in_place(path, pa.table({"ids": np.zeros(100, np.uint16)}))
+
+
+def second_column(path: Path) -> None:
+    put_in_place(path, pa.table({"tokens": np.zeros(100, np.uint16), "b": np.zeros(100)}))
+
+
+def too_few_tokens(path: Path) -> None:
+    put_in_place(path, pa.table({"tokens": np.zeros(99, np.uint16)}))
+
+
+def id_beyond_vocabulary(path: Path) -> None:
+    put_in_place(path, pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 29, np.uint16)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, ["is missing"]),
+        (truncated, ["bytes, expected"]),
+        (zero_bytes, ["0 bytes, expected"]),
+    ],
+)
+@pytest.mark.parametrize("content", [False, True])
+def test_a_shard_of_another_size_is_named(
+    tmp_path: Path, damage: Callable[[Path], None], words: list[str], content: bool, raises_line
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100])
+    damage(tmp_path / "d" / "train-00000.parquet")
+    with raises_line(DataError, "train-00000.parquet", *words):
+        check_shard(tmp_path / "d", manifest, manifest.shards[0], content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncated, ["no parquet file"]),
+        (zero_bytes, ["no parquet file"]),
+        (other_bytes, ["no parquet file"]),
+        (wrong_type, ["int64", "uint16"]),
+        (wrong_column, ["'ids'", "'tokens'"]),
+        (second_column, ["'b'", "'tokens'"]),
+        (too_few_tokens, ["99 tokens", "expected 100"]),
+        (id_beyond_vocabulary, ["token id 257", "row group 2", "ends at 256"]),
+    ],
+)
+def test_a_shard_of_the_right_size_but_wrong_content_is_named(
+    tmp_path: Path, damage: Callable[[Path], None], words: list[str], raises_line
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100])
+    damage(tmp_path / "d" / "train-00000.parquet")
+    manifest = with_sizes_of(tmp_path / "d", manifest)
+    with raises_line(DataError, "train-00000.parquet", *words):
+        check_shard(tmp_path / "d", manifest, manifest.shards[0], content=False)
+
+
+def test_a_changed_token_is_found_by_its_hash(tmp_path: Path, raises_line) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100])
+    path = tmp_path / "d" / "train-00000.parquet"
+    tokens = all_tokens(tmp_path / "d", manifest, "train").copy()
+    tokens[50] = (tokens[50] + 1) % 257
+    put_in_place(path, pa.table({"tokens": tokens}))
+    manifest = with_sizes_of(tmp_path / "d", manifest)
+    check_shard(tmp_path / "d", manifest, manifest.shards[0], content=False)
+    with raises_line(DataError, "train-00000.parquet", "SHA-256"):
+        check_shard(tmp_path / "d", manifest, manifest.shards[0], content=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, ["row group 0"]),
+        (truncated, ["row group 0"]),
+        (zero_bytes, ["row group 0"]),
+        (wrong_column, ["row group 0"]),
+    ],
+)
+def test_reading_a_damaged_shard_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], words: list[str], raises_line
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100])
+    damage(tmp_path / "d" / "train-00000.parquet")
+    with raises_line(DataError, "train-00000.parquet", *words):
+        read_row_group(tmp_path / "d", manifest, manifest.shards[0], 0)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_reading_an_id_beyond_the_vocabulary_is_refused_with_its_place(
+    tmp_path: Path, statistics: bool, raises_line
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100])
+    shard: Shard = manifest.shards[0]
+    tokens = np.array([0] * 70 + [257] + [0] * 29, np.uint16)
+    put_in_place(tmp_path / "d" / shard.path, pa.table({"tokens": tokens}), statistics)
+    assert len(read_row_group(tmp_path / "d", manifest, shard, 1)) == 33
+    with raises_line(DataError, shard.path, "token id 257 at token 70", "ends at 256"):
+        read_row_group(tmp_path / "d", manifest, shard, 2)
+
+
+def test_the_first_shard_in_the_manifest_that_is_damaged_is_named(
+    tmp_path: Path, raises_line
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[100] * 40)
+    check_shards(tmp_path / "d", manifest, content=True)
+    for i in (31, 8, 22):
+        truncated(tmp_path / "d" / f"train-{i:05d}.parquet")
+    with raises_line(DataError, "train-00008.parquet", "bytes, expected"):
+        check_shards(tmp_path / "d", manifest, content=False)
