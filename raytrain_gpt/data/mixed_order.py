@@ -1,26 +1,37 @@
 """The order of a mixture: which sequences of which dataset are trained on in which step.
 
-Each dataset is a stream of its own, `Order` with one sequence for a batch. Global batch s takes
-⌊w·B·(s+1)⌋ − ⌊w·B·s⌋ sequences of a dataset with weight w from where its stream stands, the last dataset
-fills the batch up, and the batch is shuffled. So what a step reads follows from its number, as it does
-with one dataset.
+Each dataset is a stream of its own, epoch after epoch. Global batch s takes ⌊w·B·(s+1)⌋ − ⌊w·B·s⌋
+sequences of a dataset with weight w from where its stream stands, the last dataset fills the batch up,
+and the batch is shuffled. So what a step reads follows from its number, as it does with one dataset.
+
+What some hundred batches take of a stream is a window, whose sequences are permuted, drawn from the
+dataset's seed, the epoch and the window. The windows of all datasets begin and end with the same
+batches, so that a piece of reading is one window of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, floor
 
 import numpy as np
 
-from raytrain_gpt.data.order import WINDOW_TOKENS, Ids, Order, Skipped, batches_to_read, permutation
+from raytrain_gpt.data.order import (
+    WINDOW_TOKENS,
+    Ids,
+    Skipped,
+    Stream,
+    batches_to_read,
+    permutation,
+)
 from raytrain_gpt.errors import DataError
 
-LEAST_WINDOW_TOKENS = WINDOW_TOKENS // 4
-"""Of a dataset with a small weight; the others have their share of `WINDOW_TOKENS`, so that all windows
-together are read in one piece."""
+LEAST_WINDOW_TOKENS = WINDOW_TOKENS // 16
+"""Of a dataset with a small weight, whose windows are those of several pieces of reading: fewer row
+groups would be shuffled too little."""
 
 
 class MixedOrder:
@@ -34,7 +45,7 @@ class MixedOrder:
         seed: The run's seed.
 
     Raises:
-        DataError: a dataset has no sequence, or a batch is too small for so many datasets.
+        DataError: a batch is too small for so many datasets.
     """
 
     def __init__(
@@ -54,19 +65,51 @@ class MixedOrder:
             )
         self.weights = tuple(weights)
         self._batch_sequences, self._seed = batch_sequences, seed
-        self._chunk_batches = max(1, WINDOW_TOKENS // (batch_sequences * seq_len))
-        self._streams = [
-            Order(counts, 1, seq_len, _own_seed(seed, i), _window_tokens(weight))
-            for i, (counts, weight) in enumerate(zip(row_group_sequences, weights, strict=True))
-        ]
+        self._seeds = [_own_seed(seed, i) for i in range(len(weights))]
+        parts = zip(row_group_sequences, self._seeds, strict=True)
+        self._streams = [Stream(counts, own) for counts, own in parts]
         sizes = [stream.num_sequences for stream in self._streams]
         self._first_ids = np.cumsum(sizes) - sizes
+        batch_tokens = batch_sequences * seq_len
+        self._chunk_batches = max(1, WINDOW_TOKENS // batch_tokens)
+        chunk_tokens = self._chunk_batches * batch_tokens
+        self._window_batches = [
+            self._chunk_batches * max(1, ceil(LEAST_WINDOW_TOKENS / (weight * chunk_tokens)))
+            for weight in weights
+        ]
+        # Bound to the instance: at the end of an epoch a batch has pieces of two windows of a dataset.
+        self._window = lru_cache(maxsize=2 * len(weights))(self._drawn_window)
+
+    def _taken(self, dataset: int, batch: int) -> int:
+        """Sequences of a dataset in the global batches before `batch`."""
+        if dataset < len(self.weights) - 1:
+            return floor(self.weights[dataset] * batch * self._batch_sequences)
+        others = sum(self._taken(other, batch) for other in range(dataset))
+        return batch * self._batch_sequences - others
+
+    def _drawn_window(self, dataset: int, window: int, epoch: int) -> tuple[int, Ids]:
+        """Where the part of a window in an epoch begins in the stream, and its sequences."""
+        size, stream = self._window_batches[dataset], self._streams[dataset]
+        num = stream.num_sequences
+        first = max(self._taken(dataset, window * size), epoch * num)
+        stop = min(self._taken(dataset, (window + 1) * size), (epoch + 1) * num)
+        places = permutation(stop - first, self._seeds[dataset], epoch, window)
+        return first, self._first_ids[dataset] + stream.ids(epoch, first - epoch * num + places)
+
+    def _ids_of(self, dataset: int, batch: int) -> list[Ids]:
+        """What a batch takes of a dataset, in a piece for each epoch."""
+        first, stop = self._taken(dataset, batch), self._taken(dataset, batch + 1)
+        num = self._streams[dataset].num_sequences
+        window = batch // self._window_batches[dataset]
+        pieces = []
+        for epoch in range(first // num, -(-stop // num)):
+            start, ids = self._window(dataset, window, epoch)
+            pieces.append(ids[max(0, first - start) : max(0, stop - start)])
+        return pieces
 
     def taken_before(self, batch: int) -> list[int]:
         """Sequences of each dataset in the global batches before `batch`."""
-        total = batch * self._batch_sequences
-        taken = [floor(weight * total) for weight in self.weights[:-1]]
-        return [*taken, total - sum(taken)]
+        return [self._taken(dataset, batch) for dataset in range(len(self.weights))]
 
     def trained(self, num_batches: int, skipped: Skipped) -> list[int]:
         """Sequences of each dataset in the first global batches that are not skipped."""
@@ -82,21 +125,14 @@ class MixedOrder:
         Returns:
             int64 (batch_sequences,)
         """
-        bounds = zip(self.taken_before(batch), self.taken_before(batch + 1), strict=True)
-        ids = np.concatenate(
-            [
-                first_id + stream.ids_between(*bound)
-                for stream, first_id, bound in zip(
-                    self._streams, self._first_ids, bounds, strict=True
-                )
-            ]
-        )
+        pieces = [piece for k in range(len(self.weights)) for piece in self._ids_of(k, batch)]
+        ids = np.concatenate(pieces)
         return ids[permutation(len(ids), self._seed, batch)]
 
     def epoch(self, batch: int) -> int:
         """Epoch, in a global batch, of the dataset that was gone through most often."""
         taken = zip(self._streams, self.taken_before(batch), strict=True)
-        return max(stream.epoch(sequences) for stream, sequences in taken)
+        return max(sequences // stream.num_sequences for stream, sequences in taken)
 
     def epochs(self, num_batches: int) -> list[float]:
         """How often each dataset is gone through in so many global batches."""
@@ -104,14 +140,10 @@ class MixedOrder:
         return [sequences / stream.num_sequences for stream, sequences in taken]
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Global batches [first, stop) cut into pieces of reading, of `WINDOW_TOKENS` at most."""
+        """Global batches [first, stop) cut into pieces of reading, where windows end."""
         size = self._chunk_batches
         cuts = [first, *range(first // size * size + size, stop, size), stop]
         return list(pairwise(cuts)) if first < stop else []
-
-
-def _window_tokens(weight: Fraction) -> int:
-    return max(LEAST_WINDOW_TOKENS, floor(weight * WINDOW_TOKENS))
 
 
 def _own_seed(seed: int, dataset: int) -> int:

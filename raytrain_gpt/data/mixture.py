@@ -3,15 +3,16 @@
     data_path: data/web                                  one dataset
     data_path: data/web=0.7,data/code=0.2,data/books=0.1 a mixture, weights by tokens
 
-A dataset of a mixture is called like its directory. All have the same tokenizer.
+A dataset of a mixture is called by the end of its path. All have the same tokenizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -42,11 +43,6 @@ class Part:
     manifest: Manifest
     weight: Fraction
 
-    @property
-    def name(self) -> str:
-        """The directory's, which the metrics have."""
-        return self.directory.name
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -65,8 +61,8 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """Of the datasets."""
-        return [part.name for part in self.parts]
+        """Of the datasets, which the metrics have."""
+        return dataset_names([str(part.directory) for part in self.parts])
 
     @property
     def weights(self) -> list[Fraction]:
@@ -136,7 +132,8 @@ class Mixture:
 
         Args:
             seq_len: Tokens of a sequence.
-            eval_tokens: Upper limit of all their tokens, of which each dataset has its share.
+            eval_tokens: Upper limit of all their tokens, of which each dataset has its share, but at least
+                one sequence.
 
         Returns:
             int64 (n,)
@@ -189,11 +186,22 @@ def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
         if not path or weight <= 0:
             raise ConfigError(
                 f"{part.strip()!r} in data_path={data_path} is no dataset with a weight above 0; write "
-                "DATASET=WEIGHT,DATASET=WEIGHT, as data/web=0.7,data/code=0.3"
+                "DATASET=WEIGHT,DATASET=WEIGHT, as data/web=0.7,data/code=0.3 (commas separate datasets)"
             )
         parts.append((path.strip(), weight))
     total = sum(weight for _, weight in parts)
     return [(path, weight / total) for path, weight in parts]
+
+
+def dataset_names(paths: Sequence[str]) -> list[str]:
+    """The shortest ends of different paths that tell them apart, of characters that trackers take."""
+    names: list[str] = []
+    for depth in range(1, max(path.count("/") for path in paths) + 2):
+        ends = ("/".join(path.rstrip("/").split("/")[-depth:]) for path in paths)
+        names = [re.sub(r"[^\w./-]", "_", end) for end in ends]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def map_paths(data_path: str, change: Callable[[str], str]) -> str:
@@ -212,14 +220,13 @@ def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
     """The datasets with their manifests.
 
     Raises:
-        DataError: one is not there or damaged, two have one name, or their tokenizers differ.
+        DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
     """
     mixture = Mixture(tuple(Part(path, read_manifest(path), weight) for path, weight in parts))
-    name, count = Counter(mixture.names).most_common(1)[0]
+    directory, count = Counter(part.directory for part in mixture.parts).most_common(1)[0]
     if count > 1:
         raise DataError(
-            f"{count} datasets of data_path are called {name}, and metrics go by the name; give their "
-            "directories different names"
+            f"{directory} stands {count} times in data_path; write it once, with the sum of the weights"
         )
     first = mixture.first
     for part in mixture.parts[1:]:

@@ -44,12 +44,41 @@ def permutation(size: int, *key: int) -> Ids:
     return np.argsort(draws, kind="stable")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _shuffled_row_groups(num: int, seed: int, epoch: int) -> Ids:
     """An epoch's stream. Every reading task has an `Order` of its own, and 4M row groups take 0.5 s."""
     units = permutation(num, seed, epoch)
     units.flags.writeable = False
     return units
+
+
+class Stream:
+    """A split's sequences, epoch after epoch, the row groups in another order in each.
+
+    Args:
+        row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
+        seed: Decides the order.
+    """
+
+    def __init__(self, row_group_sequences: Ids, seed: int) -> None:
+        self._sizes, self._seed = row_group_sequences, seed
+        ends = np.cumsum(row_group_sequences)
+        self._first_ids = ends - row_group_sequences
+        self.num_sequences = int(ends[-1]) if len(ends) else 0
+        # Bound to the instance: an epoch is asked for again and again.
+        self._epoch = lru_cache(maxsize=2)(self._row_groups)
+
+    def _row_groups(self, epoch: int) -> tuple[Ids, Ids]:
+        """The row groups of an epoch, and the place behind the last sequence of each."""
+        units = _shuffled_row_groups(len(self._sizes), self._seed, epoch)
+        return units, np.cumsum(self._sizes[units])
+
+    def ids(self, epoch: int, places: Ids) -> Ids:
+        """Sequence ids at places of an epoch, int64 of the same shape."""
+        units, ends = self._epoch(epoch)
+        at = np.searchsorted(ends, places, side="right")
+        unit = units[at]
+        return self._first_ids[unit] + places - (ends[at] - self._sizes[unit])
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +102,13 @@ class Order:
     seed: int
     window_tokens: int = WINDOW_TOKENS
     num_sequences: int = field(init=False)
+    _stream: Stream = field(init=False, repr=False)
     batches_per_epoch: int = field(init=False)
     windows_per_epoch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        num = int(self.row_group_sequences.sum())
+        stream = Stream(self.row_group_sequences, self.seed)
+        num = stream.num_sequences
         if num < self.batch_sequences:
             raise DataError(
                 f"the train split has {num} sequences of {self.seq_len} tokens, fewer than the "
@@ -87,10 +118,10 @@ class Order:
         batches = num // self.batch_sequences
         window = -(-batches * self.batch_sequences * self.seq_len // self.window_tokens)
         object.__setattr__(self, "num_sequences", num)
+        object.__setattr__(self, "_stream", stream)
         object.__setattr__(self, "batches_per_epoch", batches)
         object.__setattr__(self, "windows_per_epoch", min(batches, max(1, window)))
-        # Bound to the instance: an epoch's stream and one window are asked for again and again.
-        object.__setattr__(self, "_stream", lru_cache(maxsize=2)(self._stream))
+        # Bound to the instance: a window is asked for again and again.
         object.__setattr__(self, "_window", lru_cache(maxsize=2)(self._window))
 
     @property
@@ -113,26 +144,13 @@ class Order:
     def _window_of(self, i: int) -> int:
         return ((i + 1) * self.windows_per_epoch - 1) // self.batches_per_epoch
 
-    def _stream(self, epoch: int) -> tuple[Ids, Ids]:
-        units = _shuffled_row_groups(len(self.row_group_sequences), self.seed, epoch)
-        ends = np.cumsum(self.row_group_sequences[units])
-        return units, ends
-
     def _window(self, epoch: int, window: int) -> Ids:
         size = self.batch_sequences
         last = window == self.windows_per_epoch - 1
         lo = self._bound(window) * size
         hi = self.num_sequences if last else self._bound(window + 1) * size
         positions = lo + permutation(hi - lo, self.seed, epoch, window)
-        units, ends = self._stream(epoch)
-        at = np.searchsorted(ends, positions, side="right")
-        unit = units[at]
-        row = positions - (ends[at] - self.row_group_sequences[unit])
-        return self._first_ids[unit] + row
-
-    @property
-    def _first_ids(self) -> Ids:
-        return np.cumsum(self.row_group_sequences) - self.row_group_sequences
+        return self._stream.ids(epoch, positions)
 
     def batch_ids(self, batch: int) -> Ids:
         """Sequence ids of a global batch, in the order in which the ranks slice it.
@@ -140,24 +158,10 @@ class Order:
         Returns:
             int64 (batch_sequences,)
         """
-        return self.ids_between(batch, batch + 1)
-
-    def ids_between(self, first: int, stop: int) -> Ids:
-        """Sequence ids of the global batches [first, stop), laid end to end.
-
-        Returns:
-            int64 ((stop − first) · batch_sequences,)
-        """
-        pieces: list[Ids] = [np.zeros(0, np.int64)]
-        while first < stop:
-            end = min(stop, self.window_end(first))
-            epoch, i = divmod(first, self.batches_per_epoch)
-            window = self._window_of(i)
-            start = (i - self._bound(window)) * self.batch_sequences
-            size = (end - first) * self.batch_sequences
-            pieces.append(self._window(epoch, window)[start : start + size])
-            first = end
-        return np.concatenate(pieces)
+        epoch, i = divmod(batch, self.batches_per_epoch)
+        window = self._window_of(i)
+        start = (i - self._bound(window)) * self.batch_sequences
+        return self._window(epoch, window)[start : start + self.batch_sequences]
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Global batches [first, stop) cut into pieces of reading.

@@ -20,6 +20,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ RECOUNT_AFTER_S = 3600.0
 """Seconds after which a full cache is counted again, as files may have been removed by hand."""
 USED_FILE = "used.json"
 UNFINISHED = "unfinished-"
+DROPPED = "dropped-"
 _HASH_BYTES = 32
 _USED_BYTES = 64
 """Of `used.json`, always the same: it is written in place, which works on a full disk, too."""
@@ -94,8 +96,12 @@ class RowGroupCache:
     def _put(self, path: Path, tokens: memoryview) -> None:
         size = _HASH_BYTES + len(tokens)
         with self._locked() as used:
-            if not self._has_room(used, size):
-                return
+            has_room = self._has_room(used, size)
+        # Without the lock: others need not wait until many files are removed.
+        for dropped in self.directory.glob(f"{DROPPED}*"):
+            shutil.rmtree(dropped, ignore_errors=True)
+        if not has_room:
+            return
         handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=self.directory)
         unfinished = Path(name)
         try:
@@ -160,16 +166,18 @@ class RowGroupCache:
         for dataset in self._datasets():
             if used.num_bytes + num_bytes <= self.limit_bytes:
                 return True
-            # Of a limit that was lowered it does not matter who uses what is above it.
-            if now - dataset.stat().st_mtime < IN_USE_S and used.num_bytes <= self.limit_bytes:
+            if now - dataset.stat().st_mtime < IN_USE_S:
                 return False
-            used.num_bytes -= _num_bytes(dataset)
-            shutil.rmtree(dataset)
+            num_dropped = _num_bytes(dataset)
+            dataset.rename(self.directory / f"{DROPPED}{uuid.uuid4().hex}")
+            used.num_bytes -= num_dropped
         return used.num_bytes + num_bytes <= self.limit_bytes
 
     def _datasets(self) -> list[Path]:
         """Their directories, the one first whose last reading is longest ago."""
-        found = [path for path in self.directory.iterdir() if path.is_dir()]
+        found = [
+            p for p in self.directory.iterdir() if p.is_dir() and not p.name.startswith(DROPPED)
+        ]
         return sorted(found, key=lambda path: path.stat().st_mtime)
 
 

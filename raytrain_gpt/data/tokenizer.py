@@ -74,7 +74,9 @@ def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32
     except UnicodeEncodeError:
         text = text.encode("utf-8", "replace").decode()
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
-    return np.append(tokens, np.uint32(encoding.eot_token))
+    closed = np.empty(len(tokens) + 1, np.uint32)
+    closed[:-1], closed[-1] = tokens, encoding.eot_token
+    return closed
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:

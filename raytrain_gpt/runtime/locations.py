@@ -33,7 +33,7 @@ def data_of(config: Config, data_path: str | None = None) -> Mixture:
 
     Raises:
         ConfigError: a dataset of several has no weight.
-        DataError: one is not there or damaged, two have one name, or their tokenizers differ.
+        DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
     """
     data_path = config.data.data_path if data_path is None else data_path
     weights = [weight for _, weight in parse_data_path(data_path)]

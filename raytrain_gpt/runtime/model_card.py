@@ -13,6 +13,7 @@ import yaml
 from raytrain_gpt import __version__
 from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.data.mixture import dataset_names, parse_data_path
 from raytrain_gpt.runtime.checkpoints import Checkpoint
 from raytrain_gpt.runtime.console import number
 
@@ -94,7 +95,8 @@ def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
     facts = [
         ("steps", f"{state.step:,}"),
         ("tokens seen", f"{state.tokens_seen:,}"),
-        ("dataset (hash of its manifest)", f"`{state.manifest_hash}`"),
+        *_mixed(config.data.data_path),
+        ("data (hash of its manifests)", f"`{state.manifest_hash}`"),
         ("tokenizer (hash of its vocabulary)", f"`{state.vocab_hash}`"),
         ("order of the batches (hash)", f"`{state.order_hash}`"),
         ("workers", f"{state.num_workers}"),
@@ -119,6 +121,16 @@ def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
     ]
 
 
+def _mixed(data_path: str) -> list[tuple[str, str]]:
+    """Names and weights of several datasets."""
+    parts = parse_data_path(data_path)
+    if len(parts) == 1:
+        return []
+    names = dataset_names([path for path, _ in parts])
+    shares = zip(names, (weight for _, weight in parts), strict=True)
+    return [("datasets, by tokens", ", ".join(f"{name} {float(w):.1%}" for name, w in shares))]
+
+
 def _evaluation(checkpoint: Checkpoint) -> str:
     """The scores of the checkpoint's own step, as its run found them."""
     scores: dict[str, Any] = {}
@@ -131,5 +143,5 @@ def _evaluation(checkpoint: Checkpoint) -> str:
         (f"`{key}`", f"{value:,}" if isinstance(value, int) else number(value, ".4f"))
         for key, value in scores.items()
     ]
-    meaning = "`val/loss` is in nats a token, on the validation split of the dataset.\n"
+    meaning = "`val/loss` is in nats a token, on validation splits; of several datasets the mean by weight.\n"
     return f"{_table(('metric', 'value'), rows)}\n{meaning}"

@@ -11,8 +11,8 @@ from raytrain_gpt.config import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.hellaswag import DOWNLOAD
-from raytrain_gpt.data.mixture import Mixture, check_val_split, map_paths
-from raytrain_gpt.data.storage import Location, is_url
+from raytrain_gpt.data.mixture import Mixture, check_val_split, map_paths, parse_data_path
+from raytrain_gpt.data.storage import Location, cache_directory, is_url
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError
 from raytrain_gpt.runtime.checkpoints import resolve_checkpoint
@@ -21,7 +21,7 @@ from raytrain_gpt.runtime.ingest import IngestSpec
 from raytrain_gpt.runtime.locations import location
 
 VERIFY_CONTENT_BYTES = 2**30
-"""Datasets up to this size are hashed at every start; of larger ones only sizes and footers are read."""
+"""Data up to this size is hashed at every start; of more only sizes and footers are read."""
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 weight and AdamW's two moments."""
 SQLITE = "sqlite:///"
@@ -33,14 +33,18 @@ def check_data(ingest: IngestSpec) -> None:
     """Compare shards with the manifest and the batch with the data.
 
     Raises:
+        ConfigError: there is no place for a cache.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
+    shards = [shard for part in ingest.data.parts for shard in part.manifest.shards]
+    content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
     for part in ingest.data.parts:
         check_tokenizer(part.directory, part.manifest)
-        content = sum(shard.file_bytes for shard in part.manifest.shards) <= VERIFY_CONTENT_BYTES
         check_shards(part.directory, part.manifest, content)
     ingest.order()
     check_val_split(ingest.data, ingest.seq_len)
+    if ingest.cache_bytes:
+        cache_directory()
 
 
 def check_vocabulary(data: Mixture, other_hash: str, other: str) -> None:
@@ -142,11 +146,12 @@ def absolute_paths(config: Config) -> Config:
         value = config.leaves()[name]
         if value in (None, DOWNLOAD):
             continue
-        changed = map_paths(value, _absolute) if name == "data_path" else _absolute(value)
-        if changed != value:
-            if in_job:
-                raise ConfigError(_relative_in_job(name, value))
-            changes[name] = changed
+        paths = [path for path, _ in parse_data_path(value)] if name == "data_path" else [value]
+        if all(map(_is_absolute, paths)):
+            continue
+        if in_job:
+            raise ConfigError(_relative_in_job(name, value))
+        changes[name] = map_paths(value, _absolute) if name == "data_path" else _absolute(value)
     uri = config.tracking.mlflow_uri
     local = (uri or "").removeprefix(SQLITE)
     if uri not in (None, "auto") and "://" not in local and not Path(local).is_absolute():
@@ -157,8 +162,12 @@ def absolute_paths(config: Config) -> Config:
     return config.updated(changes) if changes else config
 
 
+def _is_absolute(path: str) -> bool:
+    return is_url(path) or Path(path).is_absolute()
+
+
 def _absolute(path: str) -> str:
-    return path if is_url(path) else str(Path(path).absolute())
+    return path if _is_absolute(path) else str(Path(path).absolute())
 
 
 def _relative_in_job(name: str, value: str) -> str:

@@ -203,8 +203,8 @@ class Run:
                 f"{order.num_sequences} sequences left out"
             )
         epochs = order.epochs(self.config.train.max_steps)
-        parts = zip(self.data.parts, epochs, strict=True)
-        mixed = [f"{part.name} {float(part.weight):.1%} ({n:.2f} epochs)" for part, n in parts]
+        parts = zip(self.data.names, self.data.weights, epochs, strict=True)
+        mixed = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in parts]
         return f"mixed: {', '.join(mixed)}"
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:

@@ -12,8 +12,8 @@ from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, ex
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections of places, resources and of how the objective is measured."""
-PLACES = ("data_path", "init_from")
-"""Leaves of other sections that are places: losses on different data do not compare."""
+OTHER_LOSSES = ("data_path", "init_from", "document_mask")
+"""Leaves of other sections with which losses do not compare."""
 
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
 """Leaves that may change in the middle of a trial: no shapes, no batches, no shape of the schedule."""
@@ -27,7 +27,7 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
                 f"{name} has a value in overrides ({overrides[name]}) and a domain in the space; "
                 "leave out one of them"
             )
-        if leaf_section(name) in SAME_IN_ALL_TRIALS or name in PLACES:
+        if leaf_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES:
             raise ConfigError(f"{name} is the same in all trials; set it in overrides")
         if name in ("global_batch_tokens", "seq_len") and not isinstance(domain, Grid | Choice):
             raise ConfigError(

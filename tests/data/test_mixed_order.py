@@ -72,17 +72,20 @@ def test_every_dataset_is_gone_through_before_anything_of_it_comes_again() -> No
 
 
 def test_an_epoch_is_another_order_than_the_one_before() -> None:
-    stream = mixed(10)._streams[0]
-    first, second = stream.ids_between(0, 583), stream.ids_between(583, 1166)
-    assert sorted(first) == sorted(second) == list(range(583))
-    assert (first == second).mean() < 0.05
+    counts = [np.array([300], np.int64)] * 2
+    order = MixedOrder(counts, [Fraction(1, 2)] * 2, 20, 8, seed=7)
+    epochs = [[set(order.batch_ids(e * 30 + b)) for b in range(30)] for e in range(2)]
+    assert all(set.union(*epoch) == set(range(600)) for epoch in epochs)
+    same = sum(len(first & second) for first, second in zip(*epochs, strict=True))
+    assert same < 600 * 0.1
 
 
 def test_datasets_of_one_size_are_not_shuffled_alike() -> None:
     counts = [np.array([300], np.int64)] * 2
-    order = MixedOrder(counts, [Fraction(1, 2)] * 2, 10, 8, seed=7)
-    first, second = (stream.ids_between(0, 300) for stream in order._streams)
-    assert (first == second).mean() < 0.05
+    order = MixedOrder(counts, [Fraction(1, 2)] * 2, 20, 8, seed=7)
+    batches = [order.batch_ids(batch) for batch in range(30)]
+    same = [len(set(ids[ids < 300]) & set(ids[ids >= 300] - 300)) for ids in batches]
+    assert sum(same) < 300 * 0.1
 
 
 def test_a_batch_is_shuffled() -> None:
@@ -97,15 +100,54 @@ def test_a_batch_follows_from_its_number_alone() -> None:
     assert used.batch_ids(3).tolist() != mixed(12, seed=7).batch_ids(3).tolist()
 
 
+def small_windows(monkeypatch: pytest.MonkeyPatch, batches: int, least_sequences: int) -> None:
+    """Pieces of reading of so many batches of 12 sequences of 8 tokens."""
+    monkeypatch.setattr(mixed_order, "WINDOW_TOKENS", 8 * 12 * batches)
+    monkeypatch.setattr(mixed_order, "LEAST_WINDOW_TOKENS", 8 * least_sequences)
+
+
 def test_chunks_end_at_the_same_batches_wherever_reading_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mixed_order, "WINDOW_TOKENS", 8 * 12 * 7)
+    small_windows(monkeypatch, batches=7, least_sequences=4)
     order = mixed(12)
     assert order.chunks(0, 20) == [(0, 7), (7, 14), (14, 20)]
     assert order.chunks(6, 20) == [(6, 7), (7, 14), (14, 20)]
     assert order.chunks(7, 14) == [(7, 14)]
     assert order.chunks(9, 9) == []
+
+
+def test_a_chunk_reads_hardly_a_row_group_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_windows(monkeypatch, batches=40, least_sequences=4)
+    counts = [np.full(400, 4, np.int64)] * 3
+    order = MixedOrder(counts, [Fraction(w) for w in WEIGHTS], 12, 8, seed=1)
+    chunks = order.chunks(0, 400)
+    assert len(chunks) == 10
+    for first, stop in chunks:
+        ids = np.concatenate([order.batch_ids(batch) for batch in range(first, stop)])
+        assert len(np.unique(ids // 4)) <= len(ids) / 4 + 2 * 3
+
+
+def test_a_small_weight_has_a_window_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_windows(monkeypatch, batches=10, least_sequences=36)
+    counts = [np.full(400, 4, np.int64)] * 3
+    order = MixedOrder(counts, [Fraction(w) for w in WEIGHTS], 12, 8, seed=1)
+    ids = np.concatenate([order.batch_ids(batch) for batch in range(10)])
+    shuffled = [len(np.unique(ids[ids // 1600 == k] // 4)) for k in range(3)]
+    # 84, 24 and 12 sequences; those of the last one are of a window of three chunks.
+    assert shuffled[0] <= 22
+    assert shuffled[2] > 5
+
+
+def test_windows_with_the_ends_of_epochs_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_windows(monkeypatch, batches=7, least_sequences=30)
+    order = mixed(12)
+    ids = np.concatenate([order.batch_ids(batch) for batch in range(300)])
+    for dataset, taken in enumerate(order.taken_before(300)):
+        own = ids[np.searchsorted(STARTS, ids, side="right") - 1 == dataset] - STARTS[dataset]
+        assert len(own) == taken
+        counts = np.bincount(own, minlength=sum(SIZES[dataset]))
+        assert counts.max() - counts.min() <= 1
 
 
 def test_skipped_batches_are_not_counted_as_trained() -> None:

@@ -12,6 +12,7 @@ from shard_tools import write_dataset
 from raytrain_gpt.data.mixture import (
     Mixture,
     check_val_split,
+    dataset_names,
     map_paths,
     parse_data_path,
     read_mixture,
@@ -92,12 +93,18 @@ def test_the_hash_is_of_the_data_and_the_weights(mixture: Mixture) -> None:
     assert len({mixture.hash, read_mixture(other).hash, read_mixture(parts[::-1]).hash}) == 3
 
 
-def test_datasets_with_one_name_are_refused(tmp_path: Path) -> None:
-    places = [tmp_path / "a" / "web", tmp_path / "b" / "web"]
-    for place in places:
-        write_dataset(place, train=[100], val=[50])
-    with pytest.raises(DataError, match="2 datasets of data_path are called web"):
-        read_mixture((Location.of(place), Fraction(1, 2)) for place in places)
+def test_names_are_the_ends_of_paths_that_tell_them_apart() -> None:
+    assert dataset_names(["/d/web"]) == ["web"]
+    assert dataset_names(["/d/web/", "s3://b/code"]) == ["web", "code"]
+    assert dataset_names(["s3://b/web/gpt2", "s3://b/code/gpt2"]) == ["web/gpt2", "code/gpt2"]
+    assert dataset_names(["/d/date=2026", "/d/a b+c"]) == ["date_2026", "a_b_c"]
+    assert dataset_names(["/d/a=b", "/e/a+b"]) == ["d/a_b", "e/a_b"]
+
+
+def test_a_dataset_stands_there_once(mixture: Mixture) -> None:
+    web = mixture.first.directory
+    with pytest.raises(DataError, match="web stands 2 times in data_path; write it once"):
+        read_mixture([(web, Fraction(1, 2)), (web, Fraction(1, 2))])
 
 
 def test_datasets_of_other_tokenizers_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from raytrain_gpt.data.row_group_cache import (
+    DROPPED,
     IN_USE_S,
     RECOUNT_AFTER_S,
     UNFINISHED,
@@ -114,12 +115,24 @@ def test_a_dataset_that_is_read_is_in_use(cache: RowGroupCache) -> None:
     assert (len(kept(other)), kept(cache)) == (9, [])
 
 
-def test_a_lower_limit_holds_at_once(cache: RowGroupCache) -> None:
-    fill(replace(cache, dataset="other"), range(4))
+def test_a_lower_limit_takes_nothing_from_those_who_read(cache: RowGroupCache) -> None:
+    other = replace(cache, dataset="other")
+    fill(other, range(4))
     fill(cache, range(5))
     lower = replace(cache, limit_bytes=3 * FILE_BYTES)
     fill(lower, range(50, 60))
-    assert check_used(cache.directory) == 3 * FILE_BYTES
+    assert check_used(cache.directory) == 9 * FILE_BYTES
+    last_read(other, IN_USE_S + 100)
+    fill(lower, range(50, 60))
+    assert (kept(other), kept(cache)) == ([], list(range(5)))
+    assert not list(cache.directory.glob(f"{DROPPED}*"))
+
+
+def test_what_a_killed_process_dropped_is_removed_by_the_next(cache: RowGroupCache) -> None:
+    fill(replace(cache, dataset="other"), range(4))
+    (cache.directory / "other").rename(cache.directory / f"{DROPPED}1")
+    fill(cache, [1])
+    assert not (cache.directory / f"{DROPPED}1").exists()
 
 
 def flipped_bit(path: Path) -> None:

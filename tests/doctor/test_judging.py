@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +26,7 @@ from raytrain_gpt.doctor.bench import (
 )
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.head import HeadFacts, ask_head, judge_head, judge_token
-from raytrain_gpt.doctor.nodes import NodeFacts, local_versions
+from raytrain_gpt.doctor.nodes import Errand, NodeFacts, _data_error, local_versions
 from raytrain_gpt.doctor.rank_checks import judge_all_reduce, judge_devices, judge_sequences
 from raytrain_gpt.doctor.ranks import AllReduceFacts, DeviceFacts, RankIds
 from raytrain_gpt.runtime.ingest import IngestSpec
@@ -180,6 +181,19 @@ def ingest(dataset: Path) -> IngestSpec:
     """Two ranks with 6 of 12 sequences each."""
     data = read_mixture([(Location.of(dataset), Fraction(1))])
     return IngestSpec(data, 32, 12, 1337, 2, 320)
+
+
+def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(dataset, other)
+    parts = [(Location.of(path), Fraction(1, 2)) for path in (dataset, other)]
+    errand = Errand(written=None, text="", data=read_mixture(parts), seq_len=32)
+    assert _data_error(errand) == ""
+    for shard in other.glob("train-*.parquet"):
+        shard.unlink()
+    assert f"cannot read row group 0 of {other}" in _data_error(errand)
+    (other / "manifest.json").unlink()
+    assert f"{other} has no manifest.json" in _data_error(errand)
 
 
 def planned(ingest: IngestSpec) -> list[RankIds]:

@@ -15,9 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_gpt.config import load_preset
 from raytrain_gpt.data.shards import read_manifest, write_manifest
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.runtime.preflight import absolute_paths
 
 from .conftest import CLUSTER_CPUS, flags
 
@@ -177,6 +180,17 @@ def test_relative_paths_in_a_submitted_job(
     code, _, errors = run_cli("train", f"--data_path={dataset}")
     assert code == 2
     assert "storage_path=runs is relative" in errors
+
+
+def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    places = {"storage_path": "/mnt/runs/", "data_path": "/d/a=0.7, s3://b/c=0.3"}
+    config = load_preset("quickstart").updated(places)
+    assert absolute_paths(config) == config
+    with pytest.raises(ConfigError, match="is relative, but a submitted job"):
+        absolute_paths(config.updated({"data_path": "/d/a=0.7,c=0.3"}))
 
 
 @pytest.fixture

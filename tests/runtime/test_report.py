@@ -330,6 +330,17 @@ def test_waiting_is_related_to_the_time_of_the_same_steps(tmp_path: Path) -> Non
     np.testing.assert_allclose(chart.curves[0].values, [75, 75, 10, 10])
 
 
+def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
+    losses = {"val/loss/web": 3.0, "val/loss/code": None}
+    rows = [*steps(4), {**eval_row(2, 3.5), **losses}, {**eval_row(4, 3.4), **losses}]
+    charts = {chart.title: chart for chart in RunStory(make_run(tmp_path / "run", rows)).charts()}
+    code, web = charts["Validation loss by dataset"].curves
+    assert (code.label, web.label) == ("code", "web")
+    np.testing.assert_array_equal(code.values, [np.nan, np.nan])
+    np.testing.assert_array_equal(web.values, [3.0, 3.0])
+    assert web.steps.tolist() == [2, 4]
+
+
 def test_profiles_are_shown(tmp_path: Path) -> None:
     operators = [Operator("<aten::mm>", "matmul", 0.08, 48)]
     kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
