@@ -166,7 +166,7 @@ def test_the_model_card_says_what_it_is(exported: tuple[GPT, Path]) -> None:
         f"| parameters | {num_parameters:,} |",
         "| vocabulary | 257 ids, tokenizer `bytes` |",
         "| tokens seen | 81,920 |",
-        "| dataset (hash of its manifest) | `cd` |",
+        "| data (hash of its manifests) | `cd` |",
         "| batches left out after loss spikes | 2 |",
         "| `val/loss` | 2.5000 |",
         "| `val/tokens` | 4,096 |",
