@@ -259,7 +259,7 @@ class RunSection(_Section):
     retry_for_s: float = Field(300.0, ge=0)
     """Seconds that an object store may be out of reach before the run stops."""
     s3_endpoint: str | None = None
-    """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, else Amazon's."""
+    """Endpoint URL of an S3-compatible store for this run; null: AWS_ENDPOINT_URL, else Amazon's."""
 
 
 class TrackingSection(_Section):

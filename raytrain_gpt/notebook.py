@@ -112,7 +112,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **leaves:
 
     Args:
         preset: As of `raytrain-gpt train`; None: quickstart.
-        config: YAML file instead of a preset.
+        config: YAML file or its URL instead of a preset.
         leaves: Configuration by name, as `max_steps=500`; wins over both.
 
     Raises:
@@ -121,7 +121,10 @@ def train(preset: str | None = None, config: str | Path | None = None, **leaves:
         StorageError: the storage was out of reach for too long.
         TrainingFailed: the run failed for good.
     """
-    resolved = resolve(preset, Path(config) if config is not None else None, leaves)
+    from raytrain_gpt.runtime.locations import config_on_disk  # here: its import takes a while
+
+    with config_on_disk(config) as file:
+        resolved = resolve(preset, file, leaves)
     # Ray and tqdm ask for ipywidgets in a notebook, for displays that are off here.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():

@@ -7,7 +7,14 @@ import json
 import sys
 from typing import Any
 
-from raytrain_gpt.commands.flags import add_config, add_leaves, config_of, json_flag, say
+from raytrain_gpt.commands.flags import (
+    add_config,
+    add_leaves,
+    config_of,
+    json_flag,
+    say,
+    train_command,
+)
 from raytrain_gpt.config import micro_batches_per_step
 
 
@@ -60,6 +67,9 @@ def _doctor(args: argparse.Namespace) -> None:
     from raytrain_gpt.doctor.examine import examine
 
     found = examine(config, args.tokenizer, args.bench, say)
+    say(
+        f"next: {train_command(args) if found.ok else 'what the lines of FAIL say, then this again'}"
+    )
     if args.json:
         say(json.dumps(found.as_json()))
     sys.exit(0 if found.ok else 1)

@@ -100,7 +100,7 @@ def _prepare(args: argparse.Namespace) -> None:
     options |= {"dedupe": args.dedupe == "exact", "max_bad_documents": args.max_bad_documents}
     manifest = prepare_dataset(args.sources, out, args.tokenizer, say, **options)
     show.dataset(out, manifest, say)
-    say(f"next: raytrain-gpt train --data_path {args.out} --run_name my-run")
+    say(_train_line(args.out))
 
 
 def _data(args: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def _data(args: argparse.Namespace) -> None:
     if args.json:
         say(json.dumps(facts | {"verified": args.action == "verify"}))
     else:
-        say(f"next: raytrain-gpt train --data_path {args.directory} --run_name my-run")
+        say(_train_line(args.directory))
 
 
 def _stats(args: argparse.Namespace, directory: Location, manifest: Manifest) -> None:
@@ -134,5 +134,10 @@ def _stats(args: argparse.Namespace, directory: Location, manifest: Manifest) ->
 
     picture = Location.of(args.png) if args.png else directory / PICTURE_FILE
     facts = dataset_stats(directory, manifest, picture, say)
+    say(_train_line(args.directory))
     if args.json:
         say(json.dumps(facts))
+
+
+def _train_line(directory: str) -> str:
+    return f"next: raytrain-gpt train --data_path {directory} --run_name my-run"

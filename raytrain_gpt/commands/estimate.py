@@ -6,7 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from raytrain_gpt.commands.flags import add_config, add_leaves, config_of, json_flag, say
+from raytrain_gpt.commands.flags import (
+    add_config,
+    add_leaves,
+    config_of,
+    json_flag,
+    say,
+    train_command,
+)
 
 
 def add_parsers(commands: Any) -> None:
@@ -65,5 +72,6 @@ def _estimate(args: argparse.Namespace) -> None:
     config, found = answer(config, asked, say)
     for line in lines(config, found):
         say(line)
+    say(f"next: {train_command(args)}")
     if args.json:
         say(json.dumps(found.as_json()))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import typing
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config import LEAVES, Config, preset_names, resolve
@@ -32,16 +32,24 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add `--preset` and `--config`."""
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--preset", metavar="NAME", help=", ".join(preset_names()))
-    base.add_argument("--config", type=Path, metavar="FILE", help="YAML, in sections as below")
+    base.add_argument("--config", metavar="FILE", help="YAML, in sections as below; may be a URL")
 
 
-def add_leaves(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Add a flag for every leaf of the configuration but some."""
+def add_leaves(
+    parser: argparse.ArgumentParser, without: Collection[str] = (), default: str | None = None
+) -> None:
+    """Add a flag for every leaf of the configuration but some.
+
+    Args:
+        parser: Of a command.
+        without: Leaves that get no flag.
+        default: What holds where a flag is not given; None: the leaf's own default.
+    """
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
     for name, (section, leaf) in LEAVES.items():
         if name not in without:
-            default = json.dumps(leaf.default).strip('"')
-            text = f"{leaf.description} (default: {default})"
+            own = json.dumps(leaf.default).strip('"')
+            text = f"{leaf.description} (default: {default or own})"
             add_flag(groups[section], name, leaf.annotation, text)
 
 
@@ -72,7 +80,18 @@ def config_of(args: argparse.Namespace) -> Config:
     """The configuration that the arguments mean."""
     flags = {name: getattr(args, name) for name in LEAVES if hasattr(args, name)}
     leaves = {name: None if value == "null" else value for name, value in flags.items()}
-    return resolve(args.preset, args.config, leaves)
+    from raytrain_gpt.runtime.locations import config_on_disk
+
+    with config_on_disk(args.config) as file:
+        return resolve(args.preset, file, leaves)
+
+
+def train_command(args: argparse.Namespace) -> str:
+    """The `train` command with the configuration that the arguments mean."""
+    names = ["preset", "config", *LEAVES]
+    given = {name: getattr(args, name, None) for name in names}
+    flags = [f"--{name} {shlex.quote(value)}" for name, value in given.items() if value is not None]
+    return " ".join(["raytrain-gpt train", *flags])
 
 
 def say(line: str) -> None:

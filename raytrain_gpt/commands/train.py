@@ -8,6 +8,7 @@ from typing import Any
 
 from raytrain_gpt.commands.flags import add_config, add_flag, add_leaves, config_of, say
 from raytrain_gpt.config import DEFAULT_PRESET, LEAVES, micro_batches_per_step
+from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 
@@ -43,7 +44,7 @@ def add_parsers(commands: Any) -> None:
     for name in SWEEP_FLAGS:
         field = Sweep.model_fields[name]
         add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
-    add_leaves(tune, without=DECIDED)
+    add_leaves(tune, without=DECIDED, default="the file's base")
     tune.set_defaults(command=_tune)
 
 
@@ -52,6 +53,7 @@ def _train(args: argparse.Namespace) -> None:
     if isinstance(config.cluster.num_workers, int):
         micro_batches_per_step(config, config.cluster.num_workers)
     if args.dry_run:
+        parse_data_path(config.data.data_path)
         say(config.to_yaml().rstrip())
         say("next: the same command without --dry_run")
         return
@@ -73,9 +75,11 @@ def _tune(args: argparse.Namespace) -> None:
             say(line)
         say("next: the same command without --dry_run")
         return
+    from raytrain_gpt.runtime.show import next_line
     from raytrain_gpt.sweep.launch import run_sweep
 
     summary = run_sweep(sweep, goes_on=args.resume, log=say)
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
-    say(f"next: raytrain-gpt train --config {summary.directory / 'best.yaml'}")
+    best = summary.directory / "best.yaml"
+    say(next_line(best, f"raytrain-gpt train --config {best}"))

@@ -112,6 +112,7 @@ def _sample(args: argparse.Namespace) -> None:
 
         num = 1 if args.num_samples is None else args.num_samples
         sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num, **options)
+        say(f"next: raytrain-gpt eval {args.checkpoint}")
         return
     from raytrain_gpt.runtime.use import sample_checkpoint
 

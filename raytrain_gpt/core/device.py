@@ -20,20 +20,24 @@ def best_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device computes bf16 by itself."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def resolve_precision(asked: str, device: torch.device) -> str:
     """`fp32`, `bf16` or `fp16`.
 
     Raises:
         ConfigError: bf16 is asked for on a GPU that has none.
     """
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if asked == "bf16" and not has_bf16:
+    if asked == "bf16" and not has_bf16(device):
         raise ConfigError(
             f"precision=bf16, but {torch.cuda.get_device_name(device)} computes no bf16; "
             "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
-        return "bf16" if device.type == "cuda" and has_bf16 else "fp32"
+        return "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return asked
 
 

@@ -260,15 +260,19 @@ class Attempt:
         error = error or RuntimeError("the workers left before the last step")
         return End("hung" if self._hung else "failed", error)
 
+    def tell_end(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
+        """Write the attempt's last event; a dead recorder cannot."""
+        step = newest.state.step if newest else 0
+        details = {} if end.error is None else {"error": root_cause(end.error)}
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(recorder.add_event.remote(step, end.kind, **details))
+
     def close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
-        """Write the attempt's last event and finish all files; a dead recorder has done so."""
+        """Finish all files, and hand them to the trackers; a dead recorder has done so."""
         with contextlib.suppress(ray.exceptions.RayActorError):
             self._close(end, recorder, newest)
 
     def _close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
-        step = newest.state.step if newest else 0
-        details = {} if end.error is None else {"error": root_cause(end.error)}
-        ray.get(recorder.add_event.remote(step, end.kind, **details))
         status = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}.get(
             end.kind, "KILLED"
         )

@@ -112,6 +112,7 @@ class Beside:
         spec: RecorderSpec,
         newest: Checkpoint,
         lease: Lease,
+        write_report: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
         """Evaluate what is due behind the last step, or until `stop`, with a recorder of its own.
@@ -120,6 +121,7 @@ class Beside:
             spec: Of the recorder.
             newest: The run's last checkpoint.
             lease: On the run's name.
+            write_report: Called when all rows are written.
             log: Gets console lines.
 
         Raises:
@@ -128,19 +130,25 @@ class Beside:
         """
         self.look()
         try:
-            self._finish(start_recorder(spec), newest, lease, log)
+            self._finish(start_recorder(spec), newest, lease, write_report, log)
         except ray.exceptions.RayActorError as error:
             raise TrainingFailed(
                 f"the recorder died ({root_cause(error)}); everything is saved, the same command goes on"
             ) from error
 
     def _finish(
-        self, recorder: Any, newest: Checkpoint, lease: Lease, log: Callable[[str], None]
+        self,
+        recorder: Any,
+        newest: Checkpoint,
+        lease: Lease,
+        write_report: Callable[[], None],
+        log: Callable[[str], None],
     ) -> None:
         while not (self.idle or self._stop.is_set()):
             self._show(recorder, POLL_S, log)
             lease.check()
-        self.hand_over(recorder, log)
+        self._show(recorder, 0.01, log)
+        write_report()
         status = "KILLED" if self._stop.is_set() else "FINISHED"
         ray.get(recorder.close.remote(status, str(newest.path)))
         self._show(recorder, 0.01, log)

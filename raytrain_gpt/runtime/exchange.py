@@ -49,6 +49,7 @@ from raytrain_gpt.runtime.checkpoints import (
 )
 from raytrain_gpt.runtime.console import amount
 from raytrain_gpt.runtime.model_card import CARD_FILE, IMPORT_EVENT, model_card
+from raytrain_gpt.runtime.trackers import track_export
 from raytrain_gpt.runtime.use import load_checkpoint
 
 UNFINISHED = ".unfinished-"
@@ -108,6 +109,8 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: str, log: Log) -
     log(
         f"exported {checkpoint.path}: {_shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
+    run_dir = checkpoint.path.parent.parent
+    track_export(run_dir, config.tracking.experiment, place.path, log)
     return place.path
 
 

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.storage import Location, is_url
+from raytrain_gpt.errors import ConfigError
 
 
 def location(config: Config, path: str) -> Location:
     """A path or URL of the configuration."""
-    return Location.of(path, retry_for_s=config.run.retry_for_s, endpoint=config.run.s3_endpoint)
+    endpoint = config.run.s3_endpoint if path.startswith("s3://") else None
+    return Location.of(path, retry_for_s=config.run.retry_for_s, endpoint=endpoint)
+
+
+@contextlib.contextmanager
+def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
+    """Inside, a configuration file is on this disk under its own name: what a URL names is copied.
+
+    Raises:
+        ConfigError: the store has no such file.
+        StorageError: it is out of reach.
+    """
+    if file is None or not is_url(str(file)):
+        yield None if file is None else Path(file)
+        return
+    source = Location.of(str(file))
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        copy = Path(directory, source.name)
+        try:
+            source.download(copy)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"cannot read configuration {source}: there is no such file; name one"
+            ) from None
+        yield copy
 
 
 def data_locations(config: Config, data_path: str | None = None) -> list[Location]:

@@ -105,7 +105,13 @@ def run_end(summary: RunSummary, say: Say) -> None:
     if (work_dir / TRACKING_FILE).exists():
         uri = json.loads((work_dir / TRACKING_FILE).read_text())["uri"]
         say(f"mlflow ui --backend-store-uri {uri}")
-    say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
+    say(next_line(run_dir, f'raytrain-gpt sample {run_dir} --prompt "Hello"'))
+
+
+def next_line(place: Location, command: str) -> str:
+    """What to do next at a place; other commands do not know an endpoint that only the configuration has."""
+    is_known = place.endpoint == Location.of(place.url).endpoint
+    return f"next: {'' if is_known else f'AWS_ENDPOINT_URL={place.endpoint} '}{command}"
 
 
 def run_facts(mirror: Mirror) -> dict[str, Any]:

@@ -261,9 +261,9 @@ class Run:
             self.log(f"all steps are done; waiting for the evaluation of step {steps}")
         beside.hand_over(None, self.log)
         spec = self._recorder_spec(newest.state.step, self.catalogue.complete(), attempt=None)
-        beside.finish(spec, newest, lease, self.log)
+        beside.finish(spec, newest, lease, self._write_report, self.log)
         self._prune_evaluated()
-        self._write_report()
+        self.mirror.push()
         missing = ", ".join(
             str(c.state.step) for c in self.catalogue.complete() if beside.is_due(c)
         )
@@ -352,19 +352,26 @@ class Run:
         end, recorder = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
         newest = gone_back_to = None
+        is_told = (
+            False  # by a report: not where the storage is out of reach or the name another run's
+        )
         try:
             if not isinstance(known, StorageError):
                 lease.verify()
                 if end.bad_stretch is not None:
                     gone_back_to = self._roll_back(end.bad_stretch, step, recorder)
                 newest = next(reversed(self.catalogue.complete()), None)
+                is_told = True
         except StorageError as error:
             known = error
         finally:
+            attempt.tell_end(end, recorder, newest or resumed)
+            if is_told:
+                self._write_report()
             attempt.close(end, recorder, newest or resumed)
         if isinstance(known, StorageError):
             raise known from None
-        self._write_report()
+        self.mirror.push()
         if known is not None:
             raise known from None
         return end, gone_back_to
@@ -485,11 +492,11 @@ class Run:
         )
 
     def _write_report(self) -> None:
+        """Write `report.html`, before the trackers finish, which take it."""
         try:
             write_report(self.mirror)
         except Exception as error:  # a picture that fails must not cost a trained model
             self.log(f"no report: {error!r}")
-        self.mirror.push()
 
 
 def _step_of(checkpoint: Checkpoint | None) -> int:

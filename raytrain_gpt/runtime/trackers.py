@@ -33,6 +33,8 @@ TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EVENTS_TAG = "raytrain_gpt_events_until"
 REDONE_TAG = "raytrain_gpt_redone_from"
+EXPORT_DIR = "exported"
+"""Artifacts of the last exported model."""
 _PARAMETER_LENGTH = 6000
 _BATCH_POINTS = 1000
 _RETRY_S = 10.0
@@ -195,6 +197,43 @@ def _identity(run_dir: Path, uri: str) -> str:
     return str(known["identity"])
 
 
+def track_export(
+    run_dir: Location, experiment: str, directory: Path, log: Callable[[str], None]
+) -> None:
+    """Put an exported model with its run in MLflow, where the run is tracked.
+
+    Args:
+        run_dir: The run's directory.
+        experiment: Of the run.
+        directory: The exported files.
+        log: Gets a line when they are there, or why not: the export is good without it.
+    """
+    if not (run_dir / TRACKING_FILE).is_file():
+        return
+    known = json.loads((run_dir / TRACKING_FILE).read_text())
+    from mlflow import MlflowClient  # here: seconds of import, and only where it is used
+
+    try:
+        client = MlflowClient(known["uri"])
+        found = client.get_experiment_by_name(experiment)
+        run = _find(client, found.experiment_id, known["identity"]) if found else None
+        if run is None:
+            log(f"MLflow at {known['uri']} has no such run; the export is not in it")
+            return
+        client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
+    except Exception as error:  # a tracker's error, whatever it is, costs no export
+        log(f"MLflow at {known['uri']} did not take the export: {error}")
+        return
+    log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
+
+
+def _find(client: Any, experiment_id: str, identity: str) -> Any:
+    """The MLflow run of one of ours, or None."""
+    mine = f"tags.{IDENTITY_TAG} = '{identity}'"
+    found = client.search_runs([experiment_id], mine, max_results=1)
+    return found[0] if found else None
+
+
 def _agree(logged: dict[str, str], parameters: dict[str, str]) -> bool:
     return all(logged.get(name, value) == value for name, value in parameters.items())
 
@@ -217,7 +256,7 @@ class _Session:
         parameters = {
             name: str(value)[:_PARAMETER_LENGTH] for name, value in run._parameters.items()
         }
-        found = self._find(experiment_id, _identity(run._dir, run._uri))
+        found = _find(self._client, experiment_id, _identity(run._dir, run._uri))
         if found is not None and run._step == 0 and not _agree(found.data.params, parameters):
             # Nothing of the run before is gone on with, so it keeps its own curve.
             (run._dir / TRACKING_FILE).unlink()
@@ -239,11 +278,6 @@ class _Session:
             self._client.set_tag(self._run_id, REDONE_TAG, "")
         # Events repeat no step, so what is known of them is the time of the last one.
         self._last_event_s = float(found.data.tags.get(EVENTS_TAG, 0.0))
-
-    def _find(self, experiment_id: str, identity: str) -> Any:
-        mine = f"tags.{IDENTITY_TAG} = '{identity}'"
-        found = self._client.search_runs([experiment_id], mine, max_results=1)
-        return found[0] if found else None
 
     def _steps(self, key: str) -> list[int]:
         return [metric.step for metric in self._client.get_metric_history(self._run_id, key)]

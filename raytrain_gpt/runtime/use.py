@@ -10,7 +10,7 @@ import tiktoken
 import torch
 
 from raytrain_gpt.config import Config, parse_config
-from raytrain_gpt.core.device import autocast_of, best_device, resolve_precision
+from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
 from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.sample import sample_tokens
@@ -71,7 +71,7 @@ def evaluate_checkpoint(
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line where there is no dataset to validate on.
+        log: Gets a line where there is no dataset to validate on, or the device computes no bf16.
         data: Dataset, or several with weights as in `data_path`; None: what it was trained on, which need
             not be there for HellaSwag.
         eval_tokens: Upper limit of tokens; None: as in training.
@@ -88,6 +88,9 @@ def evaluate_checkpoint(
     if eval_tokens is not None and eval_tokens < 1:
         raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
+    if config.train.precision == "bf16" and not has_bf16(device):
+        log("evaluated in fp32: this device computes no bf16")
+        config = config.updated({"precision": "fp32"})
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
@@ -124,7 +127,8 @@ def validation_feed(
     """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
 
     Raises:
-        DataError: no dataset, one of another tokenizer, or too little to validate on.
+        DataError: no dataset, one of another tokenizer or not that of the checkpoint, or too little to
+            validate on.
     """
     if data is None and not checkpoint.state.manifest_hash:
         raise DataError(
@@ -132,6 +136,11 @@ def validation_feed(
         )
     found = data_of(config, None if data is None else str(data))
     check_vocabulary(found, checkpoint.state.vocab_hash, str(checkpoint.path))
+    if data is None and found.hash != checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{config.data.data_path} has hash {found.hash[:12]}, {checkpoint.path} was trained on "
+            f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
+        )
     spec = IngestSpec(
         data=found,
         seq_len=config.data.seq_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import shutil
 import subprocess
 import zipfile
@@ -17,6 +18,9 @@ import yaml
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from raytrain_gpt.config import load_preset
+from raytrain_gpt.runtime.cluster import Node, Resources, fit_to_cluster
 
 ROOT = Path(__file__).parents[2]
 RAY_UP = ["cluster.yaml", "clusters/gcp.yaml", "clusters/on-premise.yaml"]
@@ -228,6 +232,22 @@ def test_kubernetes_pods_share_storage_have_the_token_and_time_to_save(name: str
     assert pods[1]["terminationGracePeriodSeconds"] > grace_s
     assert f"--num-cpus={worker['resources']['limits']['cpu']}" in worker["args"]
     assert f"--num-gpus={worker['resources']['limits']['nvidia.com/gpu']}" in worker["args"]
+
+
+def test_the_shipped_job_fits_the_pods_that_it_asks_for() -> None:
+    spec = manifest("rayjob")["spec"]
+    _, _, *given = shlex.split(spec["entrypoint"])
+    config = load_preset(given[given.index("--preset") + 1])
+    num_workers = int(given[given.index("--num_workers") + 1])
+    nodes = []
+    groups = [cluster_spec("rayjob")["headGroupSpec"], *cluster_spec("rayjob")["workerGroupSpecs"]]
+    for group in groups:
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        gpus = int(limits.get("nvidia.com/gpu", 0))
+        nodes += [Node(int(limits["cpu"]), gpus)] * group.get("replicas", 1)
+    resources = Resources(tuple(nodes), ours=False)
+    _, fitted = fit_to_cluster(config.updated({"num_workers": num_workers}), resources)
+    assert fitted == num_workers == resources.gpus
 
 
 def test_both_kubernetes_manifests_run_the_same_pods() -> None:

@@ -14,13 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from raytrain_gpt.config import load_preset
+from raytrain_gpt.config import load_preset, parse_config
 from raytrain_gpt.data.shards import read_manifest, write_manifest
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.preflight import absolute_paths
+from raytrain_gpt.runtime.use import validation_feed
+from tests.conftest import RaisesLine
 
 from .conftest import CLUSTER_CPUS, flags
 
@@ -149,6 +153,21 @@ def test_another_tokenizer_than_the_models(
     code, _, errors = run_cli("eval", run_dir, "--data", tmp_path / "gpt2")
     assert code == 2
     assert "the data's tokenizer (gpt2" in errors
+
+
+def test_data_that_took_the_place_of_what_was_trained_on(
+    straight: Callable[[int], Any], raises_line: RaisesLine, tmp_path: Path
+) -> None:
+    checkpoint = Catalogue(straight(1).run_dir).complete()[-1]
+    (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
+    other = prepare_here(
+        [str(tmp_path / "text.txt")], tmp_path / "other", "bytes", val_fraction=0.2
+    )
+    config = parse_config(checkpoint.state.config, "its configuration")
+    config = config.updated({"data_path": str(tmp_path / "other")})
+    hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
+    with raises_line(DataError, *hashes, "give the data to validate on by --data"):
+        validation_feed(checkpoint, config, torch.device("cpu"), data=None, eval_tokens=None)
 
 
 def test_changed_maths_on_resume(

@@ -16,6 +16,7 @@ from raytrain_gpt.config import load_preset
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.runtime.checkpoints import Catalogue
+from raytrain_gpt.runtime.exchange import export_checkpoint
 from raytrain_gpt.runtime.launch import train
 from raytrain_gpt.runtime.run_files import Row, read_rows, read_samples
 from raytrain_gpt.runtime.supervisor import RunSummary
@@ -143,6 +144,10 @@ def test_trackers_show_one_curve_after_a_resume(
 
     changes = {"run_name": "tracked", "mlflow_uri": "auto", "max_steps": 40}
     train(make_config(**changes), print)
+    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("raytrain-gpt")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert "report.html" in {a.path for a in client.list_artifacts(run.info.run_id)}
     run_dir = Location.of(storage / "tracked")
     for checkpoint in Catalogue(run_dir).complete()[-2:]:
         checkpoint.path.remove()
@@ -153,15 +158,16 @@ def test_trackers_show_one_curve_after_a_resume(
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 41))
 
-    client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("raytrain-gpt")
+    export_checkpoint(run_dir.path, storage / "tracked-hf", "fp32", print)
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["peak_lr"] == str(make_config(**changes).optim.peak_lr)
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted(metric.step for metric in history) == list(range(1, 41))
     names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert {"config.yaml", "report.html", "samples"} <= names
+    assert {"config.yaml", "report.html", "samples", "exported"} <= names
+    files = {Path(a.path).name for a in client.list_artifacts(run.info.run_id, "exported")}
+    assert files == {file.name for file in (storage / "tracked-hf").iterdir()}
 
 
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
