@@ -28,6 +28,8 @@ from raytrain_gpt.errors import ConfigError, DataError
 
 BatchOrder = Order | MixedOrder
 
+_LONE_WEIGHT = re.compile(r".+=\s*[0-9.]+(/[0-9]+)?")
+
 
 @dataclass(frozen=True)
 class Part:
@@ -222,6 +224,13 @@ def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
     Raises:
         DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
     """
+    parts = list(parts)
+    if len(parts) == 1 and _LONE_WEIGHT.fullmatch(str(parts[0][0])) and not parts[0][0].exists():
+        path, _, weight = str(parts[0][0]).rpartition("=")
+        raise DataError(
+            f"data_path {path}={weight} does not exist; a weight is for one of several datasets, as in "
+            f"data/web=0.7,data/code=0.3: if {path} is the dataset, leave out ={weight}"
+        )
     mixture = Mixture(tuple(Part(path, read_manifest(path), weight) for path, weight in parts))
     directory, count = Counter(part.directory for part in mixture.parts).most_common(1)[0]
     if count > 1:

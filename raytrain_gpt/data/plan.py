@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import tiktoken
@@ -80,8 +80,11 @@ def make_plan(
     row_group_tokens: int = ROW_GROUP_TOKENS,
     dedupe: bool = False,
     max_bad_documents: int = 0,
+    log: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan of a preparation; `max_bad_documents` decides what is an error, and nothing else.
+
+    `log` gets a line before and after what takes long.
 
     Raises:
         DataError: a source is missing or empty, or a split would be.
@@ -110,7 +113,7 @@ def make_plan(
     if is_import:
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
     elif val_tokens is not None:
-        rule = head_rule(pieces, read, encoding, val_tokens)
+        rule = head_rule(pieces, read, encoding, val_tokens, log)
     else:
         rule = fraction_rule(pieces, read, VAL_FRACTION if val_fraction is None else val_fraction)
     is_bytes = encoding.max_token_value <= 256 and not is_import

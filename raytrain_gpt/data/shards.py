@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raytrain_gpt.data.row_group_cache import RowGroupCache
-from raytrain_gpt.data.storage import Location, Place
+from raytrain_gpt.data.storage import Location, Place, force_to_disk
 from raytrain_gpt.data.stored_shards import stored_shard
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
@@ -188,7 +189,10 @@ class ShardWriter:
         sha256 = Location.of(self._unfinished).sha256()
         file_bytes = self._unfinished.stat().st_size
         if self._path.is_local:
+            # What vouches for the shard is forced to the disk, too, and must not be there before it.
+            force_to_disk(self._unfinished)
             self._unfinished.replace(self._path.path)
+            force_to_disk(self._path.path.parent)
         else:
             self._path.upload(self._unfinished)
             self._unfinished.unlink()
@@ -211,11 +215,23 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
+def mending(directory: Place, manifest: Manifest) -> str:
+    """For messages: the command that makes a dataset's shards and tokenizer again that are not there."""
+    sources = manifest.source.get("sources", [])
+    source = shlex.quote(sources[0]) if len(sources) == 1 else "SOURCE …"
+    return (
+        f"run the command that prepared it again, with the options that it had: raytrain-gpt prepare "
+        f"{source} --out {shlex.quote(str(directory))} --tokenizer {manifest.tokenizer}"
+    )
+
+
 def write_manifest(directory: Place, manifest: Manifest) -> None:
     """Make the directory a dataset."""
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
     path = Location.of(directory) / MANIFEST_FILE
     path.write_text(json.dumps(content, indent=1) + "\n")
+    if path.is_local:
+        force_to_disk(path.path.parent)
 
 
 def read_manifest(directory: Place) -> Manifest:
@@ -227,6 +243,7 @@ def read_manifest(directory: Place) -> Manifest:
     directory = Location.of(directory)
     path = directory / MANIFEST_FILE
     prepare = f"make one with: raytrain-gpt prepare SOURCE --out {directory}"
+    anew = f"remove {directory} and run the command that prepared it again"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
     if not path.exists():
@@ -239,17 +256,17 @@ def read_manifest(directory: Place) -> Manifest:
         if version != FORMAT_VERSION:
             raise DataError(
                 f"{path} has format version {version}, this raytrain-gpt reads {FORMAT_VERSION}; "
-                "upgrade raytrain-gpt or prepare the data again"
+                "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = content.pop("manifest_hash")
         manifest = Manifest.model_validate(content)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         first = str(error).splitlines()[0]
-        raise DataError(f"cannot read {path}: {first}; prepare the data again") from None
+        raise DataError(f"cannot read {path}: {first}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
             f"{path} was changed: its content has hash {manifest.hash[:12]}, it says {stated[:12]}; "
-            "prepare the data again"
+            f"{anew}"
         )
     return manifest
 
@@ -287,7 +304,8 @@ def read_row_group(
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
-            f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; prepare the data again"
+            f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
+            f"{mending(directory, manifest)}"
         )
     if cache and kept is None:
         cache.put(shard.sha256, index, tokens.view(np.uint8).data)

@@ -52,7 +52,23 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
             f"{text.location} holds text and {ids.location} token ids; name files of one kind, as with a "
             "glob"
         )
-    return pieces
+    return _told_apart(pieces)
+
+
+def _told_apart(pieces: list[Piece]) -> list[Piece]:
+    """The pieces, with a number before the name from the second file of a name on.
+
+    A document's split follows from its file's name and its place there: one-document files that are all
+    called alike would go to one split together.
+    """
+    numbers: dict[str, dict[str, int]] = {}
+    told_apart = []
+    for piece in pieces:
+        same_name = numbers.setdefault(piece.name, {})
+        number = same_name.setdefault(piece.path, len(same_name))
+        # No name below a source has two slashes.
+        told_apart.append(replace(piece, name=f"{number}//{piece.name}") if number else piece)
+    return told_apart
 
 
 def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:

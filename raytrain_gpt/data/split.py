@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -147,17 +148,29 @@ def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
 
 
 def head_rule(
-    pieces: list[Piece], read: Read, encoding: tiktoken.Encoding, val_tokens: int
+    pieces: list[Piece],
+    read: Read,
+    encoding: tiktoken.Encoding,
+    val_tokens: int,
+    log: Callable[[str], None] | None = None,
 ) -> SplitRule:
-    """The first documents, until they have `val_tokens` tokens, validate."""
+    """The first documents, until they have `val_tokens` tokens, validate; `log` hears of the counting."""
     if val_tokens < 1:
         raise _too_few_val_tokens(val_tokens)
-    tokens = 0
+    if log:
+        log(f"tokenizing up to val_tokens={val_tokens} on one core, to find what validates")
+    started, tokens, documents = time.monotonic(), 0, 0
     for i, piece in enumerate(pieces):
         for document in read(piece):
             if tokens >= val_tokens:
+                if log:
+                    seconds = time.monotonic() - started
+                    log(
+                        f"{documents} documents with {tokens} tokens validate, found in {seconds:.1f} s"
+                    )
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
             tokens += len(encode_document(encoding, document.text))
+            documents += 1
     raise _nothing_to_train_on(val_tokens, tokens)
 
 

@@ -177,6 +177,12 @@ class Location:
             self._check_bucket()
         return info
 
+    def _file_info(self) -> pafs.FileInfo:
+        info = self._info()
+        if info.type != pafs.FileType.File:
+            raise FileNotFoundError(2, "No such file", str(self))
+        return info
+
     def _check_bucket(self) -> None:
         """An object store says of a missing bucket only that the key is missing."""
         if self._scheme in SCHEMES:
@@ -202,10 +208,17 @@ class Location:
         """
         if self.is_local:
             return self.path.stat().st_size
-        info = self._info()
-        if info.type != pafs.FileType.File:
-            raise FileNotFoundError(2, "No such file", str(self))
-        return int(info.size)
+        return int(self._file_info().size)
+
+    def modified_s(self) -> float:
+        """When a file was written last, Unix seconds.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            return self.path.stat().st_mtime
+        return float(self._file_info().mtime_ns / 1e9)
 
     def has_ranges(self) -> bool:
         """Whether any part of a file is read without the rest: not from every web server."""
@@ -310,8 +323,7 @@ class Location:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield unfinished
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
+            force_to_disk(unfinished)
             unfinished.replace(self.path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -379,6 +391,15 @@ class Location:
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
         return pafs.PyFileSystem(self._handler), self._key
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until a local file's content, or the names in a directory, would outlive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 Place = str | Path | Location

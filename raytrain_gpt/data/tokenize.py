@@ -1,56 +1,45 @@
 """From documents to shards: one task per shard of a plan.
 
-1. `start` makes the directory ready for a plan's tasks.
+1. `preparation.start` makes the directory ready for a plan's tasks.
 2. With `dedupe`, `hash_task` writes down the hashes of its documents, which tell the duplicates.
 3. `run_task` reads its pieces, tokenizes and writes at most one shard of each split. What it did
-   stands in a small file of its own, so that a task that was done is never done again.
-4. `finish` collects these files into the manifest, which is written last.
+   stands in a small file of its own, so that a task that was done is not done again.
+4. `preparation.finish` collects these files into the manifest, which is written last.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.bad_documents import BAD_FILE, BadDocuments
+from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, find_duplicates, hash_texts
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.plan import Plan, make_plan
-from raytrain_gpt.data.shards import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
-    UNFINISHED,
-    Manifest,
-    Shard,
-    ShardWriter,
-    Split,
-    read_manifest,
-    write_manifest,
+from raytrain_gpt.data.preparation import (
+    finish,
+    hashes_file,
+    read_result,
+    start,
+    write_result,
 )
+from raytrain_gpt.data.shards import SPLITS, Manifest, ShardWriter, Split
 from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
     encode_document,
     load_tokenizer,
     read_tokenizer,
     token_bytes,
     token_dtype,
-    tokenizer_json,
 )
 from raytrain_gpt.data.web_files import without_query
-from raytrain_gpt.errors import DataError
-
-_DONE_DIR = "unfinished"
-_RESULT = {"task", "documents", "tokens", "text_bytes", "shards", "bad", "duplicates"}
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
@@ -66,7 +55,7 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
     Raises:
         DataError: more documents than `max_bad_documents` cannot be read.
     """
-    file = _hashes_file(directory, task)
+    file = hashes_file(directory, task)
     if not file.exists() or file.size_bytes() % HASH_BYTES:
         documents = _documents(plan, task, BadDocuments(max_bad_documents))
         file.write_bytes(hash_texts(document.text for _, document in documents))
@@ -86,18 +75,8 @@ def duplicates(
     Returns:
         For each task: bool (documents,)
     """
-    files = [_hashes_file(directory, task) for task in range(len(plan.tasks))]
+    files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
     return find_duplicates(files, log=log)
-
-
-def _hashes_file(directory: Place, task: int) -> Location:
-    return Location.of(directory) / _DONE_DIR / f"{task:05d}.hashes"
-
-
-def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int]:
-    """Tasks whose hashes, or whose shards, an earlier preparation wrote."""
-    names = (Location.of(directory) / _DONE_DIR).names()
-    return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
 
 
 def run_task(
@@ -124,11 +103,9 @@ def run_task(
         DataError: more documents than `max_bad_documents` cannot be read.
     """
     directory = Location.of(directory)
-    done = directory / _DONE_DIR / f"{task:05d}.json"
-    if done.exists():
-        result: dict[str, Any] = json.loads(done.read_text())
-        if result.keys() >= _RESULT:  # an older version wrote less
-            return result
+    done = read_result(directory, task)
+    if done is not None:
+        return done
     encoding = _tokenizer(directory, plan.vocab_hash)
     dtype = token_dtype(encoding.max_token_value + 1)
     bad = BadDocuments(max_bad_documents)
@@ -148,17 +125,8 @@ def run_task(
         for writer in writers.values():
             writer.discard()
         raise
-    result = {
-        "task": task,
-        "documents": sum(shard.documents for shard in shards),
-        "tokens": sum(shard.tokens for shard in shards),
-        "text_bytes": sum(shard.text_bytes for shard in shards),
-        "shards": [shard.model_dump() for shard in shards],
-        "bad": bad.facts(),
-        "duplicates": 0 if left_out is None else int(left_out.sum()),
-    }
-    done.write_text(json.dumps(result))
-    return result
+    num_duplicates = 0 if left_out is None else int(left_out.sum())
+    return write_result(directory, task, shards, bad, num_duplicates)
 
 
 @dataclass(frozen=True)
@@ -207,85 +175,6 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_P
 def _tokenizer(directory: Location, _vocab_hash: str) -> tiktoken.Encoding:
     """Making one of 50,000 tokens takes as long as tokenizing a megabyte."""
     return read_tokenizer(directory)
-
-
-def start(directory: Place, plan: Plan, encoding: tiktoken.Encoding) -> Manifest | None:
-    """Make the directory ready for the tasks.
-
-    What an interrupted preparation of the same plan finished stays; what another one left goes.
-
-    Returns:
-        The manifest, when this very dataset is already there whole.
-
-    Raises:
-        DataError: another dataset, or something else, is in the directory.
-    """
-    directory = Location.of(directory)
-    if (directory / MANIFEST_FILE).exists():
-        manifest = read_manifest(directory)
-        if manifest.source.get("plan_hash") == plan.hash:
-            return manifest
-        raise DataError(
-            f"{directory} already holds another dataset; choose another --out or remove that one"
-        )
-    plan_file = directory / _DONE_DIR / "plan"
-    others = [name for name in directory.names() if not name.startswith(".")]
-    if others and not plan_file.exists():
-        raise DataError(f"{directory} is not empty and no dataset; choose another --out")
-    if plan_file.exists() and plan_file.read_text() != plan.hash:
-        directory.remove()
-    plan_file.write_text(plan.hash)
-    (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
-    return None
-
-
-def finish(
-    directory: Place,
-    plan: Plan,
-    results: list[dict[str, Any]],
-    source: dict[str, Any],
-    max_bad_documents: int = 0,
-) -> Manifest:
-    """Write the report of bad documents and the manifest: from now on the directory is a dataset.
-
-    Raises:
-        DataError: a split is empty, or more documents than `max_bad_documents` could not be read.
-    """
-    directory = Location.of(directory)
-    encoding = read_tokenizer(directory)
-    vocab_size = encoding.max_token_value + 1
-    results = sorted(results, key=lambda result: int(result["task"]))
-    bad = BadDocuments(max_bad_documents)
-    for result in results:
-        bad.merge(result["bad"])
-    left_out = {"bad_documents": bad.count}
-    if plan.dedupe:
-        left_out["duplicates"] = sum(result["duplicates"] for result in results)
-    shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
-    for split in SPLITS:
-        if not any(shard.split == split for shard in shards):
-            raise DataError(
-                f"the {split} split of {directory} would be empty; change val_fraction or add text"
-            )
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        tokenizer=encoding.name,
-        vocab_hash=plan.vocab_hash,
-        vocab_size=vocab_size,
-        eot_token=encoding.eot_token,
-        dtype="uint16" if vocab_size <= 2**16 else "uint32",
-        row_group_tokens=plan.row_group_tokens,
-        shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
-        source={**source, **left_out, **plan.commits, "plan_hash": plan.hash},
-    )
-    if bad.count:
-        (directory / BAD_FILE).write_text(bad.report())
-    for name in directory.names():
-        if name.endswith(UNFINISHED):  # of tasks that were killed
-            (directory / name).remove()
-    write_manifest(directory, manifest)
-    (directory / _DONE_DIR).remove()
-    return manifest
 
 
 def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options: Any) -> Manifest:

@@ -143,4 +143,7 @@ def read_tokenizer(directory: Place) -> tiktoken.Encoding:
             special_tokens=content["special_tokens"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read tokenizer {path}: {error}; prepare the data again") from None
+        raise DataError(
+            f"cannot read tokenizer {path}: {error}; run the command that prepared the dataset again, or "
+            "take another checkpoint"
+        ) from None

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, one_line, read_row_group
+from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, mending, one_line, read_row_group
 from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
@@ -25,7 +25,7 @@ def check_tokenizer(directory: Place, manifest: Manifest) -> None:
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
             f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); prepare the data again"
+            f"({manifest.tokenizer}); {mending(directory, manifest)}"
         )
 
 
@@ -58,28 +58,29 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         DataError: names the file, what was expected and what was found.
     """
     path = Location.of(directory) / shard.path
-    again = "prepare the data again"
+    mend = mending(directory, manifest)
+    anew = f"remove this file and {mend}"
     try:
         size = path.size_bytes()
     except FileNotFoundError:
-        raise DataError(f"shard {path} is missing; {again}") from None
+        raise DataError(f"shard {path} is missing; {mend}") from None
     if size != shard.file_bytes:
-        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {again}")
+        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {mend}")
     try:
         metadata = _metadata(path)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"shard {path} is no parquet file: {one_line(error)}; {again}") from None
+        raise DataError(f"shard {path} is no parquet file: {one_line(error)}; {anew}") from None
     field = metadata.schema.to_arrow_schema()
     if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
         raise DataError(
             f"shard {path} has columns {dict(zip(field.names, map(str, field.types), strict=True))}, "
-            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {again}"
+            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {anew}"
         )
     groups = -(-shard.tokens // manifest.row_group_tokens)
     if (metadata.num_rows, metadata.num_row_groups) != (shard.tokens, groups):
         raise DataError(
             f"shard {path} has {metadata.num_rows} tokens in {metadata.num_row_groups} row groups, "
-            f"expected {shard.tokens} in {groups}; {again}"
+            f"expected {shard.tokens} in {groups}; {anew}"
         )
     for i in range(groups):
         statistics = metadata.row_group(i).column(0).statistics
@@ -90,11 +91,11 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         ):
             raise DataError(
                 f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
-                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {again}"
+                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {anew}"
             )
     if content:
         if path.sha256() != shard.sha256:
-            raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {again}")
+            raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {anew}")
         for i in range(groups):
             read_row_group(directory, manifest, shard, i)
 

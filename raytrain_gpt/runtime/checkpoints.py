@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.data.order import Skipped
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.storage import Location, force_to_disk
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.runtime.evaluated import Evaluated, read_evaluated
 
@@ -303,7 +303,7 @@ class Draft:
         self.add(HASHES_FILE, _text_writer(json.dumps(hashes, indent=1) + "\n"))
         if self._place != self._final:
             self._place.path.rename(self._final.path)
-            _sync_directory(self._directory.path)
+            force_to_disk(self._directory.path)
         return self._final
 
     def discard(self) -> None:
@@ -335,14 +335,6 @@ def _text_writer(text: str) -> Callable[[Path], None]:
         path.write_text(text, "utf-8")
 
     return write
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Catalogue:

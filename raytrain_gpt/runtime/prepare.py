@@ -18,9 +18,10 @@ import ray.data
 
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.plan import Plan, make_plan
+from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.storage import Location, Place
-from raytrain_gpt.data.tokenize import done_tasks, duplicates, finish, hash_task, run_task, start
+from raytrain_gpt.data.tokenize import duplicates, hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
@@ -43,7 +44,8 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same for any number of workers.
 
-    A preparation that was stopped goes on with what is not done yet.
+    A preparation that was stopped goes on with what is not done yet, and a dataset that lost files
+    gets them again.
 
     Args:
         sources: Files, directories or globs, local, in an object store or on the HF hub, web
@@ -61,12 +63,12 @@ def prepare(
         StorageError: the storage was out of reach for too long; what is done stays.
     """
     encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, **options)
+    plan = make_plan(sources, encoding, log=log, **options)
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     try:
         with held_lease(lease, f"dataset {directory}", log):
-            manifest = start(directory, plan, encoding)
+            manifest = start(directory, plan, encoding, log)
             if manifest is not None:
                 log(f"{directory} is already prepared")
                 return manifest

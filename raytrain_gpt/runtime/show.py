@@ -16,7 +16,7 @@ from raytrain_gpt.data.shards import SPLITS, Manifest, read_row_group
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint
+from raytrain_gpt.runtime.checkpoints import HASHES_FILE, Catalogue, Checkpoint
 from raytrain_gpt.runtime.console import amount, duration, size
 from raytrain_gpt.runtime.goodput import goodput
 from raytrain_gpt.runtime.lease import LEASE_FILE, live_holder
@@ -223,7 +223,7 @@ def _checkpoints(runs: list[Mirror], say: Say) -> dict[str, Any]:
             "tokens_seen": c.state.tokens_seen,
             "val_loss": c.val_loss,
             "size_bytes": c.size_bytes,
-            "age_s": _age_s(c.path),
+            "age_s": round(time.time() - (c.path / HASHES_FILE).modified_s()),
             "best": best is not None and c.path == best.path,
             "path": str(c.path),
         }
@@ -232,11 +232,6 @@ def _checkpoints(runs: list[Mirror], say: Say) -> dict[str, Any]:
     _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
     say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
     return {"run": run_dir.name, "checkpoints": rows}
-
-
-def _age_s(path: Location) -> int | None:
-    """Seconds since a checkpoint was written; object stores are not asked."""
-    return round(time.time() - path.path.stat().st_mtime) if path.is_local else None
 
 
 def _report(runs: list[Mirror], say: Say) -> dict[str, Any]:

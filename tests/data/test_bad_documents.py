@@ -13,8 +13,9 @@ from shard_tools import documents, files, write_damaged_parquet
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 

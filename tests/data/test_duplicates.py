@@ -15,9 +15,10 @@ from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.data.tokenize import duplicates, finish, hash_task, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import duplicates, hash_task, prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 

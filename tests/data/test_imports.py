@@ -14,10 +14,11 @@ from shard_tools import all_tokens, documents, files, write_jsonl
 
 from raytrain_gpt.data import imports, sources
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,27 @@ def test_a_shard_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "train-00000.parquet").exists()
     writer.discard()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        forced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), path.exists()))
+        fsync(descriptor)
+
+    path = tmp_path / "train-00000.parquet"
+    writer = ShardWriter(path, np.uint16, 33)
+    writer.add(np.zeros(100, np.uint32), 100)
+    monkeypatch.setattr(os, "fsync", noted)
+    writer.close("train")
+    (content, had_name), directory = forced
+    assert content.startswith(f"{path}.")
+    assert not had_name
+    assert directory == (str(tmp_path), True)
 
 
 def test_tokens_are_stored_in_less_than_their_two_bytes(
@@ -134,7 +156,7 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, old: str, new: str, raise
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
     (tmp_path / "d" / MANIFEST_FILE).write_text(content)
-    with raises_line(DataError, MANIFEST_FILE, "prepare the data again"):
+    with raises_line(DataError, MANIFEST_FILE, f"remove {tmp_path / 'd'} and run the command"):
         read_manifest(tmp_path / "d")
 
 

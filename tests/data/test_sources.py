@@ -188,6 +188,17 @@ def test_sources_are_read_in_the_order_given(tmp_path: Path) -> None:
     assert texts(str(tmp_path / "b.txt"), str(tmp_path / "a.txt")) == ["b", "a"]
 
 
+def test_a_second_file_of_a_name_has_a_number_before_it(tmp_path: Path) -> None:
+    for name in ("a/x.txt", "b/x.txt", "b/c/x.txt", "y.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    single = [str(tmp_path / name) for name in ("a/x.txt", "b/x.txt", "y.txt", "a/x.txt")]
+    names = [name for name, _, _ in read(*single, str(tmp_path / "b"))]
+    # A path that stands there twice is the same file; so is one that a directory has once more, but by
+    # its name there.
+    assert names == ["x.txt", "1//x.txt", "y.txt", "x.txt", "c/x.txt", "1//x.txt"]
+
+
 def test_real_json_lines_are_read_whole(test_data: Path | None) -> None:
     if test_data is None:
         pytest.skip("real JSON lines need RAYTRAIN_GPT_TEST_DATA")

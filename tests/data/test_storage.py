@@ -25,6 +25,7 @@ from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.object_files import CHUNK_BYTES, UPLOAD_BYTES
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import (
     MANIFEST_FILE,
@@ -33,9 +34,9 @@ from raytrain_gpt.data.shards import (
 )
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.data.tokenize import prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.data.verify import check_shard, check_tokenizer
+from raytrain_gpt.data.verify import check_shard, check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from tests.conftest import RaisesLine
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
@@ -210,6 +211,7 @@ def test_a_file_goes_up_and_down_whole(place: Location, tmp_path: Path) -> None:
         file = place / f"{num_bytes}"
         file.upload(source)
         assert file.size_bytes() == num_bytes
+        assert abs(file.modified_s() - time.time()) < 60
         target = tmp_path / "new" / "target"
         file.download(target)
         assert target.read_bytes() == source.read_bytes()
@@ -540,13 +542,28 @@ def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_pat
     plan = make_plan([source], encoding)
     assert start(remote, plan, encoding) is None
     first = run_task(remote, plan, 0)
-    (remote / "train-00000.parquet").remove()  # a task that is done is not done again
+    shard = remote / "train-00000.parquet"
+    mark = bytes(shard.size_bytes())
+    shard.write_bytes(mark)  # a task that is done is not done again
     assert start(remote, plan, encoding) is None
     assert run_task(remote, plan, 0) == first
-    assert "train-00000.parquet" not in remote.names()
+    assert shard.read_bytes() == mark
+    shard.remove()  # but one whose shard was lost is
+    assert run_task(remote, plan, 0) == first
+    assert shard.sha256() == first["shards"][0]["sha256"]
     other = make_plan([source], encoding, val_fraction=0.2)
     assert start(remote, other, encoding) is None
     assert remote.names() == ["tokenizer.json", "unfinished"]
+
+
+def test_a_stored_dataset_that_lost_a_shard_is_mended(remote: Location, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
+    whole = prepare_here([source], remote, "bytes")
+    names = remote.names()
+    (remote / whole.shards[0].path).remove()
+    assert prepare_here([source], remote, "bytes") == whole
+    assert remote.names() == names
+    check_shards(remote, whole, content=True)
 
 
 def all_ids(manifest_counts: Ids) -> Ids:

@@ -26,9 +26,10 @@ from shard_tools import (
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.plan import Plan, make_plan
+from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import done_tasks, finish, prepare_here, run_task, start
+from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
@@ -184,6 +185,35 @@ def test_the_end_of_any_text_validates_and_no_split_is_empty(
     assert train + val == "".join(texts)
     assert train
     assert val
+
+
+def write_named_alike(directory: Path, num: int) -> list[str]:
+    """One-document files that are all called text.txt; returns their paths as sources."""
+    for i in range(num):
+        (directory / f"{i:03d}").mkdir(parents=True)
+        (directory / f"{i:03d}" / "text.txt").write_text(f"document {i}")
+    return [str(directory / f"{i:03d}" / "text.txt") for i in range(num)]
+
+
+@pytest.mark.parametrize(("num", "num_val"), [(120, 12), (1000, 100)])
+def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val: int) -> None:
+    splits = []
+    for place in ("here", "there/deeper"):
+        named = write_named_alike(tmp_path / place, num)
+        splits.append(dealt(make_plan(named, load_tokenizer("bytes"), val_fraction=0.1)))
+    assert splits[0] == splits[1]
+    assert len(splits[0]["val"]) == pytest.approx(num_val, rel=0.4)
+    assert len(splits[0]["val"]) + len(splits[0]["train"]) == num
+
+
+def test_counting_val_tokens_is_told(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+    lines: list[str] = []
+    plan = make_plan([source], load_tokenizer("bytes"), val_tokens=50, log=lines.append)
+    before, after = lines
+    assert "val_tokens=50 on one core" in before
+    num_val = len(dealt(plan)["val"])
+    assert f"{num_val} documents with " in after
 
 
 @pytest.mark.parametrize("val_tokens", [1, 50, 1000])

@@ -1,0 +1,241 @@
+"""The directory of a preparation, from before its first task until it is a dataset.
+
+    <dataset>/unfinished/plan         hash of the plan
+    <dataset>/unfinished/repair       only while a dataset is mended that was finished before
+    <dataset>/unfinished/00000.hashes of a task's documents, with `dedupe`
+    <dataset>/unfinished/00000.json   what a task did; only with its shards it is done
+
+`start` also takes a finished dataset whose files were lost or cut off, and mends it: the manifest goes
+first, so that it never vouches for what is not whole, and comes back last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import tiktoken
+
+from raytrain_gpt.data.bad_documents import BAD_FILE, BadDocuments
+from raytrain_gpt.data.plan import Plan
+from raytrain_gpt.data.shards import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SPLITS,
+    UNFINISHED,
+    Manifest,
+    Shard,
+    read_manifest,
+    write_manifest,
+)
+from raytrain_gpt.data.storage import Location, Place
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
+from raytrain_gpt.errors import DataError
+
+_NOTES_DIR = "unfinished"
+_PLAN_FILE = "plan"
+_REPAIR_FILE = "repair"
+_RESULT = {"task", "documents", "tokens", "text_bytes", "shards", "bad", "duplicates"}
+
+
+def hashes_file(directory: Place, task: int) -> Location:
+    """Where the hashes of a task's documents are."""
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.hashes"
+
+
+def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int]:
+    """Tasks whose hashes, or whose shards, an earlier preparation wrote."""
+    names = (Location.of(directory) / _NOTES_DIR).names()
+    return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
+
+
+def read_result(directory: Place, task: int) -> dict[str, Any] | None:
+    """What a task did, as `write_result` returned it; None: it has to be done, perhaps once more."""
+    directory = Location.of(directory)
+    file = _result_file(directory, task)
+    if not file.exists():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text())
+    if not result.keys() >= _RESULT:  # an older version wrote less
+        return None
+    shards = (Shard.model_validate(shard) for shard in result["shards"])
+    return result if all(_is_whole(directory, shard) for shard in shards) else None
+
+
+def write_result(
+    directory: Place, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
+) -> dict[str, Any]:
+    """Note that a task is done, behind its last shard.
+
+    Returns:
+        `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, the `bad`
+        documents and the number of `duplicates`.
+    """
+    result = {
+        "task": task,
+        "documents": sum(shard.documents for shard in shards),
+        "tokens": sum(shard.tokens for shard in shards),
+        "text_bytes": sum(shard.text_bytes for shard in shards),
+        "shards": [shard.model_dump() for shard in shards],
+        "bad": bad.facts(),
+        "duplicates": num_duplicates,
+    }
+    _result_file(directory, task).write_text(json.dumps(result))
+    return result
+
+
+def _result_file(directory: Place, task: int) -> Location:
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
+
+
+def _is_whole(directory: Location, shard: Shard) -> bool:
+    try:
+        return (directory / shard.path).size_bytes() == shard.file_bytes
+    except FileNotFoundError:
+        return False
+
+
+def start(
+    directory: Place,
+    plan: Plan,
+    encoding: tiktoken.Encoding,
+    log: Callable[[str], None] | None = None,
+) -> Manifest | None:
+    """Make the directory ready for the tasks.
+
+    What an interrupted preparation of the same plan finished stays; what another one left goes. Of a
+    finished dataset of this plan, the tokenizer and shards that are missing or of another size are
+    prepared again.
+
+    Args:
+        directory: Of the dataset.
+        plan: Of the preparation.
+        encoding: The tokenizer.
+        log: Gets a line if a finished dataset has to be mended.
+
+    Returns:
+        The manifest, when this very dataset is already there whole.
+
+    Raises:
+        DataError: another dataset, one whose manifest is damaged, or something else, is in the directory.
+    """
+    directory = Location.of(directory)
+    notes, tokenizer = directory / _NOTES_DIR, tokenizer_json(encoding)
+    if (directory / MANIFEST_FILE).exists():
+        manifest = read_manifest(directory)
+        if manifest.source.get("plan_hash") != plan.hash:
+            raise _another_dataset(directory)
+        _mend_tokenizer(directory, tokenizer, log)
+        sizes = dict(directory.files())
+        damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
+        if not damaged:
+            return manifest
+        if log:
+            log(
+                f"{len(damaged)} of {len(manifest.shards)} shards of {directory} are missing or cut off, "
+                f"such as {damaged[0].path}; preparing them again"
+            )
+        _reopen(directory, plan, manifest, damaged)
+        return None
+    others = [name for name in directory.names() if not name.startswith(".")]
+    plan_file = notes / _PLAN_FILE
+    if others and not plan_file.exists():
+        raise DataError(
+            f"{directory} is not empty and no dataset; choose another --out, or remove what is in it"
+        )
+    if plan_file.exists() and plan_file.read_text() != plan.hash:
+        if (notes / _REPAIR_FILE).exists():
+            raise _another_dataset(directory)
+        directory.remove()
+    plan_file.write_text(plan.hash)
+    (directory / TOKENIZER_FILE).write_text(tokenizer)
+    return None
+
+
+def _another_dataset(directory: Location) -> DataError:
+    return DataError(
+        f"{directory} already holds another dataset; choose another --out or remove that one"
+    )
+
+
+def _mend_tokenizer(directory: Location, tokenizer: str, log: Callable[[str], None] | None) -> None:
+    file = directory / TOKENIZER_FILE
+    try:
+        if file.read_text() == tokenizer:
+            return
+    except (FileNotFoundError, UnicodeDecodeError):
+        pass
+    file.write_text(tokenizer)
+    if log:
+        log(f"{file} was missing or damaged and is written again")
+
+
+def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[Shard]) -> None:
+    """Make a dataset a preparation again, in which tasks are done whose shards are whole.
+
+    How many bad documents or duplicates a task left out no manifest tells: if there are any, all tasks
+    are done again.
+    """
+    notes = directory / _NOTES_DIR
+    notes.remove()  # of a preparation that was killed behind its manifest
+    of_task: defaultdict[int, list[Shard]] = defaultdict(list)
+    if not plan.dedupe and not manifest.source.get("bad_documents", 0):
+        for shard in manifest.shards:
+            of_task[int(shard.path.removesuffix(".parquet").rpartition("-")[2])].append(shard)
+    for task, shards in of_task.items():
+        if not set(shards) & set(damaged):
+            write_result(directory, task, shards, BadDocuments(), 0)
+    (notes / _REPAIR_FILE).write_text("")
+    (notes / _PLAN_FILE).write_text(plan.hash)
+    (directory / MANIFEST_FILE).remove()
+
+
+def finish(
+    directory: Place,
+    plan: Plan,
+    results: list[dict[str, Any]],
+    source: dict[str, Any],
+    max_bad_documents: int = 0,
+) -> Manifest:
+    """Write the report of bad documents and the manifest: from now on the directory is a dataset.
+
+    Raises:
+        DataError: a split is empty, or more documents than `max_bad_documents` could not be read.
+    """
+    directory = Location.of(directory)
+    encoding = read_tokenizer(directory)
+    vocab_size = encoding.max_token_value + 1
+    results = sorted(results, key=lambda result: int(result["task"]))
+    bad = BadDocuments(max_bad_documents)
+    for result in results:
+        bad.merge(result["bad"])
+    left_out = {"bad_documents": bad.count}
+    if plan.dedupe:
+        left_out["duplicates"] = sum(result["duplicates"] for result in results)
+    shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
+    for split in SPLITS:
+        if not any(shard.split == split for shard in shards):
+            raise DataError(
+                f"the {split} split of {directory} would be empty; change val_fraction or add text"
+            )
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tokenizer=encoding.name,
+        vocab_hash=plan.vocab_hash,
+        vocab_size=vocab_size,
+        eot_token=encoding.eot_token,
+        dtype="uint16" if vocab_size <= 2**16 else "uint32",
+        row_group_tokens=plan.row_group_tokens,
+        shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
+        source={**source, **left_out, **plan.commits, "plan_hash": plan.hash},
+    )
+    if bad.count:
+        (directory / BAD_FILE).write_text(bad.report())
+    for name in directory.names():
+        if name.endswith(UNFINISHED):  # of tasks that were killed
+            (directory / name).remove()
+    write_manifest(directory, manifest)
+    (directory / _NOTES_DIR).remove()
+    return manifest

@@ -1,0 +1,192 @@
+"""Datasets that lost files, and preparations that lost shards: the same command mends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_tools import files, write_jsonl
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.preparation import start
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
+from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
+from raytrain_gpt.errors import DataError
+
+TEXTS = [f"document {i % 280}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
+SHARD = "train-00001.parquet"
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def zero_bytes(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def not_utf8(path: Path) -> None:
+    path.write_bytes(b"\xff" * 100)
+
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even little text makes several tasks of several pieces."""
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+
+def times(out: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+
+
+@pytest.mark.parametrize("damage", [missing, cut_off, zero_bytes])
+def test_a_lost_shard_is_made_again_and_no_other(
+    tmp_path: Path, source: str, damage: Damage
+) -> None:
+    out = tmp_path / "out"
+    whole = prepare_here([source], out, "bytes")
+    before, written = files(out), times(out)
+    damage(out / SHARD)
+    assert prepare_here([source], out, "bytes") == whole == read_manifest(out)
+    assert files(out) == before
+    again = {name for name, time in times(out).items() if time != written[name]}
+    assert again <= {SHARD, SHARD.replace("train", "val")}
+    assert len(written) > 4
+
+
+@pytest.mark.parametrize("damage", [missing, cut_off, zero_bytes, not_utf8])
+def test_a_lost_tokenizer_is_written_again_and_no_shard(
+    tmp_path: Path, source: str, damage: Damage
+) -> None:
+    out = tmp_path / "out"
+    whole = prepare_here([source], out, "bytes")
+    before, written = files(out), times(out)
+    damage(out / TOKENIZER_FILE)
+    assert prepare_here([source], out, "bytes") == whole
+    assert files(out) == before
+    assert times(out) == written
+
+
+@pytest.mark.parametrize("dedupe", [False, True])
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_what_was_left_out_is_counted_again(tmp_path: Path, dedupe: bool, is_bad: bool) -> None:
+    texts: list[Any] = [*TEXTS[:20], None if is_bad else "text", *TEXTS]
+    source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    options = {"dedupe": dedupe, "max_bad_documents": 1}
+    whole = prepare_here([source], out, "bytes", **options)
+    assert whole.source["bad_documents"] == is_bad
+    before = files(out)
+    missing(out / SHARD)
+    assert prepare_here([source], out, "bytes", **options) == whole
+    assert files(out) == before
+
+
+def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
+    tmp_path: Path, source: str, raises_line
+) -> None:
+    out = tmp_path / "out"
+    whole = prepare_here([source], out, "bytes")
+    before = files(out)
+    for name in (SHARD, "train-00003.parquet"):
+        missing(out / name)
+    encoding = load_tokenizer("bytes")
+    plan = make_plan([source], encoding)
+    lines: list[str] = []
+    assert start(out, plan, encoding, lines.append) is None
+    assert len(lines) == 1
+    assert f"2 of {len(whole.shards)} shards" in lines[0]
+    assert SHARD in lines[0]
+    with raises_line(DataError, "no finished dataset"):
+        read_manifest(out)
+    run_task(out, plan, 1)
+    assert prepare_here([source], out, "bytes") == whole  # killed there, and started again
+    assert files(out) == before
+
+
+def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
+    tmp_path: Path, source: str, raises_line
+) -> None:
+    out = tmp_path / "out"
+    prepare_here([source], out, "bytes")
+    missing(out / SHARD)
+    with raises_line(DataError, "already holds another dataset", "--out"):
+        prepare_here([source], out, "bytes", val_fraction=0.5)
+    assert (out / MANIFEST_FILE).exists()
+    encoding = load_tokenizer("bytes")
+    assert start(out, make_plan([source], encoding), encoding) is None
+    left = files(out)
+    with raises_line(DataError, "already holds another dataset", "--out"):
+        prepare_here([source], out, "bytes", val_fraction=0.5)
+    assert files(out) == left
+
+
+def test_mending_leaves_other_files_alone(tmp_path: Path, source: str) -> None:
+    out = tmp_path / "out"
+    prepare_here([source], out, "bytes")
+    (out / "thesis.tex").write_text("years of work")
+    missing(out / SHARD)
+    prepare_here([source], out, "bytes")
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_changed_bytes_are_found_and_go_as_the_message_says(
+    tmp_path: Path, source: str, raises_line
+) -> None:
+    out = tmp_path / "out"
+    whole = prepare_here([source], out, "bytes")
+    content = bytearray((out / SHARD).read_bytes())
+    content[len(content) // 2] ^= 1
+    (out / SHARD).write_bytes(content)
+    command = f"raytrain-gpt prepare {source} --out {out} --tokenizer bytes"
+    with raises_line(DataError, SHARD, "remove this file and run", command):
+        check_shards(out, whole, content=True)
+    missing(out / SHARD)
+    with raises_line(DataError, f"{SHARD} is missing; run the command", command):
+        check_shards(out, whole, content=True)
+    prepare_here([source], out, "bytes")
+    check_tokenizer(out, whole)
+    check_shards(out, whole, content=True)
+
+
+def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, raises_line) -> None:
+    out = tmp_path / "out"
+    prepare_here([source], out, "bytes")
+    cut_off(out / MANIFEST_FILE)
+    left = files(out)
+    with raises_line(DataError, MANIFEST_FILE, f"remove {out} and run the command"):
+        prepare_here([source], out, "bytes")
+    assert files(out) == left
+
+
+@pytest.mark.parametrize("damage", [missing, cut_off])
+def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: Damage) -> None:
+    whole = prepare_here([source], tmp_path / "whole", "bytes")
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([source], encoding)
+    start(out, plan, encoding)
+    for task in range(3):
+        run_task(out, plan, task)
+    assert json.loads((out / "unfinished" / "00001.json").read_text())["shards"]
+    damage(out / SHARD)
+    assert prepare_here([source], out, "bytes") == whole
+    assert files(out) == files(tmp_path / "whole")
