@@ -1,12 +1,13 @@
 """The directory of a preparation, from before its first task until it is a dataset.
 
     <dataset>/unfinished/plan         hash of the plan
-    <dataset>/unfinished/repair       only while a dataset is mended that was finished before
+    <dataset>/unfinished/repair       only while a dataset is mended that was finished before: its manifest
     <dataset>/unfinished/00000.hashes of a task's documents, with `dedupe`
     <dataset>/unfinished/00000.json   what a task did; only with its shards it is done
 
 `start` also takes a finished dataset whose files were lost or cut off, and mends it: the manifest goes
-first, so that it never vouches for what is not whole, and comes back last.
+first, so that it never vouches for what is not whole, and comes back last. If that is another one then,
+as another version of pyarrow writes other bytes, the one before stays as `manifest-before.json`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from raytrain_gpt.errors import DataError
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
+MANIFEST_BEFORE_FILE = "manifest-before.json"
 _RESULT = {"task", "documents", "tokens", "text_bytes", "shards", "bad", "duplicates"}
 
 
@@ -126,7 +128,7 @@ def start(
     if (directory / MANIFEST_FILE).exists():
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
-            raise _another_dataset(directory)
+            raise _another_dataset(directory, manifest.source.get("hub_commits"))
         _mend_tokenizer(directory, tokenizer, log)
         sizes = dict(directory.files())
         damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
@@ -154,7 +156,12 @@ def start(
     return None
 
 
-def _another_dataset(directory: Location) -> DataError:
+def _another_dataset(directory: Location, hub_commits: list[str] | None = None) -> DataError:
+    if hub_commits:
+        return DataError(
+            f"{directory} already holds another dataset, of {', '.join(hub_commits)}; name that commit in "
+            "the source, choose another --out, or remove that one"
+        )
     return DataError(
         f"{directory} already holds another dataset; choose another --out or remove that one"
     )
@@ -187,7 +194,7 @@ def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[S
     for task, shards in of_task.items():
         if not set(shards) & set(damaged):
             write_result(directory, task, shards, BadDocuments(), 0)
-    (notes / _REPAIR_FILE).write_text("")
+    (notes / _REPAIR_FILE).write_text((directory / MANIFEST_FILE).read_text())
     (notes / _PLAN_FILE).write_text(plan.hash)
     (directory / MANIFEST_FILE).remove()
 
@@ -198,8 +205,11 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
+    log: Callable[[str], None] | None = None,
 ) -> Manifest:
     """Write the report of bad documents and the manifest: from now on the directory is a dataset.
+
+    `log` gets a line if a dataset was mended and is another one now.
 
     Raises:
         DataError: a split is empty, or more documents than `max_bad_documents` could not be read.
@@ -236,6 +246,31 @@ def finish(
     for name in directory.names():
         if name.endswith(UNFINISHED):  # of tasks that were killed
             (directory / name).remove()
+    _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
     (directory / _NOTES_DIR).remove()
     return manifest
+
+
+def _compare_with_before(
+    directory: Location, manifest: Manifest, log: Callable[[str], None] | None
+) -> None:
+    """Keep the manifest of before a repair that made other bytes, and tell."""
+    try:
+        text = (directory / _NOTES_DIR / _REPAIR_FILE).read_text()
+    except FileNotFoundError:
+        return
+    before = json.loads(text)
+    if before["manifest_hash"] == manifest.hash:
+        return
+    (directory / MANIFEST_BEFORE_FILE).write_text(text)
+    if log:
+        hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
+        changed = [
+            shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
+        ]
+        log(
+            f"{directory} is another dataset than before, by {len(changed)} shards, such as {changed[0]} "
+            "(another version of pyarrow, or an edited source): runs on the old one will be refused. Its "
+            f"manifest is kept as {MANIFEST_BEFORE_FILE}"
+        )

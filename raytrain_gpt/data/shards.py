@@ -218,11 +218,24 @@ class ShardWriter:
 def mending(directory: Place, manifest: Manifest) -> str:
     """For messages: the command that makes a dataset's shards and tokenizer again that are not there."""
     sources = manifest.source.get("sources", [])
-    source = shlex.quote(sources[0]) if len(sources) == 1 else "SOURCE …"
+    source = "SOURCE …"
+    if len(sources) == 1:
+        source = shlex.quote(_at_commit(sources[0], manifest.source.get("hub_commits", [])))
     return (
         f"run the command that prepared it again, with the options that it had: raytrain-gpt prepare "
         f"{source} --out {shlex.quote(str(directory))} --tokenizer {manifest.tokenizer}"
     )
+
+
+def _at_commit(source: str, hub_commits: list[str]) -> str:
+    """A source on the hub with the commit that was prepared, one of `OWNER/NAME@COMMIT`."""
+    for pinned in hub_commits:
+        begin = f"hf://datasets/{pinned.partition('@')[0]}"
+        rest = source.removeprefix(begin)
+        if rest != source and rest[:1] in {"", "/", "@"}:
+            _, slash, path = rest.partition("/")
+            return f"hf://datasets/{pinned}{slash}{path}"
+    return source
 
 
 def write_manifest(directory: Place, manifest: Manifest) -> None:

@@ -17,7 +17,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.doctor.check import Check, failed, passed
+from raytrain_gpt.doctor.check import Check, failed, passed, skipped
 from raytrain_gpt.runtime.cluster import ANSWER_WITHIN_S, knock, token_file
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -154,6 +154,8 @@ def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) 
         files: (node, path, permission bits) of the token file of every node that has one.
         ours: This process started the cluster.
     """
+    if head.error:
+        return skipped("token", f"{head.address} did not answer: {head.error}")
     if not head.asks_for_token:
         start = "stop it and start every node with RAY_AUTH_MODE=token and the same token"
         return failed(

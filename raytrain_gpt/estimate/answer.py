@@ -58,7 +58,8 @@ def answer(config: Config, asked: Asked, log: Log) -> tuple[Config, Estimate]:
         vocab_size = data.vocab_size if vocab_size is None else vocab_size
         train_tokens = data.split_tokens("train") if train_tokens is None else train_tokens
     precision, uses_gpu = config.train.precision, config.cluster.use_gpu
-    on_gpu = device is not None and uses_gpu is not False
+    # The probe has decided use_gpu, on a device that the table may not have.
+    on_gpu = uses_gpu is True if asked.probe else device is not None and uses_gpu is not False
     facts = Facts(
         vocab_size=GPT2_VOCAB_SIZE if vocab_size is None else vocab_size,
         num_workers=1 if num_workers == "auto" else num_workers,
@@ -149,7 +150,8 @@ def _way_out(config: Config) -> str:
 
 def _time_lines(found: Estimate) -> list[str]:
     if found.speed is None or found.train_s is None or found.step_time_s is None:
-        return ["time     not known: name a --device, give --step_time_s, or measure with --probe"]
+        way = "name a --device" if found.device is None else "set --precision to bf16"
+        return [f"time     not known: {way}, give --step_time_s, or measure with --probe"]
     speed = found.speed
     how = {
         "probe": "measured by the probe",

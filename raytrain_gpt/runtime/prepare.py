@@ -75,7 +75,7 @@ def prepare(
             max_bad = options.get("max_bad_documents", 0)
             source = {"sources": [redacted(without_query(source)) for source in sources]}
             results = _run_tasks(directory, plan, max_bad, num_cpus, log)
-            return finish(directory, plan, results, source, max_bad)
+            return finish(directory, plan, results, source, max_bad, log)
     except OSError as error:
         raise _storage_error(error, directory) from None
 

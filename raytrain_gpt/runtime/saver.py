@@ -24,7 +24,7 @@ from torch import nn
 
 from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState, Draft, FileEntry
 from raytrain_gpt.runtime.ranks import Ranks
 
@@ -57,7 +57,8 @@ class Saver:
         model: The model.
         optimizer: Over its parameters.
         keep: Newest checkpoints to keep.
-        may_commit: Raises when another run has taken this one's name; asked before anything is final.
+        may_write: Raises `ClusterError` when another run has taken this one's name; asked before anything is
+            written and again before it is final.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.AdamW,
         keep: int,
-        may_commit: Callable[[], None] = lambda: None,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._catalogue, self._mark, self._keep = catalogue, mark, keep
-        self._may_commit = may_commit
+        self._may_write = may_write
         self._ranks = ranks.background
         self._copy = HostCopy(model, optimizer, ranks.rank, ranks.world_size)
         self._thread: threading.Thread | None = None
@@ -139,7 +140,9 @@ class Saver:
         if failed is None and self._ranks.rank == 0:
             entries = {name: entry for part in parts for name, entry in part.items()}
             outcome = _outcome_of(lambda: self._commit(draft, state, entries, texts))
-        if isinstance(outcome, Exception) and self._ranks.rank == 0:
+        # Where another run has the name, what lies there may be its own by now.
+        taken_over = isinstance(outcome, ClusterError)
+        if isinstance(outcome, Exception) and self._ranks.rank == 0 and not taken_over:
             draft.discard()
         outcome = self._ranks.gathered(outcome)[0]
         if not isinstance(outcome, Location):
@@ -157,10 +160,11 @@ class Saver:
         entries: dict[str, FileEntry],
         texts: dict[str, str],
     ) -> Location:
-        self._may_commit()
+        self._may_write()
         return draft.commit(state, entries, texts)
 
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
+        self._may_write()
         return {
             file: draft.add(file, partial(self._copy.write, file)) for file in self._copy.files()
         }

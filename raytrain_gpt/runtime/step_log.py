@@ -142,7 +142,7 @@ class StepLog:
                 rows.append(_event(bad, loss, norm, batch, int(skipping_ranks[i])))
             if self._detector.gives_up:
                 streak = self._detector.streak
-                first = batch_before(batch, len(streak) - 1, self.position.skipped)
+                first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_stretch = BadStretch(streak[0], result.step, first, batch)
                 break
         return rows

@@ -123,6 +123,7 @@ class Run:
         self.catalogue = Catalogue(self.run_dir)
         self.data: Mixture = data_of(config)
         self.skipped: Skipped = ()
+        self._rolled_back_to: int | None = None
         self._choices: Any = None
         self._beside: Beside | None = None
         self._session = uuid.uuid4().hex[:8]
@@ -352,21 +353,20 @@ class Run:
         end, recorder = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
         newest = gone_back_to = None
-        is_told = (
-            False  # by a report: not where the storage is out of reach or the name another run's
-        )
+        # No report is written where the storage is out of reach or the name is another run's.
+        is_ours = False
         try:
             if not isinstance(known, StorageError):
                 lease.verify()
                 if end.bad_stretch is not None:
                     gone_back_to = self._roll_back(end.bad_stretch, step, recorder)
                 newest = next(reversed(self.catalogue.complete()), None)
-                is_told = True
+                is_ours = True
         except StorageError as error:
             known = error
         finally:
             attempt.tell_end(end, recorder, newest or resumed)
-            if is_told:
+            if is_ours:
                 self._write_report()
             attempt.close(end, recorder, newest or resumed)
         if isinstance(known, StorageError):
@@ -419,10 +419,11 @@ class Run:
         Durable when it returns: later checkpoints are set aside, the skipped batches written down.
         """
         resumed = self.catalogue.newest_good(self.log, before_step=bad.first_step) or self._origin
-        if 0 < started_at == _step_of(resumed):
+        if 0 < started_at == _step_of(resumed) == self._rolled_back_to:
             # From there it went wrong before: the weights may have been hurt earlier still.
             older = self.catalogue.newest_good(self.log, before_step=started_at)
             resumed = older or resumed
+        self._rolled_back_to = _step_of(resumed)
         self.catalogue.clean(good_until=_step_of(resumed))
         position = resumed.state.next_batch if resumed else 0
         first = max(position, bad.first_batch - self.config.spikes.skip_before)

@@ -155,8 +155,6 @@ class MLflow:
         self._thread.join(_FINISH_S)
 
     def _follow(self) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         session = None
         while True:
             try:
@@ -208,23 +206,30 @@ def track_export(
         directory: The exported files.
         log: Gets a line when they are there, or why not: the export is good without it.
     """
-    if not (run_dir / TRACKING_FILE).is_file():
-        return
-    known = json.loads((run_dir / TRACKING_FILE).read_text())
-    from mlflow import MlflowClient  # here: seconds of import, and only where it is used
-
     try:
-        client = MlflowClient(known["uri"])
+        if not (run_dir / TRACKING_FILE).is_file():
+            return
+        known = json.loads((run_dir / TRACKING_FILE).read_text())
+        client = _client(known["uri"])
         found = client.get_experiment_by_name(experiment)
         run = _find(client, found.experiment_id, known["identity"]) if found else None
         if run is None:
-            log(f"MLflow at {known['uri']} has no such run; the export is not in it")
+            log(f"MLflow at {known['uri']} has no run of {run_dir.name}; the export is not in it")
             return
         client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
-    except Exception as error:  # a tracker's error, whatever it is, costs no export
-        log(f"MLflow at {known['uri']} did not take the export: {error}")
+    except Exception as error:  # whatever it is, it costs no export
+        log(f"the export is not in MLflow: {error}")
         return
     log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
+
+
+def _client(uri: str) -> Any:
+    """MLflow's client, which gives up after seconds where a server does not answer."""
+    from mlflow import MlflowClient  # here: seconds of import, and only where it is used
+
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    return MlflowClient(uri)
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
@@ -242,10 +247,9 @@ class _Session:
     """The connection, once it stands."""
 
     def __init__(self, run: MLflow) -> None:
-        from mlflow import MlflowClient  # here: seconds of import, and only where it is used
         from mlflow.entities import Param
 
-        self._client = MlflowClient(run._uri)
+        self._client = _client(run._uri)
         self._dir = run._dir
         experiment = self._client.get_experiment_by_name(run._experiment)
         if experiment is None:

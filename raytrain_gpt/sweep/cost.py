@@ -63,8 +63,11 @@ def cost_lines(sweep: Sweep) -> list[str]:
         "" if least == full else f"; {amount(least)} if all of them stopped as early as they can"
     )
     lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    speed = c.num_workers * measured_tokens_per_s(configs[0] if configs else base, device)
+    on_gpu = c.use_gpu is not False and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    # Trials that share a GPU share its speed.
+    share = c.gpus_per_worker if on_gpu else 1
+    speed = share * c.num_workers * measured_tokens_per_s(configs[0] if configs else base, device)
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(

@@ -12,7 +12,7 @@ from shard_tools import files, write_jsonl
 
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.plan import make_plan
-from raytrain_gpt.data.preparation import start
+from raytrain_gpt.data.preparation import MANIFEST_BEFORE_FILE, finish, start
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
 from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -166,6 +166,27 @@ def test_changed_bytes_are_found_and_go_as_the_message_says(
     prepare_here([source], out, "bytes")
     check_tokenizer(out, whole)
     check_shards(out, whole, content=True)
+
+
+def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
+    tmp_path: Path, source: str
+) -> None:
+    out = tmp_path / "out"
+    prepare_here([source], out, "bytes")
+    manifest = (out / MANIFEST_FILE).read_text()
+    missing(out / SHARD)
+    encoding = load_tokenizer("bytes")
+    plan = make_plan([source], encoding)
+    assert start(out, plan, encoding) is None
+    results = [run_task(out, plan, task) for task in range(len(plan.tasks))]
+    (again,) = (s for r in results for s in r["shards"] if s["path"] == SHARD)
+    again["sha256"] = "0" * 64
+    lines: list[str] = []
+    mended = finish(out, plan, results, {"sources": [source]}, log=lines.append)
+    assert len(lines) == 1
+    assert f"by 1 shards, such as {SHARD}" in lines[0]
+    assert (out / MANIFEST_BEFORE_FILE).read_text() == manifest
+    assert mended == read_manifest(out)
 
 
 def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, raises_line) -> None:

@@ -20,6 +20,7 @@ from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.object_files import RetriedHandler
 from raytrain_gpt.data.plan import make_plan
+from raytrain_gpt.data.shards import mending
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
@@ -278,6 +279,9 @@ def test_a_file_on_the_hub_becomes_the_same_shards(
     fetched = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.1)
     assert fetched.hash == local.hash
     assert fetched.source["hub_commits"] == [f"owner/data@{HUB_COMMIT}"]
+    pinned = f"hf://datasets/owner/data@{HUB_COMMIT}/data/{name}"
+    assert f"prepare {pinned} --out" in mending(tmp_path / "out", fetched)
+    assert prepare_here([pinned], tmp_path / "out", "bytes", val_fraction=0.1) == fetched
 
 
 @pytest.mark.parametrize(

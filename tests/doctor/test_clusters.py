@@ -33,7 +33,7 @@ def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
     assert visit.statuses("SKIP") == {"tracking"}
     visit.says("PASS", "cluster", head.address)
     visit.says("PASS", "token", "calls without a token are refused")
-    visit.says("PASS", "sequences", "2 ranks read", "each once and as planned")
+    visit.says("PASS", "sequences", "2 ranks read", "each as planned")
     assert set(visit.found["all_reduce_bytes_per_s"]) == {"1000000", "100000000"}
     bench = visit.found["bench"]
     assert bench["run_s"] == pytest.approx(1000 * bench["step_time_s"])

@@ -15,6 +15,7 @@ import ray
 from raytrain_gpt.config import Config
 from raytrain_gpt.data.mixture import read_mixture
 from raytrain_gpt.data.storage import Location
+from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.doctor import driver, node_checks
 from raytrain_gpt.doctor.bench import (
     BENCH_S,
@@ -90,6 +91,8 @@ def test_strangers_and_other_users_are_kept_out() -> None:
     is_open = replace(HEAD, asks_for_token=False)
     fails(judge_token(is_open, private, ours=False), "token", "without a token", "every node")
     fails(judge_token(is_open, private, ours=True), "token", "unset RAY_AUTH_MODE")
+    silent = judge_token(HeadFacts("10.0.0.1:6379", error="no answer"), private, ours=False)
+    assert (silent.status, silent.name) == ("SKIP", "token")
 
 
 def test_a_node_that_does_not_answer() -> None:
@@ -223,6 +226,22 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     fails(
         judge_sequences([good, more], ingest, range(3)), "sequences", "0 of 12", "1 are not of it"
     )
+
+
+def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
+    dataset: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    (tmp_path / "a.jsonl").write_text('{"text": "to be, or not to be"}\n' * 100)
+    prepare_here([str(tmp_path / "a.jsonl")], small, "bytes", val_fraction=0.5)
+    parts = [(Location.of(path), Fraction(1, 2)) for path in (small, dataset)]
+    ingest = IngestSpec(read_mixture(parts), 32, 48, 1337, 2, 320)
+    batches = [ingest.order().batch_ids(batch) for batch in range(3)]
+    assert any(len(np.unique(batch)) < len(batch) for batch in batches)
+    good, other = planned(ingest)
+    passes(judge_sequences([good, other], ingest, range(3)), "each as planned")
+    again = replace(other, train={**other.train, 0: good.train[0]})
+    fails(judge_sequences([good, again], ingest, range(3)), "sequences", "more than once")
 
 
 def test_a_step_of_many_micro_batches_is_reckoned_from_shorter_ones() -> None:

@@ -127,7 +127,9 @@ def test_sharding_makes_room_for_larger_models() -> None:
 def test_the_answer_says_what_is_not_known() -> None:
     config, found = answer(CONFIG, ASKED, print)
     printed = "\n".join(lines(config, found))
-    assert "time     not known" in printed
+    assert "time     not known: name a --device" in printed
+    slow = answer(CONFIG.updated({"precision": "fp32"}), replace(ASKED, device="h200"), print)
+    assert "time     not known: set --precision to bf16" in "\n".join(lines(*slow))
     assert "124.5M parameters" in printed
     config, found = answer(CONFIG, replace(ASKED, device="h200", price_per_hour=3.0), print)
     printed = "\n".join(lines(config, found))

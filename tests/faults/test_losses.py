@@ -19,6 +19,7 @@ from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.goodput import goodput
 from raytrain_gpt.runtime.launch import train
 from raytrain_gpt.runtime.run_files import read_rows
+from raytrain_gpt.runtime.supervisor import SKIPPED_FILE
 
 from .gates import Faults, gated
 from .processes import events, steps, weights
@@ -119,6 +120,23 @@ def test_events_stand_in_mlflow(spiked: tuple[Path, list[str], Any], storage: Pa
         "spike": [batch + 1 for batch in SPIKED],
         "rollback": [34],
     }
+
+
+def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(
+    spiked: tuple[Path, list[str], Any], storage: Path
+) -> None:
+    """Only where a rollback itself led did it go wrong before."""
+    run_dir, _, config = spiked
+    copy = storage / "spiked-resumed"
+    shutil.copytree(run_dir, copy)
+    (copy / SKIPPED_FILE).unlink()
+    for checkpoint in Catalogue(Location.of(copy)).complete():
+        if checkpoint.state.step > 20:
+            shutil.rmtree(checkpoint.path.path)
+    config = config.updated({"run_name": copy.name, "mlflow_uri": None})
+    train(config, print, gated(Faults(spiked_batches=SPIKED)))
+    assert [event["to_step"] for event in events(copy, "rollback")] == [20, 20]
+    assert weights(copy) == weights(run_dir)
 
 
 def test_a_run_that_goes_on_from_before_the_spikes_skips_them_again(

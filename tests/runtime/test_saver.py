@@ -16,7 +16,7 @@ from raytrain_gpt.config import OptimSection
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 from raytrain_gpt.data.storage import Location
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.runtime.checkpoints import Catalogue
 from raytrain_gpt.runtime.ranks import Ranks
 from raytrain_gpt.runtime.saver import Saved, Saver
@@ -204,3 +204,22 @@ def test_one_checkpoint_is_in_flight_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="collect the checkpoint in flight first"):
         begin(ranks, 20)
     ranks[0].collect()
+
+
+def test_a_process_that_lost_the_name_leaves_the_new_owners_checkpoint_alone(
+    run_dir: Location,
+) -> None:
+    (owner,) = savers(run_dir, 1)
+    begin([owner], 10)
+    written = owner.collect()
+    before = {name: (written.path / name).sha256() for name in written.path.names()}
+
+    def taken_over() -> None:
+        raise ClusterError("taken over")
+
+    late = Saver(Catalogue(run_dir), "001", Ranks(0, 1), *trained(1), 10, taken_over)
+    begin([late], 10)
+    with pytest.raises(ClusterError, match="taken over"):
+        late.collect()
+    assert {name: (written.path / name).sha256() for name in written.path.names()} == before
+    assert names(run_dir) == ["step=00000010"]
