@@ -84,8 +84,11 @@ def doctor() -> Doctor:
             timeout=WITHIN_S,
         )
         assert done.stdout.startswith(("PASS", "FAIL")), done.stdout + done.stderr
-        *lines, last = done.stdout.splitlines()
+        *lines, next_line, last = done.stdout.splitlines()
         found = json.loads(last)
+        assert next_line.startswith(
+            "next: raytrain-gpt train --num_layers" if found["ok"] else "next: what"
+        )
         assert lines == [f"{c['status']} {c['name']}: {c['text']}" for c in found["checks"]]
         checks = {c["name"]: (c["status"], c["text"]) for c in found["checks"]}
         return Visit(done.returncode, checks, found, done.stdout, done.stderr)
