@@ -1,4 +1,4 @@
-"""What evaluation beside training costs the training: step times with and without an evaluation.
+"""What async evaluation costs the training: step times with and without an evaluation.
 
 One run, evaluated beside itself several times. The steps from a checkpoint's end to that of its
 evaluation, with the start of the task's process, are compared with those from there to the next
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config import load_preset
+from raytrain_gpt.checkpoint.evaluation_result import EVALUATION_FILE
+from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.evaluated import EVALUATION_FILE
-from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.run_files import read_rows
-from raytrain_gpt.runtime.worker import Worker, WorkerSpec, train_worker
+from raytrain_gpt.format import amount
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.worker import Worker, WorkerSpec, train_worker
 
 VOCAB_SIZE = 257
 
@@ -53,7 +53,7 @@ def main() -> None:
                 "global_batch_tokens": args.sequences * args.seq_len,
                 "micro_batch_sequences": args.sequences,
                 "max_steps": (args.evaluations + 1) * args.steps_apart,
-                "eval_mode": "beside",
+                "eval_mode": "async",
                 "eval_every_steps": args.steps_apart,
                 "eval_tokens": args.eval_tokens,
                 "checkpoint_every_steps": args.steps_apart,

@@ -1,7 +1,9 @@
 """What a checkpoint costs the training: written at once, and in the background.
 
-A real GPT makes real optimizer steps, and its checkpoints go through `Saver` to the disk, with hashes
-and fsync. Both ways are measured in turn, in pairs, so that a noisy machine disturbs both alike:
+A real GPT makes real optimizer steps, and its checkpoints go through `CheckpointWriter` to the disk,
+with hashes and fsync. Both ways are measured in turn, in pairs, so that a noisy machine disturbs both
+alike:
+
 
 - synchronous: `begin` and `collect` at once; all of it is a stall.
 - asynchronous: `begin`, steps until the writing is done, `collect`. The stall is the time in `begin`
@@ -30,14 +32,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.writer import CheckpointWriter, Saved
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer, update
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
-from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.ranks import Ranks
-from raytrain_gpt.runtime.saver import Saved, Saver
+from raytrain_gpt.format import amount
+from raytrain_gpt.storage.location import Location
 
 VOCAB_SIZE = 257
 STEPS_AROUND = 6
@@ -94,7 +96,7 @@ class Pair:
 class Training:
     """A model that trains on made tokens, and the checkpoints it writes."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Collectives) -> None:
         torch.manual_seed(ranks.rank)
         heads = args.embd_size // 64
         shape = GPTShape(args.num_layers, heads, args.embd_size, args.seq_len, VOCAB_SIZE)
@@ -108,8 +110,10 @@ class Training:
             else self.raw_model
         )
         self.tokens = torch.randint(0, VOCAB_SIZE, (args.sequences, args.seq_len + 1))
-        self.catalogue = Catalogue(Location.of(args.directory))
-        self.saver = Saver(self.catalogue, "001", ranks, self.raw_model, self.optimizer, keep=1)
+        self.catalog = Catalog(Location.of(args.directory))
+        self.saver = CheckpointWriter(
+            self.catalog, "001", ranks, self.raw_model, self.optimizer, keep=1
+        )
 
     def train(self) -> float:
         """Seconds of one step, until all ranks know whether one is still writing, as in a run."""
@@ -163,7 +167,7 @@ class Training:
     def tidy(self) -> None:
         """Remove all checkpoints but the last."""
         if self.ranks.rank == 0:
-            self.catalogue.prune(1)
+            self.catalog.prune(1)
 
     def pair(self, asynchronous_first: bool) -> Pair:
         """Measure both ways."""
@@ -179,7 +183,7 @@ class Training:
         return Pair(sync_s, stall_s, write_s, len(meanwhile), step_s, slower_s)
 
 
-def made_state(step: int, ranks: Ranks) -> CheckpointState:
+def made_state(step: int, ranks: Collectives) -> CheckpointState:
     """What `state.json` has."""
     return CheckpointState(
         step=step,
@@ -205,7 +209,7 @@ def work(args: argparse.Namespace) -> None:
         dist.init_process_group(
             "gloo", init_method=rendezvous, rank=args.rank, world_size=args.workers
         )
-    training = Training(args, Ranks(args.rank, args.workers))
+    training = Training(args, Collectives(args.rank, args.workers))
     with contextlib.redirect_stdout(None if args.rank else sys.stdout):
         measure(args, threads, training)
     if args.workers > 1:
@@ -215,7 +219,7 @@ def work(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, threads: int, training: Training) -> None:
     """A pair to warm up, then those that count."""
     first = training.pair(asynchronous_first=True)
-    size_bytes = training.catalogue.complete()[-1].size_bytes
+    size_bytes = training.catalog.complete()[-1].size_bytes
     print(
         f"{amount(training.num_parameters)} parameters, {size_bytes / 1e6:.0f} MB a checkpoint, "
         f"{args.workers} workers with {threads} threads each",

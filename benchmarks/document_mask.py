@@ -16,7 +16,7 @@ import time
 import torch
 from training import VOCAB_SIZE, ratios
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.device import autocast_of, best_device, synchronize
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape

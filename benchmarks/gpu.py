@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.device import autocast_of, best_device, peak_memory_bytes, synchronize
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import train_steps

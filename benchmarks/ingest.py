@@ -25,11 +25,11 @@ from made_data import made_dataset
 from object_server import KEYS, object_store
 from ray.data import ExecutionOptions
 
+from raytrain_gpt.cluster.ray_cluster import connect
 from raytrain_gpt.data.mixture import Mixture, Part
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.cluster import connect
-from raytrain_gpt.runtime.feed import TrainFeed, rank_chunks
-from raytrain_gpt.runtime.ingest import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.storage.location import Location
 
 SEQ_LEN = 1024
 BATCH_SEQUENCES = 64

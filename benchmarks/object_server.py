@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "any",

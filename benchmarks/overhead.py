@@ -43,10 +43,10 @@ from training import (
     step_times,
 )
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.format import amount
 
 WAYS = ("bare", "run", "transformers", "run_bf16")
 PAIRS = (("run", "bare"), ("run", "transformers"), ("bare", "transformers"), ("run_bf16", "run"))

@@ -22,7 +22,7 @@ from object_server import object_store
 from raytrain_gpt.data import reader
 from raytrain_gpt.data.order import Order
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 
 SEQ_LEN = 1024
 BATCH_SEQUENCES = 512

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from training import data_wait_fraction, quiet_config, ratios, run_rows, step_times
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.tokenize import prepare_here
 
 

@@ -131,7 +131,7 @@ def run(file: Path, flags: list[str]) -> None:
     import functools
 
     from raytrain_gpt import cli
-    from raytrain_gpt.runtime import launch
+    from raytrain_gpt.train import launch
 
     mark_driver(file)
     launch.train = functools.partial(launch.train, train_loop=marked_train_loop(file))
@@ -197,7 +197,7 @@ def marked_train_loop(file: Path) -> Callable[[Any], None]:
     """`train_worker` that marks `ready`, `batch` and `step`."""
 
     def train_loop(spec: Any) -> None:
-        from raytrain_gpt.runtime import worker
+        from raytrain_gpt.train import worker
 
         mark_worker(file)
         init, record = worker.Worker.__init__, worker.Worker.record

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config import Config, load_preset
-from raytrain_gpt.runtime.run_files import Row, read_rows
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.tracking.run_files import Row, read_rows
 
 VOCAB_SIZE = 257
 """Of the tokenizer `bytes`."""

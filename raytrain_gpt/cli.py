@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
-from raytrain_gpt.commands import cluster, data, estimate, models, runs, serve, train, use
-from raytrain_gpt.config import suggestion
+from raytrain_gpt.commands import cluster, data, estimate, inference, models, runs, serve, train
+from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 from raytrain_gpt.redact import redacted
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (data, estimate, train, runs, use, models, serve, cluster):
+    for module in (data, estimate, train, runs, inference, models, serve, cluster):
         module.add_parsers(commands)
     return parser
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.config import Config, resolve
+from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.redact import redacted
 
 if TYPE_CHECKING:
-    from raytrain_gpt.runtime.supervisor import RunSummary
+    from raytrain_gpt.tracking.summary import RunSummary
 
 SHOWN_LINES = 12
 WIDTH, HEIGHT = 640, 160
@@ -92,7 +93,7 @@ class TrainedRun:
             temperature: 0: always the most likely token.
             seed: Of the draws.
         """
-        from raytrain_gpt.runtime.use import sample_checkpoint
+        from raytrain_gpt.evaluate.inference import sample_checkpoint
 
         return sample_checkpoint(
             self.best or self.checkpoint,
@@ -121,7 +122,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **leaves:
         StorageError: the storage was out of reach for too long.
         TrainingFailed: the run failed for good.
     """
-    from raytrain_gpt.runtime.locations import config_on_disk  # here: its import takes a while
+    from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
     with config_on_disk(config) as file:
         resolved = resolve(preset, file, leaves)
@@ -129,23 +130,24 @@ def train(preset: str | None = None, config: str | Path | None = None, **leaves:
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        from raytrain_gpt.runtime import launch, show  # here: seconds of import
+        from raytrain_gpt.tracking.summary import run_end  # here: seconds of import
+        from raytrain_gpt.train import launch
 
     log = _log(resolved)
     summary = launch.train(resolved, log)
-    show.run_end(summary, log)
+    run_end(summary, log)
     return _trained_run(summary)
 
 
 def _trained_run(summary: RunSummary) -> TrainedRun:
-    from raytrain_gpt.runtime.checkpoints import Catalogue
-    from raytrain_gpt.runtime.report import REPORT_FILE
-    from raytrain_gpt.runtime.run_files import read_rows
+    from raytrain_gpt.checkpoint.catalog import Catalog
+    from raytrain_gpt.tracking.report import REPORT_FILE
+    from raytrain_gpt.tracking.run_files import read_rows
 
     assert summary.checkpoint is not None, "a finished run has its last step's checkpoint"
-    rows = read_rows(summary.mirror.work_dir)
+    rows = read_rows(summary.sync.work_dir)
     losses = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
-    best = Catalogue(summary.run_dir).best()
+    best = Catalog(summary.run_dir).best()
     return TrainedRun(
         run_dir=str(summary.run_dir),
         step=summary.step,

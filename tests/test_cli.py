@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from tests.runtime.conftest import command
+from tests.runs import command
 
 
 def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:

@@ -13,11 +13,11 @@ import nbclient
 import nbformat
 import pytest
 
-from raytrain_gpt.config import resolve
+from raytrain_gpt.config.load import resolve
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import ConfigError, TrainingFailed
+from raytrain_gpt.format import eval_line, step_line
 from raytrain_gpt.notebook import Progress, TrainedRun
-from raytrain_gpt.runtime.console import eval_line, step_line
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 SMALL = "num_layers=1, num_heads=1, embd_size=16, num_workers=1, mlflow_uri=None, num_samples=0"
@@ -71,7 +71,7 @@ def test_a_curve_has_the_steps_of_its_metric() -> None:
 def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path, raises_line: Any) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}")
-    assert resolve(None, file, {"seed": 3}).leaves()["run_name"] == "mine"
+    assert resolve(None, file, {"seed": 3}).field_values()["run_name"] == "mine"
     with raises_line(ConfigError, "preset quickstart", str(file)):
         resolve("quickstart", file, {})
 

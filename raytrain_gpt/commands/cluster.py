@@ -9,13 +9,13 @@ from typing import Any
 
 from raytrain_gpt.commands.flags import (
     add_config,
-    add_leaves,
+    add_fields,
     config_of,
     json_flag,
     say,
     train_command,
 )
-from raytrain_gpt.config import micro_batches_per_step
+from raytrain_gpt.config.batch import micro_batches_per_step
 
 
 def add_parsers(commands: Any) -> None:
@@ -35,7 +35,7 @@ def add_parsers(commands: Any) -> None:
     doctor.add_argument(
         "--tokenizer", metavar="NAME", help="also see that `prepare --tokenizer NAME` finds it"
     )
-    add_leaves(doctor)
+    add_fields(doctor)
     json_flag(doctor, _doctor)
 
     node = commands.add_parser(
@@ -76,6 +76,6 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _node(args: argparse.Namespace) -> None:
-    from raytrain_gpt.runtime.node import run_node
+    from raytrain_gpt.cluster.node import run_node
 
     sys.exit(run_node(args.address, args.grace_s, args.flags, say))

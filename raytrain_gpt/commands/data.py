@@ -10,7 +10,7 @@ from raytrain_gpt.commands.flags import json_flag, say
 
 if TYPE_CHECKING:
     from raytrain_gpt.data.shards import Manifest
-    from raytrain_gpt.data.storage import Location
+    from raytrain_gpt.storage.location import Location
 
 
 def add_parsers(commands: Any) -> None:
@@ -90,24 +90,24 @@ def add_parsers(commands: Any) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from raytrain_gpt.data.storage import Location
-    from raytrain_gpt.runtime import show
-    from raytrain_gpt.runtime.launch import prepare_dataset
+    from raytrain_gpt.data.describe import describe_dataset
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.launch import prepare_dataset
 
     out = Location.of(args.out)
     options = {"text_field": args.text_field, "val_fraction": args.val_fraction}
     options |= {"val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens}
     options |= {"dedupe": args.dedupe == "exact", "max_bad_documents": args.max_bad_documents}
     manifest = prepare_dataset(args.sources, out, args.tokenizer, say, **options)
-    show.dataset(out, manifest, say)
+    describe_dataset(out, manifest, say)
     say(_train_line(args.out))
 
 
 def _data(args: argparse.Namespace) -> None:
+    from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.data.shards import read_manifest
-    from raytrain_gpt.data.storage import Location
     from raytrain_gpt.data.verify import check_shard, check_tokenizer
-    from raytrain_gpt.runtime import show
+    from raytrain_gpt.storage.location import Location
 
     directory = Location.of(args.directory)
     manifest = read_manifest(directory)
@@ -121,7 +121,7 @@ def _data(args: argparse.Namespace) -> None:
             if not args.json:
                 say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
         say(f"all {len(manifest.shards)} shards of {directory} are whole")
-    facts = show.dataset(directory, manifest, say)
+    facts = describe_dataset(directory, manifest, say)
     if args.json:
         say(json.dumps(facts | {"verified": args.action == "verify"}))
     else:
@@ -129,8 +129,8 @@ def _data(args: argparse.Namespace) -> None:
 
 
 def _stats(args: argparse.Namespace, directory: Location, manifest: Manifest) -> None:
-    from raytrain_gpt.data.storage import Location
-    from raytrain_gpt.runtime.data_stats import PICTURE_FILE, dataset_stats
+    from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats
+    from raytrain_gpt.storage.location import Location
 
     picture = Location.of(args.png) if args.png else directory / PICTURE_FILE
     facts = dataset_stats(directory, manifest, picture, say)

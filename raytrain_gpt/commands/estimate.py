@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain_gpt.commands.flags import (
     add_config,
-    add_leaves,
+    add_fields,
     config_of,
     json_flag,
     say,
@@ -51,15 +51,15 @@ def add_parsers(commands: Any) -> None:
     )
     for name, kind, metavar, text in numbers:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    add_leaves(parser)
+    add_fields(parser)
     json_flag(parser, _estimate)
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from raytrain_gpt.estimate.answer import Asked, answer, lines
+    from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
 
     config = config_of(args)
-    asked = Asked(
+    asked = EstimateOptions(
         device=args.device,
         probe=args.probe,
         step_time_s=args.step_time_s,

@@ -9,7 +9,8 @@ import typing
 from collections.abc import Collection
 from typing import Any
 
-from raytrain_gpt.config import LEAVES, Config, preset_names, resolve
+from raytrain_gpt.config.load import preset_names, resolve
+from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.redact import redacted
 
 
@@ -35,7 +36,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     base.add_argument("--config", metavar="FILE", help="YAML, in sections as below; may be a URL")
 
 
-def add_leaves(
+def add_fields(
     parser: argparse.ArgumentParser, without: Collection[str] = (), default: str | None = None
 ) -> None:
     """Add a flag for every leaf of the configuration but some.
@@ -46,7 +47,7 @@ def add_leaves(
         default: What holds where a flag is not given; None: the leaf's own default.
     """
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
-    for name, (section, leaf) in LEAVES.items():
+    for name, (section, leaf) in FIELDS.items():
         if name not in without:
             own = json.dumps(leaf.default).strip('"')
             text = f"{leaf.description} (default: {default or own})"
@@ -78,9 +79,9 @@ def _kind(annotation: Any) -> str:
 
 def config_of(args: argparse.Namespace) -> Config:
     """The configuration that the arguments mean."""
-    flags = {name: getattr(args, name) for name in LEAVES if hasattr(args, name)}
+    flags = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
     leaves = {name: None if value == "null" else value for name, value in flags.items()}
-    from raytrain_gpt.runtime.locations import config_on_disk
+    from raytrain_gpt.data.locations import config_on_disk
 
     with config_on_disk(args.config) as file:
         return resolve(args.preset, file, leaves)
@@ -88,7 +89,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def train_command(args: argparse.Namespace) -> str:
     """The `train` command with the configuration that the arguments mean."""
-    names = ["preset", "config", *LEAVES]
+    names = ["preset", "config", *FIELDS]
     given = {name: getattr(args, name, None) for name in names}
     flags = [f"--{name} {shlex.quote(value)}" for name, value in given.items() if value is not None]
     return " ".join(["raytrain-gpt train", *flags])

@@ -53,14 +53,14 @@ def add_parsers(commands: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from raytrain_gpt.runtime.exchange import export_checkpoint
+    from raytrain_gpt.export.huggingface import export_checkpoint
 
     directory = export_checkpoint(args.checkpoint, args.out, args.dtype, say)
     say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
 def _import(args: argparse.Namespace) -> None:
-    from raytrain_gpt.runtime.exchange import import_weights
+    from raytrain_gpt.export.huggingface import import_weights
 
     options = {name: getattr(args, name) for name in ("tokenizer", "num_heads", "seq_len")}
     place, shape = import_weights(args.source, args.out, say, **options)

@@ -23,7 +23,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _runs(args: argparse.Namespace) -> None:
-    from raytrain_gpt.data.storage import Location
-    from raytrain_gpt.runtime import show
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.tracking.runs import runs_command
 
-    show.runs_command(args.action, args.runs, Location.of(args.storage_path), args.json, say)
+    runs_command(args.action, args.runs, Location.of(args.storage_path), args.json, say)

@@ -40,7 +40,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from raytrain_gpt.serve.launch import ServeOptions, serve_checkpoint
+    from raytrain_gpt.serve.server import ServeOptions, serve_checkpoint
 
     names = [field.name for field in dataclasses.fields(ServeOptions)]
     options = ServeOptions(**{name: getattr(args, name) for name in names})

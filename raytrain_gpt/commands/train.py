@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.commands.flags import add_config, add_flag, add_leaves, config_of, say
-from raytrain_gpt.config import DEFAULT_PRESET, LEAVES, micro_batches_per_step
+from raytrain_gpt.commands.flags import add_config, add_fields, add_flag, config_of, say
+from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.load import DEFAULT_PRESET
+from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
@@ -24,7 +26,7 @@ def add_parsers(commands: Any) -> None:
     train.add_argument(
         "--dry_run", action="store_true", help="print the resolved configuration and stop"
     )
-    add_leaves(train)
+    add_fields(train)
     train.set_defaults(command=_train)
 
     tune = commands.add_parser(
@@ -44,7 +46,7 @@ def add_parsers(commands: Any) -> None:
     for name in SWEEP_FLAGS:
         field = Sweep.model_fields[name]
         add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
-    add_leaves(tune, without=DECIDED, default="the file's base")
+    add_fields(tune, without=DECIDED, default="the file's base")
     tune.set_defaults(command=_tune)
 
 
@@ -57,14 +59,14 @@ def _train(args: argparse.Namespace) -> None:
         say(config.to_yaml().rstrip())
         say("next: the same command without --dry_run")
         return
-    from raytrain_gpt.runtime import show
-    from raytrain_gpt.runtime.launch import train
+    from raytrain_gpt.tracking.summary import run_end
+    from raytrain_gpt.train.launch import train
 
-    show.run_end(train(config, say), say)
+    run_end(train(config, say), say)
 
 
 def _tune(args: argparse.Namespace) -> None:
-    names = [*SWEEP_FLAGS, *LEAVES]
+    names = [*SWEEP_FLAGS, *FIELDS]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     flags = {name: value for name, value in given.items() if name not in DECIDED}
     sweep = load_sweep(args.file, flags)
@@ -75,8 +77,8 @@ def _tune(args: argparse.Namespace) -> None:
             say(line)
         say("next: the same command without --dry_run")
         return
-    from raytrain_gpt.runtime.show import next_line
-    from raytrain_gpt.sweep.launch import run_sweep
+    from raytrain_gpt.sweep.tune import run_sweep
+    from raytrain_gpt.tracking.summary import next_line
 
     summary = run_sweep(sweep, goes_on=args.resume, log=say)
     for name in summary.files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_gpt.core.devices import device_of
+from raytrain_gpt.core.gpu_specs import device_of
 from raytrain_gpt.core.model import GPTShape
 
 

@@ -26,6 +26,10 @@ _FP32_BYTES = 4
 _BF16_BYTES = 2
 
 
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 weight and AdamW's two moments: of a checkpoint."""
+
+
 @dataclass(frozen=True)
 class TrainingMemory:
     """Bytes on one device.

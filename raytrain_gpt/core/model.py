@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_gpt.config import Config, padded_vocab_size
+from raytrain_gpt.config.batch import padded_vocab_size
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.activation_checkpointing import run_block
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
@@ -25,7 +27,6 @@ from raytrain_gpt.core.attention import (
 )
 from raytrain_gpt.core.device import dtype_of_matmul
 from raytrain_gpt.core.loss import head_loss
-from raytrain_gpt.core.recompute import run_block
 
 INIT_STD = 0.02
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.parallel import whole
 

@@ -5,7 +5,7 @@
    that autocast would cast them to anyway; embeddings and LayerNorms are gathered in fp32. So
    the arithmetic is that of a model that is not sharded, and only sums over ranks come in another order.
 3. Gradients are summed in fp32, and each rank updates its shards.
-4. `whole` is a sharded tensor in one piece again, and `lent_weights` a model to evaluate.
+4. `whole` is a sharded tensor in one piece again, and `gathered_weights` a model to evaluate.
 
 torch's sharding takes more than a second to import, so that is done where it is used.
 """
@@ -88,7 +88,7 @@ def whole(tensor: Tensor) -> Tensor:
     return in_one_piece
 
 
-def dealt_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor on the device of a parameter of its shape; of a sharded one, this rank's shard."""
     if not hasattr(parameter, "full_tensor"):
         return tensor.to(parameter.device)
@@ -103,7 +103,7 @@ def dealt_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def model_to_evaluate(model: GPT) -> GPT:
-    """The model itself, or if it is sharded another one, without memory until `lent_weights`.
+    """The model itself, or if it is sharded another one, without memory until `gathered_weights`.
 
     A forward pass of a sharded model is a collective. In an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
@@ -115,7 +115,7 @@ def model_to_evaluate(model: GPT) -> GPT:
 
 
 @contextlib.contextmanager
-def lent_weights(model: GPT, to: GPT) -> Iterator[None]:
+def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
     """Give the model to evaluate its weights, whole, for as long as the context lasts.
 
     All ranks enter together. It takes the memory of the whole model in fp32 on each of them.

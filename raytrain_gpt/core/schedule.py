@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:

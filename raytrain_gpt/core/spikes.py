@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from raytrain_gpt.config import SpikesSection
+from raytrain_gpt.config.schema import SpikesSection
 
 _LEAST_DEVIATION = 0.01
 """Of the mean: where values hardly vary, a small step up is no spike."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.core.parallel import dealt_like, whole
+from raytrain_gpt.core.parallel import shard_like, whole
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -144,7 +144,7 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
             if key == "step":
                 states[name][key] = tensor.to(parameter.device)
             elif tensor.shape == parameter.shape:
-                states[name][key] = dealt_like(tensor, parameter)
+                states[name][key] = shard_like(tensor, parameter)
             else:
                 raise CheckpointError(
                     f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, the model "

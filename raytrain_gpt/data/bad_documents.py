@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.web_files import without_query
 
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT = 100

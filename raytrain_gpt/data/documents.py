@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.storage import RETRY_FOR_S, Location
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import RETRY_FOR_S, Location
 
 STDLIB = "stdlib"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

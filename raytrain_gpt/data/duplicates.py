@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import Document, Piece
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 
 PART_HASHES = 2**23
 """Hashes compared at a time; that takes about 70 bytes each, 0.6 GB."""

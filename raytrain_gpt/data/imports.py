@@ -21,8 +21,8 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import Piece
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location
 
 COLUMNS = ("input_ids", "tokens")
 HEADER_BYTES = 1024

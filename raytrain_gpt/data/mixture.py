@@ -22,9 +22,9 @@ from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.order import Ids, Order
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import Manifest, Split, read_manifest
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.storage.location import Location
 
 BatchOrder = Order | MixedOrder
 
@@ -259,3 +259,16 @@ def check_val_split(mixture: Mixture, seq_len: int) -> None:
                 f"the val split of {part.directory} has {part.manifest.split_tokens('val')} tokens, too few "
                 f"for one sequence of {seq_len}; prepare with a larger val_fraction or set a smaller seq_len"
             )
+
+
+def check_vocabulary(data: Mixture, other_hash: str, other: str) -> None:
+    """Compare the data's tokenizer with a model's.
+
+    Raises:
+        DataError: they differ.
+    """
+    if data.vocab_hash != other_hash:
+        raise DataError(
+            f"the data's tokenizer ({data.tokenizer}, vocabulary hash {data.vocab_hash[:12]}) "
+            f"is not that of {other} ({other_hash[:12]}); prepare the data with the same tokenizer"
+        )

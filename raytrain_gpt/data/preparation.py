@@ -20,7 +20,7 @@ from typing import Any, Literal
 import tiktoken
 
 from raytrain_gpt.data.bad_documents import BAD_FILE, BadDocuments
-from raytrain_gpt.data.plan import Plan
+from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -31,9 +31,9 @@ from raytrain_gpt.data.shards import (
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, Place
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.order import Ids
-from raytrain_gpt.data.row_group_cache import RowGroupCache
 from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
-from raytrain_gpt.data.storage import Location, Place, cache_directory
 from raytrain_gpt.data.tokenizer import Tokens
+from raytrain_gpt.storage.location import Location, Place, cache_directory
+from raytrain_gpt.storage.row_group_cache import RowGroupCache
 
 READ_THREADS = 16
 """Requests to an object store at a time."""

@@ -27,11 +27,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raytrain_gpt.data.row_group_cache import RowGroupCache
-from raytrain_gpt.data.storage import Location, Place, force_to_disk
-from raytrain_gpt.data.stored_shards import stored_shard
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, Place, force_to_disk
+from raytrain_gpt.storage.row_group_cache import RowGroupCache
+from raytrain_gpt.storage.stored_parquet import stored_shard
 
 FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, Piece, stdlib_root
 from raytrain_gpt.data.imports import IdFile, id_column, read_layout
-from raytrain_gpt.data.storage import Location, is_url
-from raytrain_gpt.data.web_files import without_query
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.storage.web_files import without_query
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin", ".npy")

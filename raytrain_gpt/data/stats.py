@@ -16,8 +16,8 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
-from raytrain_gpt.data.storage import Place
 from raytrain_gpt.data.tokenizer import Tokens, text_of, token_bytes
+from raytrain_gpt.storage.location import Place
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 MOST_FREQUENT = 20

@@ -22,7 +22,6 @@ from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, find_duplicates, hash_texts
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.plan import Plan, make_plan
 from raytrain_gpt.data.preparation import (
     finish,
     hashes_file,
@@ -30,8 +29,8 @@ from raytrain_gpt.data.preparation import (
     start,
     write_result,
 )
+from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import SPLITS, Manifest, ShardWriter, Split
-from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import (
     encode_document,
     load_tokenizer,
@@ -39,7 +38,8 @@ from raytrain_gpt.data.tokenizer import (
     token_bytes,
     token_dtype,
 )
-from raytrain_gpt.data.web_files import without_query
+from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.web_files import without_query
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:

@@ -16,8 +16,8 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, Place
 
 EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"

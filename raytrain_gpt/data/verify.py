@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, mending, one_line, read_row_group
-from raytrain_gpt.data.storage import Location, Place
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, Place
 
 CHECK_THREADS = 16
 """Shards of an object store that are looked at together; each takes three requests."""

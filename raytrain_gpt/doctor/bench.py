@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     autocast_of,
     resolve_precision,
@@ -28,9 +28,9 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.doctor.check import Check, passed
-from raytrain_gpt.runtime.console import duration, size
-from raytrain_gpt.runtime.feed import RankChunk, TrainFeed
-from raytrain_gpt.runtime.model import prepare_model
+from raytrain_gpt.format import duration, size
+from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
+from raytrain_gpt.train.model_setup import prepare_model
 
 BENCH_S = 10.0
 """What is timed takes about this long, if its fewest steps do not take longer."""

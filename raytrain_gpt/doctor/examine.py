@@ -18,24 +18,25 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import data_is_there, data_of, location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.doctor import driver, node_checks, rank_checks
+from raytrain_gpt.doctor import driver_checks, node_checks, rank_checks
 from raytrain_gpt.doctor.bench import Forecast, forecast, forecast_check
 from raytrain_gpt.doctor.check import Check, failed, passed, skipped
-from raytrain_gpt.doctor.head import ask_head, given_address, judge_head, judge_token
-from raytrain_gpt.doctor.nodes import Errand, NodeFacts, ask_nodes, local_versions
-from raytrain_gpt.doctor.ranks import NUM_BATCHES, GroupFacts, ask_ranks
+from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, judge_token
+from raytrain_gpt.doctor.node_probe import NodeFacts, NodeProbe, ask_nodes, local_versions
+from raytrain_gpt.doctor.rank_probe import NUM_BATCHES, GroupFacts, ask_ranks
 from raytrain_gpt.errors import ClusterError, ConfigError, RaytrainGptError
-from raytrain_gpt.runtime import cluster, preflight
-from raytrain_gpt.runtime.autofit import fit_memory
-from raytrain_gpt.runtime.console import amount
-from raytrain_gpt.runtime.failures import root_cause, user_error_in
-from raytrain_gpt.runtime.ingest import IngestSpec
-from raytrain_gpt.runtime.launch import DEFAULT_DATA
-from raytrain_gpt.runtime.locations import data_is_there, data_of, location
-from raytrain_gpt.runtime.signals import StopSignals
+from raytrain_gpt.format import amount
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.auto_memory import fit_memory
+from raytrain_gpt.train.launch import DEFAULT_DATA
 
 RETRY_FOR_S = 10.0
 """An object store out of reach is a finding, not something to wait for."""
@@ -124,7 +125,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     return found
 
 
-def _connect(config: Config, found: Examination) -> cluster.Resources | None:
+def _connect(config: Config, found: Examination) -> ray_cluster.Resources | None:
     """Join the cluster, None where that is not possible."""
     address = given_address()
     wrong = None if address is None else judge_head(ask_head(address))
@@ -132,7 +133,7 @@ def _connect(config: Config, found: Examination) -> cluster.Resources | None:
         found.add(wrong)
         return None
     try:
-        resources = cluster.connect(cluster.cpus_to_start(config))
+        resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
         what = str(error) if isinstance(error, ClusterError) else root_cause(error)
         found.add(failed("cluster", f"{what}; run the doctor on a node of the cluster"))
@@ -149,19 +150,19 @@ def _connect(config: Config, found: Examination) -> cluster.Resources | None:
 
 
 def _fit(
-    config: Config, resources: cluster.Resources, found: Examination
+    config: Config, resources: ray_cluster.Resources, found: Examination
 ) -> tuple[Config, int] | None:
     try:
-        config, world_size = cluster.fit_to_cluster(config, resources)
+        config, world_size = ray_cluster.fit_to_cluster(config, resources)
     except (ClusterError, ConfigError) as error:
         found.add(failed("workers", str(error)))
         return None
     c = config.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    beside = ", and one more for evaluation beside them," if cluster.evaluators(config) else ""
-    fit = f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{beside} fit the cluster"
+    one_more = ", and one more for async evaluation," if ray_cluster.evaluators(config) else ""
+    fit = f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
     found.add(passed("workers", fit))
-    return cluster.fit_micro_batch(config, world_size), world_size
+    return ray_cluster.fit_micro_batch(config, world_size), world_size
 
 
 def _look_at_data(config: Config, is_default: bool) -> tuple[Mixture | None, Check]:
@@ -188,7 +189,7 @@ def _look_at_nodes(
     storage, text = location(config, config.run.storage_path), uuid.uuid4().hex
     with _own_directory(storage) as (directory, driver_error):
         written = None if driver_error else directory / "driver"
-        errand = Errand(
+        errand = NodeProbe(
             written=written,
             text=text,
             data=data,
@@ -236,19 +237,19 @@ def _own_directory(storage: Location) -> Iterator[tuple[Location, str]]:
 def _look_from_here(config: Config, data: Mixture | None, tokenizer: str | None) -> list[Check]:
     checks = []
     if tokenizer is not None:
-        checks.append(driver.check_named_tokenizer(tokenizer))
+        checks.append(driver_checks.check_named_tokenizer(tokenizer))
     elif data is not None:
         checks.append(passed("tokenizer", f"the data carries its own, {data.tokenizer}"))
     else:
         checks.append(skipped("tokenizer", "no data, and no --tokenizer NAME for prepare"))
-    checks.append(driver.check_tracking(config))
+    checks.append(driver_checks.check_tracking(config))
     storage = location(config, config.run.storage_path)
     if data is None:
         checks.append(skipped("disk", "without data the model's size is not known"))
     elif storage.is_local and not storage.exists():
         checks.append(skipped("disk", "there is no storage_path"))
     else:
-        checks.append(driver.check_disk(config, storage, data.vocab_size))
+        checks.append(driver_checks.check_disk(config, storage, data.vocab_size))
     return checks
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from raytrain_gpt.cluster.shared_storage import RAY_FILES_BYTES
 from raytrain_gpt.doctor.check import Check, failed, passed
-from raytrain_gpt.doctor.nodes import NodeFacts
-from raytrain_gpt.runtime.console import size
-from raytrain_gpt.runtime.shared_storage import RAY_FILES_BYTES
+from raytrain_gpt.doctor.node_probe import NodeFacts
+from raytrain_gpt.format import size
 
 MAX_CLOCK_SKEW_S = 1.0
 """With NTP clocks differ by milliseconds, so a second means that it does not run. Rows of a run are in the

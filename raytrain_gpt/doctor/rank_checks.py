@@ -9,8 +9,8 @@ import numpy as np
 
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.check import Check, failed, passed
-from raytrain_gpt.doctor.ranks import AllReduceFacts, DeviceFacts, RankIds
-from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, RankIds
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
 SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9, ("nccl", 2): 1e9}
 """(backend, 1 node or 2 for more) -> what a rank's link must carry, by the links that it may be:

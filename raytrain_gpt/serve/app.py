@@ -24,7 +24,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.serve.answer import Answer, encoded
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
 from raytrain_gpt.serve.protocol import (
     MAX_BODY_BYTES,
@@ -32,6 +31,7 @@ from raytrain_gpt.serve.protocol import (
     CompletionRequest,
     parse_request,
 )
+from raytrain_gpt.serve.response import Answer, encoded
 
 KEY_VARIABLE = "RAYTRAIN_GPT_API_KEY"
 RETRY_AFTER_S = 1

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpoint
+from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.runtime.checkpoints import Catalogue, Checkpoint, resolve_checkpoint
-from raytrain_gpt.runtime.failures import root_cause, user_error_in
+from raytrain_gpt.storage.location import Location
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 
@@ -45,7 +45,7 @@ def first_usable(
     Raises:
         CheckpointError: there is none, or all are damaged.
     """
-    for checkpoint in by_preference(Catalogue(run_dir).complete()):
+    for checkpoint in by_preference(Catalog(run_dir).complete()):
         try:
             return use(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -97,7 +97,7 @@ class Follower:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalogue = Catalogue(run_dir)
+        self._catalogue = Catalog(run_dir)
         self._replicas, self._say, self._clock = replicas, say, clock
         self._announced = self._verified = served
         self._refusals: dict[str, _Refusal] = {}

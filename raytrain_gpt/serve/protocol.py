@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from raytrain_gpt.config import suggestion
+from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.core.generate import SamplingOptions
 
 MAX_BODY_BYTES = 1 << 20

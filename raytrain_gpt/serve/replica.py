@@ -9,13 +9,13 @@ import time
 from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Checkpoint
-from raytrain_gpt.runtime.failures import root_cause, user_error_in
-from raytrain_gpt.runtime.use import open_checkpoint
+from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.serve.app import Limits, build_app
 from raytrain_gpt.serve.engine import Engine, Weights
 from raytrain_gpt.serve.follow import first_usable
+from raytrain_gpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 

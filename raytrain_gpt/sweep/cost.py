@@ -8,26 +8,26 @@ import time
 
 import torch
 
-from raytrain_gpt.config import Config
-from raytrain_gpt.core.autofit import USABLE_FRACTION
+from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.memory_fit import USABLE_FRACTION
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.runtime.autofit import counted_config
-from raytrain_gpt.runtime.cluster import DATA_CPUS
-from raytrain_gpt.runtime.console import amount, duration
-from raytrain_gpt.runtime.launch import DEFAULT_DATA
-from raytrain_gpt.runtime.locations import data_is_there, data_of
-from raytrain_gpt.sweep.plan import (
+from raytrain_gpt.format import amount, duration
+from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
+from raytrain_gpt.sweep.results import plan_table
+from raytrain_gpt.sweep.spec import Asha, Sweep
+from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
     num_trials,
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
-from raytrain_gpt.sweep.results import plan_table
-from raytrain_gpt.sweep.spec import Asha, Sweep
+from raytrain_gpt.train.auto_memory import counted_config
+from raytrain_gpt.train.launch import DEFAULT_DATA
 
 GPT2_VOCAB_SIZE = 50257
 PROBE_S = 5.0

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raytrain_gpt.config import LEAVES
-from raytrain_gpt.runtime.console import amount
+from raytrain_gpt.config.schema import FIELDS
+from raytrain_gpt.format import amount
 from raytrain_gpt.sweep.trials import Trial, value_text
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def objective_label(objective: str, at_tokens: int | None = None) -> str:
 
 def leaf_label(leaf: str) -> str:
     """Name and meaning of a leaf for an axis; the meaning has the unit."""
-    description = LEAVES[leaf][1].description if leaf in LEAVES else None
+    description = FIELDS[leaf][1].description if leaf in FIELDS else None
     meaning = re.split(r"[.;:,](?:\s|$)", description or "")[0]
     return f"{leaf}\n({meaning[:1].lower()}{meaning[1:]})" if meaning else leaf
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.trials import State, Trial
 
 HISTORY_FILE = "sweep.jsonl"

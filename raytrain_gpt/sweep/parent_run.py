@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 
 PARENT_FILE = "mlflow.json"
 _PARENT_TAG = "mlflow.parentRunId"

@@ -6,11 +6,11 @@ import os
 
 import torch
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.cluster.ray_cluster import DATA_CPUS, Resources
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.runtime.cluster import DATA_CPUS, Resources
-from raytrain_gpt.sweep.plan import num_trials
 from raytrain_gpt.sweep.spec import Pbt, Sweep
+from raytrain_gpt.sweep.trial_plan import num_trials
 
 
 def one_worker_for_auto(config: Config) -> Config:

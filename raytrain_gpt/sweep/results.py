@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_gpt.config import Config
-from raytrain_gpt.runtime.console import amount, duration
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.format import amount, duration
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_gpt.config import leaf_section, nearest_multiples
+from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.config.schema import field_section
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
 
@@ -27,7 +28,7 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
                 f"{name} has a value in overrides ({overrides[name]}) and a domain in the space; "
                 "leave out one of them"
             )
-        if leaf_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES:
+        if field_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES:
             raise ConfigError(f"{name} is the same in all trials; set it in overrides")
         if name in ("global_batch_tokens", "seq_len") and not isinstance(domain, Grid | Choice):
             raise ConfigError(

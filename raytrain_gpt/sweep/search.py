@@ -14,26 +14,26 @@ import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
-from raytrain_gpt.config import Config
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
-from raytrain_gpt.runtime.cluster import DATA_CPUS
-from raytrain_gpt.runtime.failures import user_error_in
-from raytrain_gpt.runtime.lease import Lease
-from raytrain_gpt.runtime.signals import StopSignals
-from raytrain_gpt.runtime.supervisor import TrainLoop
-from raytrain_gpt.runtime.trackers import mlflow_store
+from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.parent_run import ParentRun
-from raytrain_gpt.sweep.plan import num_trials, planned_trials, tied_values, trial_config
 from raytrain_gpt.sweep.plots import sweep_plots
 from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, no_scheduler, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import Bell, SweepPart, TrialActor
+from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepPart, TrialActor
+from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
 from raytrain_gpt.sweep.watch import Stopped, Watch
+from raytrain_gpt.tracking.trackers import mlflow_store
+from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
 TUNE_DIR = "tune"
@@ -141,7 +141,7 @@ class Search:
             f"{self._sweep.budget_tokens:,} tokens to run, {at_once} at once, each "
             f"{trial_cpus(self._fitted)} CPUs, {DATA_CPUS} of them for data"
         )
-        bell: Any = Bell.remote()  # type: ignore[attr-defined]
+        bell: Any = ShutdownBarrier.remote()  # type: ignore[attr-defined]
         part = SweepPart(
             sweep=self._sweep,
             base=self._fitted,
@@ -294,7 +294,7 @@ class Search:
 
     def _for_one_run(self) -> Values:
         """Leaves that a sweep sets for its own sake, as they are without one."""
-        given = self._sweep.base.load().leaves() | self._sweep.overrides
+        given = self._sweep.base.load().field_values() | self._sweep.overrides
         return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}
 
 

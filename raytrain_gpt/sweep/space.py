@@ -26,7 +26,7 @@ from typing import Annotated, Any, cast
 import simpleeval  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from raytrain_gpt.config import LEAVES, leaf_section, suggestion
+from raytrain_gpt.config.schema import FIELDS, field_section, suggestion
 from raytrain_gpt.errors import ConfigError
 
 
@@ -203,8 +203,8 @@ def leaf_value(name: str, raw: Any) -> Any:
     Raises:
         ConfigError: no leaf has this name, or it cannot have this value.
     """
-    leaf_section(name)
-    leaf = LEAVES[name][1]
+    field_section(name)
+    leaf = FIELDS[name][1]
     kind = cast(Any, Annotated[leaf.annotation, leaf])
     try:
         return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(raw)
@@ -220,7 +220,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
         ConfigError: no leaf has this name, there is no such kind of domain, or the leaf cannot have
             its values.
     """
-    leaf_section(name)
+    field_section(name)
     if isinstance(raw, Domain):
         return raw
     kinds = ", ".join(KINDS)
@@ -251,10 +251,10 @@ def _expression(name: str, argument: Any) -> Expression:
     if number_type(name) is None:
         raise ConfigError(f"{name} is no number, so it has no expression; use grid or choice")
     for used in sorted(expression.names):
-        if used not in LEAVES and used != "budget_tokens":
+        if used not in FIELDS and used != "budget_tokens":
             raise ConfigError(
                 f"expression of {name} uses {used}, which is no configuration key"
-                f"{suggestion(used, [*LEAVES, 'budget_tokens'])}"
+                f"{suggestion(used, [*FIELDS, 'budget_tokens'])}"
             )
     return expression
 
@@ -278,7 +278,7 @@ def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
 
 def number_type(name: str) -> type[int] | type[float] | None:
     """int or float if the leaf can be such a number, else None."""
-    annotation = LEAVES[name][1].annotation
+    annotation = FIELDS[name][1].annotation
     types = typing.get_args(annotation) or (annotation,)
     return int if int in types else float if float in types else None
 

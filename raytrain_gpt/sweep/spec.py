@@ -21,14 +21,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config import (
-    LEAVES,
-    Config,
-    load_config_file,
-    load_preset,
-    read_yaml,
-    suggestion,
-)
+from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
+from raytrain_gpt.config.schema import FIELDS, Config, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import (
     check_mutations,
@@ -215,8 +209,8 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
     for name, text in flags.items():
         fields = raw if name in SWEEP_FLAGS else raw.setdefault("overrides", {})
-        if name not in SWEEP_FLAGS and name not in LEAVES:
-            hint = suggestion(name, [*SWEEP_FLAGS, *LEAVES])
+        if name not in SWEEP_FLAGS and name not in FIELDS:
+            hint = suggestion(name, [*SWEEP_FLAGS, *FIELDS])
             raise ConfigError(f"unknown configuration key {name} on the command line{hint}")
         if isinstance(fields, dict):
             fields[name] = None if text == "null" else text
@@ -237,7 +231,7 @@ def _line(error: ValidationError, path: Path) -> str:
         fields |= part.model_fields
     name = next((key for key in reversed(first["loc"]) if isinstance(key, str)), "a key")
     if first["type"] == "extra_forbidden":
-        hint = "; it belongs below overrides or space" if name in LEAVES else ""
+        hint = "; it belongs below overrides or space" if name in FIELDS else ""
         return f"unknown key {name} in {path}{hint or suggestion(name, fields)}"
     hint = f" ({fields[name].description})" if name in fields else ""
     if first["type"] == "missing":

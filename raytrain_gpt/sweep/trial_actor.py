@@ -26,17 +26,17 @@ from typing import Any
 import ray
 from ray import tune
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.errors import Interrupted, TrainingFailed
-from raytrain_gpt.runtime import cluster
-from raytrain_gpt.runtime.checkpoints import Catalogue, read_checkpoint
-from raytrain_gpt.runtime.locations import location, run_location
-from raytrain_gpt.runtime.mirror import Mirror
-from raytrain_gpt.runtime.run_files import Row, merge_rows, read_rows
-from raytrain_gpt.runtime.signals import StopSignals
-from raytrain_gpt.runtime.supervisor import Run, TrainLoop, TrialPart
-from raytrain_gpt.sweep.plan import tied_values, trial_config
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
+from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialPart
 
 LEAVE_WITHIN_S = 120.0
 """How long a run may take to save and leave; then Ray Tune ends its processes."""
@@ -55,7 +55,7 @@ class SweepPart:
         sweep: The sweep's file.
         base: Configuration of all trials, every `auto` decided and every path absolute.
         mlflow_tags: Of every trial's MLflow run.
-        bell: Handle of the sweep's `Bell`.
+        bell: Handle of the sweep's `ShutdownBarrier`.
         begun: Name -> where a trial of before stands: its newest report's tokens and, if it belongs to
             another run than the trial's first one, the checkpoint it goes on from.
         train_loop: What every worker runs.
@@ -70,7 +70,7 @@ class SweepPart:
 
 
 @ray.remote(num_cpus=0, max_concurrency=10_000)
-class Bell:
+class ShutdownBarrier:
     """Rung when the sweep is to stop; knows which runs have not left yet."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class TrialRun:
         self._all_tokens = config.train.max_steps * self._batch_tokens
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "nothing is left of a trial that has ended"
-        self._mirror = Mirror(self.run_dir)
+        self._mirror = RunSync(self.run_dir)
         self._signals = StopSignals("")
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
         self._may_go_on = threading.Semaphore(0)
@@ -177,7 +177,7 @@ class TrialRun:
     def pointer(self) -> str:
         """URL of the checkpoint of the newest report."""
         step = self._reported_tokens // self._batch_tokens
-        found = [c for c in Catalogue(self.run_dir).complete() if c.state.step == step]
+        found = [c for c in Catalog(self.run_dir).complete() if c.state.step == step]
         if not found:
             raise TrainingFailed(f"{self.run_dir} has no checkpoint of step {step}")
         return str(found[0].path)
@@ -227,7 +227,7 @@ class TrialRun:
 
     def _kept_rows(self) -> list[Row]:
         """Rows up to the newest checkpoint: what the run will not do again."""
-        complete = Catalogue(self.run_dir).complete()
+        complete = Catalog(self.run_dir).complete()
         if not complete:
             return []
         saved = [row for checkpoint in complete for row in checkpoint.rows()]
@@ -284,7 +284,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._leave(self._run)
 
     def _begin(self) -> TrialRun:
-        cluster.connect(num_cpus_needed=0)
+        ray_cluster.connect(num_cpus_needed=0)
         part = self._part
         config = trial_config(part.sweep, part.base, self._values)
         self._tied_values = tied_values(part.sweep, self._values, config)

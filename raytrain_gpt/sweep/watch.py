@@ -13,9 +13,9 @@ import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
+from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.runtime.failures import root_cause
-from raytrain_gpt.runtime.lease import Lease
+from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.results import progress_table
 from raytrain_gpt.sweep.spec import Sweep

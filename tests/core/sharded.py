@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.device import autocast_of, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import lent_weights, model_to_evaluate, shard, whole
+from raytrain_gpt.core.parallel import gathered_weights, model_to_evaluate, shard, whole
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
@@ -149,7 +149,7 @@ class Trained:
     def evaluated(self) -> list[float]:
         """Losses of batches, of which the first rank has most; and a greedy token of rank 0 alone."""
         model = model_to_evaluate(self.raw_model)
-        with lent_weights(self.raw_model, model), torch.no_grad(), self.autocast():
+        with gathered_weights(self.raw_model, model), torch.no_grad(), self.autocast():
             model.eval()
             batches = [batch_of(n, 0) for n in range(3 if self.rank == 0 else self.rank - 1)]
             losses = [float(model(*batch)) for batch in batches]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import attention
 from raytrain_gpt.core.attention import (
     block_sparse_attention,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.loop import (
     MicroBatch,
     StepResult,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config import Config
-from raytrain_gpt.core.evaluate import evaluation_sums
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.evaluate.validation_loss import evaluation_sums
 
 SIZES = {
     "124M": ((12, 12, 768), 124_439_808),

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded import (
+from torch import Tensor
+
+from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+from tests.core.sharded import (
     BAD_STEP,
     CASES,
     SHAPE,
@@ -18,12 +24,6 @@ from sharded import (
     in_ranks,
     train_all_cases,
 )
-from torch import Tensor
-
-from raytrain_gpt.config import OptimSection
-from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 
 pytestmark = pytest.mark.models
 

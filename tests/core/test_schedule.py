@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.schedule import learning_rate
 
 PUBLISHED = OptimSection(peak_lr=6e-4, min_lr=6e-5, warmup_steps=715)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import documents, files, write_damaged_parquet
 
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
-from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import documents, files, write_damaged_parquet
 
 BAD_LINES = {
     "no JSON": b'{"text": "cut o',
@@ -34,8 +34,8 @@ BAD_LINES = {
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even little text makes several tasks of several pieces."""
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 3000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 3000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def good_line(i: int) -> bytes:

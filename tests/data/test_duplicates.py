@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_tools import all_tokens, documents, files, write_jsonl, write_parquet
 
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
-from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import duplicates, hash_task, prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import all_tokens, documents, files, write_jsonl, write_parquet
 
 TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
 """About 200 texts, half of them more than once."""
@@ -30,8 +30,8 @@ TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 25
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even little text makes several tasks of several pieces."""
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 3000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 3000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def first_of_each(texts: list[str]) -> list[bytes]:

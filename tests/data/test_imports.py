@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import all_tokens, documents, files, write_jsonl
 
 from raytrain_gpt.data import imports, sources
-from raytrain_gpt.data.plan import make_plan
 from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
@@ -22,6 +21,7 @@ from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import all_tokens, documents, files, write_jsonl
 
 EOT = 256
 """Of the tokenizer `bytes`."""
@@ -105,8 +105,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_ID_PIECE_TOKENS", 512)
     monkeypatch.setattr(imports, "_CHUNK_IDS", 200)
     monkeypatch.setattr(imports, "_CHUNK_ROWS", 2)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def as_read(directory: Path, manifest: Manifest) -> list[int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_tools import write_dataset
 
 from raytrain_gpt.data.mixture import (
     Mixture,
@@ -19,8 +18,9 @@ from raytrain_gpt.data.mixture import (
 )
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import write_manifest
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import write_dataset
 
 TRAIN = {"web": [700, 33], "code": [500], "books": [300, 90]}
 VAL = {"web": [200], "code": [90], "books": [60]}

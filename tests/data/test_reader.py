@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import write_dataset
 
 from raytrain_gpt.data.order import Order
 from raytrain_gpt.data.reader import READ_AHEAD, READ_THREADS, _ahead, read_sequences
 from raytrain_gpt.data.shards import Manifest, Shard, Split
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import write_dataset
 
 
 def plain_sequences(

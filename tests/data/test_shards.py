@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import files, write_dataset
 
 from raytrain_gpt.data.shards import (
     MANIFEST_FILE,
@@ -19,6 +18,7 @@ from raytrain_gpt.data.shards import (
     read_row_group,
 )
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import files, write_dataset
 
 
 @pytest.mark.parametrize("vocab_size", [257, 2**16, 2**16 + 1, 200_019])

@@ -10,19 +10,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import (
-    TEXTS,
-    made_text,
-    write_damaged_parquet,
-    write_jsonl,
-    write_parquet,
-)
 
 from raytrain_gpt.data import documents, sources
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import (
+    TEXTS,
+    made_text,
+    write_damaged_parquet,
+    write_jsonl,
+    write_parquet,
+)
 
 MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
 

@@ -13,7 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shard_tools import (
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.preparation import done_tasks, finish, start
+from raytrain_gpt.data.prepare_plan import Plan, make_plan
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
+from raytrain_gpt.data.verify import check_shard
+from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import (
     TEXTS,
     all_tokens,
     documents,
@@ -23,17 +34,6 @@ from shard_tools import (
     write_parquet,
 )
 
-from raytrain_gpt.data import sources
-from raytrain_gpt.data.documents import read_documents
-from raytrain_gpt.data.plan import Plan, make_plan
-from raytrain_gpt.data.preparation import done_tasks, finish, start
-from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
-from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here, run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
-from raytrain_gpt.data.verify import check_shard
-from raytrain_gpt.errors import DataError
-
 MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 
 
@@ -41,8 +41,8 @@ MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even little text makes several tasks of several pieces."""
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr("raytrain_gpt.data.plan.MIN_TASKS", 1000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 6000)
+    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from shard_tools import TEXTS, made_text
 
 from raytrain_gpt.data.tokenizer import (
     EOT,
@@ -22,6 +21,7 @@ from raytrain_gpt.data.tokenizer import (
     vocab_hash,
 )
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import TEXTS, made_text
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_tools import all_tokens, write_dataset
 
 from raytrain_gpt.data.shards import Manifest, Shard, read_row_group, write_manifest
 from raytrain_gpt.data.verify import check_shard, check_shards
 from raytrain_gpt.errors import DataError
+from tests.data.shard_tools import all_tokens, write_dataset
 
 
 def put_in_place(path: Path, table: pa.Table, statistics: bool = True) -> None:

@@ -12,16 +12,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from tests.faults.test_leaving import Head
-from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
-    command,
-    dataset,
-    flags,
-    make_config,
-    run_cli,
-    storage,
-)
+from tests.runs import command, flags
 
 WITHIN_S = 150
 

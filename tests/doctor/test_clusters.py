@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
 from tests.faults.test_leaving import RAY, Head

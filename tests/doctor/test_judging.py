@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import ray
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import read_mixture
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.doctor import driver, node_checks
+from raytrain_gpt.doctor import driver_checks, node_checks
 from raytrain_gpt.doctor.bench import (
     BENCH_S,
     BenchFacts,
@@ -26,11 +25,12 @@ from raytrain_gpt.doctor.bench import (
     whole_step_s,
 )
 from raytrain_gpt.doctor.check import Check
-from raytrain_gpt.doctor.head import HeadFacts, ask_head, judge_head, judge_token
-from raytrain_gpt.doctor.nodes import Errand, NodeFacts, _data_error, local_versions
+from raytrain_gpt.doctor.head_probe import HeadFacts, ask_head, judge_head, judge_token
+from raytrain_gpt.doctor.node_probe import NodeFacts, NodeProbe, _data_error, local_versions
 from raytrain_gpt.doctor.rank_checks import judge_all_reduce, judge_devices, judge_sequences
-from raytrain_gpt.doctor.ranks import AllReduceFacts, DeviceFacts, RankIds
-from raytrain_gpt.runtime.ingest import IngestSpec
+from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, RankIds
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.storage.location import Location
 
 VERSIONS = {
     "Python": "3.11.9",
@@ -190,7 +190,7 @@ def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) 
     other = tmp_path / "other"
     shutil.copytree(dataset, other)
     parts = [(Location.of(path), Fraction(1, 2)) for path in (dataset, other)]
-    errand = Errand(written=None, text="", data=read_mixture(parts), seq_len=32)
+    errand = NodeProbe(written=None, text="", data=read_mixture(parts), seq_len=32)
     assert _data_error(errand) == ""
     for shard in other.glob("train-*.parquet"):
         shard.unlink()
@@ -275,9 +275,9 @@ def test_a_firewall_that_drops_what_fetches_a_tokenizer(
 ) -> None:
     """A server that takes connections and never says anything."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(driver, "FETCH_WITHIN_S", 0.5)
+        monkeypatch.setattr(driver_checks, "FETCH_WITHIN_S", 0.5)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        check = driver.check_named_tokenizer("p50k_base")
+        check = driver_checks.check_named_tokenizer("p50k_base")
     fails(check, "tokenizer", "p50k_base", "not there within 0.5 s", "TIKTOKEN_CACHE_DIR")
-    passes(driver.check_named_tokenizer("bytes"))
+    passes(driver_checks.check_named_tokenizer("bytes"))

@@ -19,15 +19,15 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.config import OptimSection
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import load_model, load_optimizer
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Catalogue, CheckpointState
-from raytrain_gpt.runtime.ranks import Ranks
-from raytrain_gpt.runtime.saver import Saver
+from raytrain_gpt.storage.location import Location
 
 EVERY_STEPS = 4
 KEEP = 2
@@ -58,11 +58,11 @@ def main() -> None:
             rank=args.rank,
             world_size=args.world_size,
         )
-    ranks = Ranks(args.rank, args.world_size)
-    catalogue = Catalogue(Location.of(args.run_dir))
-    first_step = go_on(catalogue, ranks, model, optimizer)
+    ranks = Collectives(args.rank, args.world_size)
+    catalog = Catalog(Location.of(args.run_dir))
+    first_step = go_on(catalog, ranks, model, optimizer)
     say(f"from step={first_step}")
-    saver = Saver(catalogue, args.mark, ranks, model, optimizer, KEEP)
+    saver = CheckpointWriter(catalog, args.mark, ranks, model, optimizer, KEEP)
     for result in train_steps(
         model,
         optimizer,
@@ -93,12 +93,12 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def go_on(catalogue: Catalogue, ranks: Ranks, model: GPT, optimizer: torch.optim.AdamW) -> int:
+def go_on(catalog: Catalog, ranks: Collectives, model: GPT, optimizer: torch.optim.AdamW) -> int:
     """Load the newest good checkpoint, the same on all ranks: its step, 0 without one."""
     newest = None
     if ranks.rank == 0:
-        newest = catalogue.newest_good(lambda line: say(line))
-        catalogue.clean(good_until=newest.state.step if newest else 0)
+        newest = catalog.newest_good(lambda line: say(line))
+        catalog.clean(good_until=newest.state.step if newest else 0)
     newest = ranks.gathered(newest)[0]
     if newest is None:
         return 0
@@ -117,7 +117,7 @@ def made_batches(first_step: int) -> Iterator[MicroBatch]:
         step += 1
 
 
-def state(step: int, ranks: Ranks) -> CheckpointState:
+def state(step: int, ranks: Collectives) -> CheckpointState:
     """What `state.json` has."""
     return CheckpointState(
         step=step,
@@ -134,7 +134,7 @@ def state(step: int, ranks: Ranks) -> CheckpointState:
     )
 
 
-def collect(saver: Saver) -> None:
+def collect(saver: CheckpointWriter) -> None:
     """Wait for the checkpoint in flight and say that it is there."""
     saved = saver.collect()
     say(f"committed step={saved.state.step} write_s={saved.write_s:.4f}")

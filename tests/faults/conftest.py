@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config import Config
-from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
-    cluster,
-    dataset,
-    make_config,
-    run_cli,
-    storage,
-    straight,
-)
+from raytrain_gpt.config.schema import Config
 
 from .gates import Faults, Gate, command
 from .processes import descendants

@@ -21,13 +21,13 @@ import ray
 import torch
 from ray.train.v2._internal.execution.context import get_train_context
 
-from raytrain_gpt.config import Config, parse_config
+from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.runtime import beside
-from raytrain_gpt.runtime.checkpoints import Checkpoint
-from raytrain_gpt.runtime.worker import Worker, WorkerSpec, train_worker
+from raytrain_gpt.evaluate import async_evaluation
+from raytrain_gpt.train.worker import Worker, WorkerSpec, train_worker
 
 POLL_S = 0.02
 WITHIN_S = 150.0
@@ -170,7 +170,7 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
 
 def evaluates(before: Callable[[Checkpoint], None]) -> Any:
     """The task that evaluates a checkpoint beside training, with something to do before."""
-    task = beside._evaluate
+    task = async_evaluation._evaluate
 
     def _evaluate(checkpoint: Checkpoint, *more: Any) -> Any:
         before(checkpoint)
@@ -198,14 +198,14 @@ def command(config: Config, faults: Faults, file: Path) -> list[str]:
 
 def main(file: str) -> None:
     """Train like the command: lines on stdout, an error on stderr, its exit code."""
-    from raytrain_gpt.runtime.launch import train
+    from raytrain_gpt.train.launch import train
 
     content = json.loads(Path(file).read_text())
     faults = content["faults"]
     gates, evaluations = (
         tuple(Gate(**gate) for gate in faults.pop(name)) for name in ("gates", "evaluations")
     )
-    beside._evaluate = held(evaluations)
+    async_evaluation._evaluate = held(evaluations)
     config = parse_config(content["config"], file)
     try:
         train(config, lambda line: print(line, flush=True), gated(Faults(gates, **faults)))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.run_files import Row, read_rows
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import Row, read_rows
 
 
 def descendants(of: int, title: str) -> list[int]:
@@ -31,7 +31,7 @@ def own(title: str) -> list[int]:
 
 def weights(run_dir: Path | Location) -> bytes:
     """The final weights of a run."""
-    newest = Catalogue(Location.of(run_dir)).complete()[-1]
+    newest = Catalog(Location.of(run_dir)).complete()[-1]
     return (newest.path / "model.safetensors").read_bytes()
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import HASHES_FILE, Catalogue, read_checkpoint
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, read_checkpoint
+from raytrain_gpt.storage.location import Location
 from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP
 
 pytestmark = pytest.mark.faults
@@ -118,7 +118,7 @@ def newest_of_whole_ones(run_dir: Path) -> int:
             assert int(name.removeprefix("step=")) == checkpoint.state.step
             files = {"model.safetensors", "rows.jsonl", "state.json", HASHES_FILE}
             assert files <= set(checkpoint.path.names())
-    newest = Catalogue(Location.of(run_dir)).newest_good(pytest.fail)
+    newest = Catalog(Location.of(run_dir)).newest_good(pytest.fail)
     assert newest is not None
     return newest.state.step
 

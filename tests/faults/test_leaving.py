@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.supervisor import RunSummary
-from tests.runtime.conftest import command
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from tests.runs import command
 
 from . import gates
 from .conftest import ROOT, Command, Start
@@ -132,7 +132,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     assert "'stopped' was stopped" in head.job("stop", "stopped")
     printed = head.job("logs", "stopped")
     assert "interrupted at step 23, saved" in printed, printed
-    saved = Catalogue(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
+    saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
     assert saved is not None
     assert saved.state.step == 23
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.goodput import goodput
-from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.run_files import read_rows
-from raytrain_gpt.runtime.supervisor import SKIPPED_FILE
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.supervisor import SKIPPED_FILE
 
 from .gates import Faults, gated
 from .processes import events, steps, weights
@@ -68,7 +68,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
         for part in (slice(NAN_STEP - 3, NAN_STEP - 1), slice(NAN_STEP, NAN_STEP + 2))
     )
     assert max(after) < min(before) + 0.2
-    for checkpoint in Catalogue(Location.of(run_dir)).complete():
+    for checkpoint in Catalog(Location.of(run_dir)).complete():
         for file in checkpoint.path.path.glob("*.safetensors"):
             assert all(bool(torch.isfinite(t).all()) for t in load_file(file).values())
 
@@ -130,7 +130,7 @@ def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(
     copy = storage / "spiked-resumed"
     shutil.copytree(run_dir, copy)
     (copy / SKIPPED_FILE).unlink()
-    for checkpoint in Catalogue(Location.of(copy)).complete():
+    for checkpoint in Catalog(Location.of(copy)).complete():
         if checkpoint.state.step > 20:
             shutil.rmtree(checkpoint.path.path)
     config = config.updated({"run_name": copy.name, "mlflow_uri": None})
@@ -145,12 +145,12 @@ def test_a_run_that_goes_on_from_before_the_spikes_skips_them_again(
     run_dir, _, config = spiked
     copy = storage / "spiked-again"
     shutil.copytree(run_dir, copy)
-    for checkpoint in Catalogue(Location.of(copy)).complete():
+    for checkpoint in Catalog(Location.of(copy)).complete():
         if checkpoint.state.step > 20:
             shutil.rmtree(checkpoint.path.path)
     train(config.updated({"run_name": copy.name, "mlflow_uri": None}), print)
     assert weights(copy) == weights(run_dir)
-    newest = Catalogue(Location.of(copy)).complete()[-1]
+    newest = Catalog(Location.of(copy)).complete()[-1]
     state = json.loads((newest.path / "state.json").read_text())
     assert state["skipped_batches"] == [list(SKIPPED)]
     assert (state["step"], state["next_batch"]) == (50, 62)

@@ -15,7 +15,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-from raytrain_gpt.runtime.supervisor import RunSummary
+from raytrain_gpt.tracking.summary import RunSummary
 
 from .conftest import Start
 from .gates import Faults, Gate, wait_until

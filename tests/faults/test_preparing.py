@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_gpt.data.shards import MANIFEST_FILE
 from raytrain_gpt.data.tokenize import prepare_here
-from tests.runtime.conftest import command, environment
+from tests.runs import command, environment
 
 from .conftest import ROOT
 from .gates import wait_until

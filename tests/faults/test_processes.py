@@ -13,15 +13,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from raytrain_gpt.data.storage import Location
-from raytrain_gpt.runtime import ingest
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.goodput import goodput
-from raytrain_gpt.runtime.ingest import IngestSpec, _read_chunk
-from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.run_files import read_rows
-from raytrain_gpt.runtime.supervisor import RunSummary
-from tests.runtime.conftest import environment
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.ingest import ray_dataset
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, _read_chunk
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from tests.runs import environment
 
 from .conftest import Start
 from .gates import Faults, Gate, gated, wait_until
@@ -72,7 +72,7 @@ def assert_same(run_dir: Path, whole: RunSummary) -> None:
 def test_a_worker_killed_three_times_costs_no_step(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate]
 ) -> None:
-    """Once is in tests/runtime/test_runs.py."""
+    """Once is in tests/train/test_runs.py."""
     gates = [gate(step % 2, step) for step in (5, 17, 42)]
 
     def kill() -> None:
@@ -120,7 +120,7 @@ def test_a_killed_data_task_is_done_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading = gate(0, 0)
-    monkeypatch.setattr(ingest, "_read_chunk", partial(read_behind_a_gate, reading))
+    monkeypatch.setattr(ray_dataset, "_read_chunk", partial(read_behind_a_gate, reading))
 
     def kill() -> None:
         pid = reading.reached()
@@ -137,13 +137,13 @@ def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], storage: Path
 ) -> None:
     gates = [gate(0, 20, in_checkpoint=True), gate(1, 40, in_checkpoint=True)]
-    catalogue = Catalogue(Location.of(storage / "writing"))
+    catalog = Catalog(Location.of(storage / "writing"))
     newest: list[int] = []
 
     def kill() -> None:
         for one in gates:
             pid = one.reached()
-            newest.append(catalogue.complete()[-1].state.step)
+            newest.append(catalog.complete()[-1].state.step)
             assert list((storage / "writing" / "checkpoints").glob("unfinished-step=*"))
             one.open()
             os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
     for row in events(run_dir, "attempt")[1:]:
         assert row["lost_steps"] <= config.train.checkpoint_every_steps
     assert_same(run_dir, straight(2))
-    for checkpoint in catalogue.complete():
+    for checkpoint in catalog.complete():
         checkpoint.verify()
 
 
@@ -178,7 +178,7 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
     assert "pass_through" in first
     assert "[rank 0]" in first
-    assert "leave_agreed" in first
+    assert "should_stop" in first
     assert "[rank 0] does not answer (process" in second
     assert "[rank 1] thread" in second
     assert any("no progress for 15 s" in line for line in lines)
@@ -255,6 +255,6 @@ def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
 
     wait_until(interrupted, "the end", within_s=10)
     assert command.ends() == 130, command.output
-    newest = Catalogue(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
+    newest = Catalog(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
     assert newest is not None
     assert newest.state.step == 10

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.cluster.shared_storage import check_ray_disk
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.launch import train
-from raytrain_gpt.runtime.run_files import read_rows
-from raytrain_gpt.runtime.shared_storage import check_ray_disk
-from raytrain_gpt.runtime.supervisor import RunSummary
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
 from tests.s3 import S3Server
 
 from .gates import Faults, Gate, gated
@@ -80,7 +80,7 @@ def test_an_outage_of_the_object_store_costs_nothing_but_time(
     assert not [line for line in lines if "failed" in line]
     run = bucket / "runs" / "outage"
     assert weights(run) == weights(straight(2).run_dir)
-    for checkpoint in Catalogue(run).complete():
+    for checkpoint in Catalog(run).complete():
         checkpoint.verify()
     (run / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 51))
@@ -115,7 +115,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     assert not raised
     assert "out of reach" in str(caught.value)
     assert "\n" not in str(caught.value)
-    newest = Catalogue(bucket / "runs" / "gone").newest_good(pytest.fail)
+    newest = Catalog(bucket / "runs" / "gone").newest_good(pytest.fail)
     assert newest is not None
     # The one of step 20 may still have been on its way.
     assert newest.state.step in (10, 20)
@@ -189,7 +189,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room
     assert "older checkpoints are intact" in message
     assert "make room" in message
     assert "\n" not in message
-    newest = Catalogue(Location.of(disk / "full")).newest_good(pytest.fail)
+    newest = Catalog(Location.of(disk / "full")).newest_good(pytest.fail)
     assert newest is not None
     assert newest.state.step in (10, 20)
     (disk / "filler").unlink()
@@ -198,5 +198,5 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room
     assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
     assert weights(disk / "full") == weights(straight(2).run_dir)
     assert [row["step"] for row in steps(disk / "full")] == list(range(1, 51))
-    kept = json.dumps([c.state.step for c in Catalogue(Location.of(disk / "full")).complete()])
+    kept = json.dumps([c.state.step for c in Catalog(Location.of(disk / "full")).complete()])
     assert kept == "[30, 40, 50]"

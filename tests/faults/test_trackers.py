@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from raytrain_gpt.runtime.run_files import Row
-from raytrain_gpt.runtime.trackers import MLflow
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.trackers import MLflow
 from tests.ports import free_port
 
 from .gates import wait_until
@@ -24,7 +24,7 @@ def test_rows_wait_for_a_server_that_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr("raytrain_gpt.runtime.trackers._RETRY_S", 1.0)
+    monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 1.0)
     uri = f"http://127.0.0.1:{free_port()}"
     lines: queue.Queue[str] = queue.Queue()
     rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]

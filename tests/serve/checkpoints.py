@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from raytrain_gpt.config import Config, load_preset
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog, CheckpointState
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
-from raytrain_gpt.runtime.checkpoints import CHECKPOINTS_DIR, Catalogue, CheckpointState
+from raytrain_gpt.storage.location import Location
 
 SEQ_LEN = 128
 RUN_NAME = "small"
@@ -32,7 +33,7 @@ def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = S
     model.init_weights(step)
     with torch.no_grad():
         model.wte.weight.mul_(20)  # else all tokens are equally likely, and a text ends at any
-    draft = Catalogue(Location.of(run_dir)).draft(step, "001")
+    draft = Catalog(Location.of(run_dir)).draft(step, "001")
     entries = {
         MODEL_FILE: draft.add(MODEL_FILE, lambda path: save_file(dict(model.state_dict()), path))
     }

@@ -21,7 +21,7 @@ from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
 from raytrain_gpt.serve.app import KEY_VARIABLE
 from raytrain_gpt.serve.replica import load_weights
 from tests.ports import free_port
-from tests.runtime.conftest import command
+from tests.runs import command
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 
 KEY = "a-key-of-the-server's"

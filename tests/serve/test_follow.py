@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.core.state import MODEL_FILE
-from raytrain_gpt.data.storage import Location
 from raytrain_gpt.errors import CheckpointError, ClusterError
-from raytrain_gpt.runtime.checkpoints import Checkpoint, read_checkpoint
 from raytrain_gpt.serve.follow import FIRST_PAUSE_S, LONGEST_PAUSE_S, Follower
 from raytrain_gpt.serve.replica import first_weights
+from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
 from tests.serve.checkpoints import flip_last_byte, write_checkpoint, write_damaged
 

@@ -16,8 +16,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
 from raytrain_gpt.serve.engine import Engine
-from raytrain_gpt.serve.launch import ServeOptions
 from raytrain_gpt.serve.replica import load_weights
+from raytrain_gpt.serve.server import ServeOptions
 from tests.serve.browser import installed, launched
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, WITHIN_S, Server

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from raytrain_gpt.core.generate import SamplingOptions
-from tests.runtime.test_security import LOOPBACK
+from tests.cluster.test_security import LOOPBACK
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint, write_damaged
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, MAX_BATCH, Server
 

@@ -10,13 +10,7 @@ import pytest
 import yaml
 
 from raytrain_gpt.sweep.spec import Sweep, load_sweep
-from tests.runtime.conftest import (  # noqa: F401, fixtures are found by name
-    SMALL,
-    cluster,
-    dataset,
-    run_cli,
-    storage,
-)
+from tests.runs import SMALL
 
 BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
 DECIDED = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
@@ -25,7 +19,7 @@ WriteSweep = Callable[..., Path]
 
 
 @pytest.fixture
-def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:  # noqa: F811
+def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
     """Writes a sweep file over runs of seconds; tokens are given in steps of `BATCH_TOKENS`."""
 
     def write(name: str, space: dict[str, Any], *, steps: int, report: int, **more: Any) -> Path:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.cluster.ray_cluster import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.runtime.cluster import Node, Resources, fit_to_cluster
 from raytrain_gpt.sweep import resources
-from raytrain_gpt.sweep.plan import base_config
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.trial_plan import base_config
 
 
 def sweep(overrides: dict[str, Any] | None = None, **more: Any) -> Sweep:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt import cli
-from raytrain_gpt.config import load_config_file, load_preset
+from raytrain_gpt.config.load import load_config_file, load_preset
 from raytrain_gpt.sweep.results import (
     MAX_PROGRESS_ROWS,
     best_yaml,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
 
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.config import LEAVES, Config
+from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import MUTABLE
 from raytrain_gpt.sweep.spec import (
@@ -50,9 +50,9 @@ def load(tmp_path: Path) -> Load:
 
 
 def test_fields_and_leaves_have_names_of_their_own() -> None:
-    assert not set(Sweep.model_fields) & set(LEAVES)
+    assert not set(Sweep.model_fields) & set(FIELDS)
     assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
-    assert {*DECIDED, *MUTABLE} <= set(LEAVES)
+    assert {*DECIDED, *MUTABLE} <= set(FIELDS)
 
 
 @pytest.mark.parametrize("part", [Sweep, Base, Asha, Pbt])
@@ -208,7 +208,7 @@ def test_a_wrong_file_is_one_line(
 @pytest.mark.parametrize("name", DECIDED)
 @pytest.mark.parametrize("place", ["overrides", "space"])
 def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
-    value = LEAVES[name][1].default
+    value = FIELDS[name][1].default
     entry = {name: value if place == "overrides" else {"grid": [value]}}
     with raises_line(ConfigError, f"{name} is decided by the sweep; {DECIDED[name]}"):
         load(**{place: {**FILE.get(place, {}), **entry}})

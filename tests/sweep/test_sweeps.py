@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from raytrain_gpt.config import load_config_file
-from raytrain_gpt.data.storage import Location
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ClusterError, ConfigError
-from raytrain_gpt.runtime.checkpoints import Catalogue
-from raytrain_gpt.runtime.run_files import Row, read_rows
-from raytrain_gpt.runtime.worker import WorkerSpec, train_worker
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
-from raytrain_gpt.sweep.launch import run_sweep
-from raytrain_gpt.sweep.plan import planned_trials
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.trial_plan import planned_trials
+from raytrain_gpt.sweep.tune import run_sweep
+from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.train.worker import WorkerSpec, train_worker
 from tests.faults.gates import wait_until
-from tests.runtime.conftest import command, environment
+from tests.runs import command, environment
 
 from .conftest import BATCH_TOKENS, WriteSweep
 
@@ -83,7 +83,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     # A stopped trial has trained exactly what it was compared by, and can be gone on with.
     for trial in others:
         assert steps_of(trial.run_dir) == list(range(1, trial.tokens_seen // BATCH_TOKENS + 1))
-        newest = Catalogue(Location.of(trial.run_dir)).complete()[-1]
+        newest = Catalog(Location.of(trial.run_dir)).complete()[-1]
         newest.verify()
         assert newest.state.tokens_seen == trial.tokens_seen
 

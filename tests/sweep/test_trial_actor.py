@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.config import Config
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
-from raytrain_gpt.runtime.run_files import Row
 from raytrain_gpt.sweep.trial_actor import SweepPart, TrialRun
+from raytrain_gpt.tracking.run_files import Row
 
 BATCH_TOKENS, STEPS = 4096, 4
 

@@ -1,0 +1,471 @@
+"""The catalog of a run's checkpoints: complete and hash-verified, or absent.
+
+    checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
+                                       state.json, rows.jsonl and, last, hashes.json;
+                                       later evaluation.json, if it is evaluated asynchronously
+    checkpoints/unfinished-…           being written or removed; never read
+    checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
+
+On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
+`hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
+object store cannot rename: there the files have their final names at once, and without the last one,
+`hashes.json`, they are no checkpoint. The newest is the one with the largest step: clocks play no
+part. Ray keeps an index of its own; it is told, and never asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
+from raytrain_gpt.data.order import Skipped
+from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.storage.location import Location, force_to_disk
+
+CHECKPOINTS_DIR = "checkpoints"
+HASHES_FILE = "hashes.json"
+STATE_FILE = "state.json"
+ROWS_FILE = "rows.jsonl"
+STATE_VERSION = 3
+"""2: batches may be skipped; 3: there may be a loss scale."""
+_NAME = re.compile(r"step=\d{8,}")
+_FILE = re.compile(r"\w[\w.-]*")
+
+
+class NewerVersion(CheckpointError):
+    """Written by a later version: not damaged, so never to be passed over."""
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The content of `state.json`.
+
+    Attributes:
+        step: Updates done.
+        next_batch: Position: the global batch that the next update reads.
+        order_hash: Rolling hash of what was delivered so far.
+        val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
+        tokens_seen: Tokens trained on.
+        config: The resolved configuration, section -> leaf -> value.
+        manifest_hash: Of the dataset.
+        vocab_hash: Of the tokenizer.
+        vocab_size: Of the tokenizer.
+        order_version: Of the order's algorithm.
+        num_workers: World size that wrote it.
+        skipped_batches: Ranges of global batches left out after loss spikes.
+        loss_scale: Of fp16: the factor and the steps since it changed; None: another precision.
+    """
+
+    step: int
+    next_batch: int
+    order_hash: str
+    val_loss: float | None
+    tokens_seen: int
+    config: dict[str, Any]
+    manifest_hash: str
+    vocab_hash: str
+    vocab_size: int
+    order_version: int
+    num_workers: int
+    skipped_batches: Skipped = ()
+    loss_scale: tuple[float, int] | None = None
+    state_version: int = STATE_VERSION
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint (its files' hashes are checked by `verify`).
+
+    Attributes:
+        path: Its directory.
+        state: The content of `state.json`.
+        size_bytes: Of all files that it was committed with.
+        hash: SHA-256 over the sizes and hashes of these, in hex.
+        evaluated: What was found beside training; None: nothing yet.
+    """
+
+    path: Location
+    state: CheckpointState
+    size_bytes: int
+    hash: str = ""
+    evaluated: EvaluationResult | None = None
+
+    @property
+    def val_loss(self) -> float | None:
+        """Validation loss, nats per token; None if it was not evaluated, or not finite."""
+        if self.evaluated_row is None:
+            return self.state.val_loss
+        loss: float | None = self.evaluated_row["val/loss"]
+        return loss
+
+    @property
+    def evaluated_row(self) -> dict[str, Any] | None:
+        """The row of its async evaluation; None: there was none."""
+        return self.evaluated.row if self.evaluated else None
+
+    @property
+    def waits_for_evaluation(self) -> bool:
+        """Whether it is to be evaluated asynchronously, and was not yet, nor was given up."""
+        return self.evaluated is None and evaluated_beside(self.state)
+
+    def verify(self) -> None:
+        """Compare every file with its size and hash.
+
+        Raises:
+            CheckpointError: names the first file that is missing or differs.
+        """
+        for name, entry in _read_hashes(self.path).items():
+            file = self.path / name
+            if not file.is_file():
+                raise CheckpointError(f"checkpoint {self.path} lacks {name}")
+            if (size := file.size_bytes()) != entry.size_bytes:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: {name} has {size} bytes, expected {entry.size_bytes}"
+                )
+            if file.sha256() != entry.sha256:
+                raise CheckpointError(f"checkpoint {self.path}: the content of {name} was changed")
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[Path]:
+        """A local directory with the files; from an object store they are fetched and verified.
+
+        Raises:
+            CheckpointError: what was fetched is damaged.
+        """
+        if self.path.is_local:
+            yield self.path.path
+            return
+        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as parent:
+            directory = Path(parent, self.path.name)
+            # Only what belongs to it: a dead attempt may have left files of the same step, and of
+            # more ranks.
+            for name in (HASHES_FILE, *_read_hashes(self.path)):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.path / name).download(directory / name)
+            read_checkpoint(Location.of(directory)).verify()
+            yield directory
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl since the checkpoint before, and of its async evaluation.
+
+        None of those that are damaged.
+        """
+        later = [self.evaluated_row] if self.evaluated_row else []
+        try:
+            text = (self.path / ROWS_FILE).read_text()
+            return [json.loads(line) for line in text.splitlines()] + later
+        except (OSError, ValueError):
+            return later
+
+
+def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
+    """Whether a run evaluates at a step: every so many, and at the last one."""
+    return step % eval_every_steps == 0 or step == max_steps
+
+
+def evaluated_beside(state: CheckpointState) -> bool:
+    """Whether a checkpoint is to be evaluated asynchronously, by the configuration that wrote it."""
+    evaluation = state.config.get("eval", {})
+    if evaluation.get("eval_mode") != "async":
+        return False
+    every, last = evaluation["eval_every_steps"], state.config["train"]["max_steps"]
+    return is_evaluated(state.step, every, last)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and SHA-256 (hex) of a file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+def read_checkpoint(path: Location) -> Checkpoint:
+    """A checkpoint directory's state and evaluation; its other files are not read yet.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint, or of a newer version.
+    """
+    if not (path / HASHES_FILE).is_file():
+        raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
+    hashes = _read_hashes(path)
+    content = _read_json(path / STATE_FILE)
+    try:
+        if content["state_version"] > STATE_VERSION:
+            raise NewerVersion(
+                f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
+                f"reads {STATE_VERSION}; upgrade raytrain-gpt"
+            )
+        skipped = tuple((int(a), int(b)) for a, b in content.pop("skipped_batches", ()))
+        factor = content.pop("loss_scale", None)
+        scale = None if factor is None else (float(factor[0]), int(factor[1]))
+        state = CheckpointState(**content, skipped_batches=skipped, loss_scale=scale)
+        size_bytes = sum(entry.size_bytes for entry in hashes.values())
+        listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
+        own_hash = hashlib.sha256(listed.encode()).hexdigest()
+        # Only where there may be one: in an object store every look takes a request.
+        evaluated = read_evaluation_result(path, own_hash) if evaluated_beside(state) else None
+        return Checkpoint(path, state, size_bytes, own_hash, evaluated)
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
+
+
+def _read_json(path: Location) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged")
+    return content
+
+
+def _read_hashes(path: Location) -> dict[str, FileEntry]:
+    try:
+        entries = _read_json(path / HASHES_FILE).items()
+        for name, _ in entries:
+            if not _FILE.fullmatch(name):  # they are written where they are fetched to
+                raise ValueError(f"{name!r} is no file's name")
+        return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
+
+
+class Draft:
+    """A checkpoint being written: any process adds files, one of them commits.
+
+    Args:
+        directory: Of all checkpoints.
+        step: Updates done.
+        mark: The same for all who write it, another one for every attempt, so that what a dying
+            attempt still writes never gets into the next one's.
+    """
+
+    def __init__(self, directory: Location, step: int, mark: str) -> None:
+        self._directory = directory
+        self._final = directory / f"step={step:08d}"
+        unfinished = directory / f"unfinished-{self._final.name}-{mark}"
+        self._place = unfinished if directory.is_local else self._final
+
+    def add(self, name: str, write: Callable[[Path], None]) -> FileEntry:
+        """Write one file and force it to disk, or into the object store.
+
+        Args:
+            name: Of the file.
+            write: Writes it to a path.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        try:
+            if self._place.is_local:
+                self._place.path.mkdir(parents=True, exist_ok=True)
+                return _written(self._place.path / name, write)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as local:
+                file = Path(local, name)
+                entry = _written(file, write)
+                (self._place / name).upload(file)
+                return entry
+        except Exception as error:
+            raise self._disk_full(error) or error from None
+
+    def commit(
+        self, state: CheckpointState, entries: Mapping[str, FileEntry], texts: Mapping[str, str]
+    ) -> Location:
+        """Make it a checkpoint.
+
+        Args:
+            state: Goes into `state.json`.
+            entries: Of all files that were added.
+            texts: More small files, name -> content.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        content = {**texts, STATE_FILE: json.dumps(dataclasses.asdict(state), indent=1) + "\n"}
+        own = {name: self.add(name, _text_writer(text)) for name, text in content.items()}
+        hashes = {
+            name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
+            for name, entry in sorted({**entries, **own}.items())
+        }
+        self.add(HASHES_FILE, _text_writer(json.dumps(hashes, indent=1) + "\n"))
+        if self._place != self._final:
+            self._place.path.rename(self._final.path)
+            force_to_disk(self._directory.path)
+        return self._final
+
+    def discard(self) -> None:
+        """Remove what was written of it."""
+        with contextlib.suppress(OSError):
+            self._place.remove()
+
+    def _disk_full(self, error: Exception) -> CheckpointError | None:
+        # safetensors puts the system's error into its own exception's text.
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+        if not full:
+            return None
+        place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
+        return CheckpointError(
+            f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
+            f"free on {place}; older checkpoints are intact: make room and run the same command again"
+        )
+
+
+def _written(file: Path, write: Callable[[Path], None]) -> FileEntry:
+    write(file)
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+    return FileEntry(file.stat().st_size, Location.of(file).sha256())
+
+
+def _text_writer(text: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(text, "utf-8")
+
+    return write
+
+
+class Catalog:
+    """All checkpoints of one run."""
+
+    def __init__(self, run_dir: Location) -> None:
+        self._dir = run_dir / CHECKPOINTS_DIR
+
+    def draft(self, step: int, mark: str) -> Draft:
+        """A checkpoint to be written; see `Draft`."""
+        return Draft(self._dir, step, mark)
+
+    def complete(self) -> list[Checkpoint]:
+        """Checkpoints that look complete, oldest step first."""
+        found = []
+        for path in self._paths():
+            try:
+                found.append(read_checkpoint(path))
+            except CheckpointError:
+                continue
+        return found
+
+    def _paths(self) -> list[Location]:
+        """Directories named like checkpoints; in an object store only those with the last file."""
+        paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
+        return [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+
+    def newest_good(
+        self, on_skip: Callable[[str], None], before_step: int | None = None
+    ) -> Checkpoint | None:
+        """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
+
+        Args:
+            on_skip: Gets one line for each newer one that does not.
+            before_step: Only checkpoints of earlier steps.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good or one is of a later version.
+        """
+        paths = [p for p in self._paths() if before_step is None or _step(p) < before_step]
+        for path in reversed(paths):
+            try:
+                checkpoint = read_checkpoint(path)
+                checkpoint.verify()
+                return checkpoint
+            except NewerVersion:
+                raise
+            except CheckpointError as error:
+                on_skip(f"skipped: {error}")
+        if paths:
+            raise CheckpointError(
+                f"none of the {len(paths)} checkpoints in {self._dir} is good; restore one from a "
+                "copy, or start again under a new run_name"
+            )
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The complete checkpoint with the lowest validation loss."""
+        return _best(self.complete())
+
+    def clean(self, good_until: int) -> None:
+        """Remove what an interrupted writer left, and set aside what lies above a good step."""
+        paths = self._paths()
+        for name in self._dir.names():
+            unfinished = name.startswith("unfinished-")
+            if not self._dir.is_local and _NAME.fullmatch(name):
+                unfinished = self._dir / name not in paths
+            if unfinished:
+                (self._dir / name).remove()
+        for path in paths:
+            if _step(path) <= good_until:
+                continue
+            if self._dir.is_local:
+                aside = self._dir / f"broken-{path.name}"
+                aside.remove()
+                path.path.rename(aside.path)
+            else:
+                (path / HASHES_FILE).remove()
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
+        complete = self.complete()
+        best = _best(complete)
+        evaluates_async = (
+            complete and complete[-1].state.config.get("eval", {}).get("eval_mode") == "async"
+        )
+        for checkpoint in complete[:-keep]:
+            if checkpoint is best or (evaluates_async and checkpoint.waits_for_evaluation):
+                continue
+            if self._dir.is_local:
+                removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
+                checkpoint.path.path.rename(removed.path)
+                removed.remove()
+            else:
+                (checkpoint.path / HASHES_FILE).remove()
+                checkpoint.path.remove()
+
+
+def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
+    return min(losses, key=lambda found: found[:2], default=(0.0, 0, None))[2]
+
+
+def _step(path: Location) -> int:
+    return int(path.name.removeprefix("step="))
+
+
+def _is_hugging_face(path: Location) -> bool:
+    return path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file()
+
+
+def resolve_checkpoint(path: Location) -> Checkpoint:
+    """The checkpoint that a path means: itself, or of a run's directory the best, else newest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if (path / STATE_FILE).is_file() or path.name.startswith("step="):
+        checkpoint = read_checkpoint(path)
+    else:
+        catalog = Catalog(path)
+        complete = catalog.complete()
+        if not complete and _is_hugging_face(path):
+            raise CheckpointError(
+                f"{path} holds Hugging Face weights; run: raytrain-gpt import {path} --out CHECKPOINT, and "
+                "use CHECKPOINT"
+            )
+        if not complete:
+            raise CheckpointError(
+                f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
+            )
+        checkpoint = catalog.best() or complete[-1]
+    checkpoint.verify()
+    return checkpoint

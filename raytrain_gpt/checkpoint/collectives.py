@@ -1,0 +1,68 @@
+"""A worker among all workers: small sums and agreements, which never wait for the devices."""
+
+from __future__ import annotations
+
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKGROUND_TIMEOUT_S = 1800.0
+
+
+class Collectives:
+    """This process's rank, and collectives over the hosts (gloo) that all ranks call in step.
+
+    Args:
+        rank: Of this worker.
+        world_size: Number of workers.
+        background_timeout_s: How long the others may keep a rank waiting in the background.
+
+    Attributes:
+        background: Another set of the same collectives, for a thread besides the training.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, background_timeout_s: float = BACKGROUND_TIMEOUT_S
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.background = self
+        if world_size > 1:
+            self.background = copy(self)
+            self.background._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=background_timeout_s)
+            )
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, on the CPU."""
+        tensor = tensor.cpu()
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest value of any rank, for each element, on the CPU."""
+        tensor = tensor.cpu()
+        if self._group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def any(self, *wishes: bool) -> list[bool]:
+        """Which wishes any rank has; the same answer on all ranks."""
+        if self._group is None:
+            return list(wishes)
+        flags = torch.tensor(wishes, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values

@@ -1,0 +1,65 @@
+"""What an async evaluation found: a file in the checkpoint's directory.
+
+`evaluation.json` comes after the checkpoint is complete, so it is no part of its hashes; instead it
+names the `hashes.json` that it belongs to. One that was left by another checkpoint of the same step,
+which an object store may keep after a rollback, is nobody's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raytrain_gpt.storage.location import Location
+
+EVALUATION_FILE = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The evaluation of a checkpoint, or why there is none.
+
+    Attributes:
+        row: Its row of metrics.jsonl; None: it was left out.
+        samples: A line for each sample; empty: none were drawn.
+        left_out: Why there is no row; None: there is one.
+    """
+
+    row: dict[str, Any] | None
+    samples: str = ""
+    left_out: str | None = None
+
+
+def read_evaluation_result(directory: Location, checkpoint_hash: str) -> EvaluationResult | None:
+    """The evaluation of the checkpoint with this hash; None where there is none, or a damaged one."""
+    try:
+        content = json.loads((directory / EVALUATION_FILE).read_text())
+        if content.pop("checkpoint_hash") != checkpoint_hash:
+            return None
+        return EvaluationResult(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_evaluation_result(
+    directory: Location, checkpoint_hash: str, evaluated: EvaluationResult
+) -> None:
+    """Put the evaluation of the checkpoint with this hash beside its files, whole or not at all.
+
+    Raises:
+        FileNotFoundError: the directory was removed; it is not made again.
+    """
+    content = {"checkpoint_hash": checkpoint_hash, **asdict(evaluated)}
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    if not directory.is_local:
+        (directory / EVALUATION_FILE).write_text(text)
+        return
+    # Not by way of the location, which would make a removed directory again.
+    unfinished = directory.path / f"{EVALUATION_FILE}.unfinished"
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(directory.path / EVALUATION_FILE)

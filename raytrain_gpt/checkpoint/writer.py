@@ -1,0 +1,177 @@
+"""Checkpoints that do not stop training.
+
+1. `begin` copies this rank's part of the state into host memory and returns: training goes on.
+2. A thread of every rank writes its part, forced to disk or into the object store, and hashes it.
+3. The ranks exchange sizes and hashes; rank 0 commits and removes what is no longer kept.
+4. `collect` says what came of it, on all ranks the same.
+
+One checkpoint is in flight at a time, so the memory is one copy of the rank's part, kept from the
+start. No Ray here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState, Draft, FileEntry
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.core.state import HostCopy
+from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.storage.location import Location
+
+_WAIT_S = 1.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written.
+
+    Attributes:
+        path: Where it is.
+        state: Its state.
+        write_s: Seconds the writing took, in the background.
+    """
+
+    path: Location
+    state: CheckpointState
+    write_s: float
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run; all ranks call each method at the same step.
+
+    Args:
+        catalog: Of the run.
+        mark: Of this attempt, the same on all ranks.
+        ranks: This worker among all.
+        model: The model.
+        optimizer: Over its parameters.
+        keep: Newest checkpoints to keep.
+        may_write: Raises `ClusterError` when another run has taken this one's name; asked before anything is
+            written and again before it is final.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        mark: str,
+        ranks: Collectives,
+        model: nn.Module,
+        optimizer: torch.optim.AdamW,
+        keep: int,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._catalogue, self._mark, self._keep = catalog, mark, keep
+        self._may_write = may_write
+        self._ranks = ranks.background
+        self._copy = HostCopy(model, optimizer, ranks.rank, ranks.world_size)
+        self._thread: threading.Thread | None = None
+        self._outcome: Saved | Exception | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint was begun and not yet collected."""
+        return self._thread is not None
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still at it."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, state: CheckpointState, texts: dict[str, str], prune: bool = True) -> None:
+        """Copy the state and start writing it; the one before must have been collected.
+
+        Args:
+            state: Goes into `state.json`.
+            texts: More small files, of rank 0; name -> content.
+            prune: Remove what is no longer kept afterwards.
+        """
+        assert not self.in_flight, "collect the checkpoint in flight first"
+        self._copy.refresh()
+        self._thread = threading.Thread(
+            target=self._run, args=(state, texts, prune), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def collect(self, while_waiting: Callable[[], None] = lambda: None) -> Saved:
+        """Wait for the checkpoint in flight.
+
+        Args:
+            while_waiting: Called about once a second.
+
+        Raises:
+            CheckpointError: the disk is full.
+            StorageError: the storage was out of reach for too long.
+        """
+        assert self._thread is not None, "no checkpoint was begun"
+        while self._thread.is_alive():
+            self._thread.join(_WAIT_S)
+            while_waiting()
+        self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, Saved):
+            return outcome
+        raise outcome or RuntimeError("the checkpoint's thread ended without an outcome")
+
+    def _run(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> None:
+        try:
+            self._outcome = self._write(state, texts, prune)
+        except Exception as error:
+            self._outcome = error
+
+    def _write(
+        self, state: CheckpointState, texts: dict[str, str], prune: bool
+    ) -> Saved | Exception:
+        started = time.perf_counter()
+        draft = self._catalogue.draft(state.step, self._mark)
+        parts = self._ranks.gathered(_outcome_of(lambda: self._add_files(draft)))
+        failed = next((part for part in parts if isinstance(part, Exception)), None)
+        outcome: Location | Exception | None = failed
+        if failed is None and self._ranks.rank == 0:
+            entries = {name: entry for part in parts for name, entry in part.items()}
+            outcome = _outcome_of(lambda: self._commit(draft, state, entries, texts))
+        # Where another run has the name, what lies there may be its own by now.
+        taken_over = isinstance(outcome, ClusterError)
+        if isinstance(outcome, Exception) and self._ranks.rank == 0 and not taken_over:
+            draft.discard()
+        outcome = self._ranks.gathered(outcome)[0]
+        if not isinstance(outcome, Location):
+            return outcome or RuntimeError("nothing was committed")
+        if prune and self._ranks.rank == 0:
+            # The checkpoint stands; what was not removed now is removed behind the next one.
+            with contextlib.suppress(OSError, RaytrainGptError):
+                self._catalogue.prune(self._keep)
+        return Saved(outcome, state, time.perf_counter() - started)
+
+    def _commit(
+        self,
+        draft: Draft,
+        state: CheckpointState,
+        entries: dict[str, FileEntry],
+        texts: dict[str, str],
+    ) -> Location:
+        self._may_write()
+        return draft.commit(state, entries, texts)
+
+    def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
+        self._may_write()
+        return {
+            file: draft.add(file, partial(self._copy.write, file)) for file in self._copy.files()
+        }
+
+
+def _outcome_of(operation: Callable[[], T]) -> T | Exception:
+    try:
+        return operation()
+    except Exception as error:
+        return error

@@ -1,0 +1,1 @@
+"""Ray as a cluster: connected to, probed, left; nothing of training."""

@@ -1,0 +1,165 @@
+"""A worker node that is left well: what `raytrain-gpt node` runs on a machine that may be taken away.
+
+A raylet ends at once on SIGTERM, and all its workers with it, so nothing could be saved. Therefore:
+
+1. `ray start --block` runs as a child in a session of its own. SIGTERM and SIGINT are blocked in it and
+   in everything that it starts: it does not matter whether a signal is sent to this process alone
+   (Kubernetes, the hook of a spot notice), to its group (a terminal) or to every process (systemd, a
+   shutdown). Only SIGKILL to all, at the end of the sender's own patience, is stronger.
+2. On the signal the cluster is told, as `ray drain-node` does, that the node is about to be preempted:
+   Ray starts nothing here any more, and runs save and leave.
+3. A drained node with nothing left to do ends by itself. When it has, or when `grace_s` are over, what
+   is left in the session is killed.
+
+Ray 2.60's own `ray start --block` does 2 and 3 as well, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s),
+where it alone gets the SIGTERM. A program that itself ends its children by SIGTERM cannot do so on this
+node; Ray uses SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+from raytrain_gpt.cluster.ray_cluster import ANSWER_WITHIN_S, knock
+from raytrain_gpt.errors import ClusterError
+
+LABEL = "raytrain-gpt/node"
+POLL_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORCED_AFTER = 3
+
+Log = Callable[[str], None]
+
+
+class _Signals:
+    """Counts the signals that ask the node to leave."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:
+    """Be a node of a cluster until a signal comes, or until Ray ends by itself.
+
+    Args:
+        address: HOST:PORT of the head.
+        grace_s: How long runs may take to save and leave; the third signal ends it.
+        flags: Further ones of `ray start`.
+        log: Gets console lines.
+
+    Returns:
+        0 after a signal, else the exit code of `ray start`.
+
+    Raises:
+        ClusterError: nothing answers at the address.
+    """
+    try:
+        knock(address)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterError(
+            f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
+            "`ray start` prints it, and see that this machine may connect to that port"
+        ) from None
+    signals = _Signals()
+    name = uuid.uuid4().hex
+    child = _start_ray(address, name, flags)
+    try:
+        while not signals.count:
+            if (code := child.poll()) is not None:
+                return code if code >= 0 else 128 - code
+            time.sleep(POLL_S)
+        try:
+            _leave(address, name, grace_s, lambda: signals.count >= _FORCED_AFTER, log)
+        except Exception as error:  # whatever it is, the node must end
+            log(f"the cluster could not be told that this node leaves: {error}")
+        return 0
+    finally:
+        _kill_session(child)
+
+
+def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    # Of several --labels Ray takes the last one.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--labels", action="append", default=[f"{LABEL}={name}"])
+    own, others = parser.parse_known_args(flags)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command += [f"--address={address}", f"--labels={','.join(own.labels)}", *others]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return subprocess.Popen(command, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], log: Log) -> None:
+    """Tell the cluster, and wait until nothing runs here any more or the grace is over."""
+    knock(address)
+    gcs = ray._raylet.GcsClient(address=address)
+    began, told = time.time(), False
+    deadline = began + grace_s
+    why = "SIGTERM to raytrain-gpt node"
+    drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_WITHIN_S)
+    while True:
+        with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: once more
+            node_id = _node_id(gcs, name)
+            if node_id is None and told:
+                log(f"nothing runs on this node any more after {time.time() - began:.0f} s")
+                return
+            if node_id is None:
+                log("leaving at once: the cluster does not have this node, or not any more")
+                return
+            if not told:
+                log(f"leaving: runs on this node have {grace_s:g} s to save")
+                told, _ = gcs.drain_node(node_id, *drain)
+        if time.time() >= deadline or forced():
+            log("leaving although something still runs on this node; it is killed")
+            return
+        time.sleep(POLL_S)
+
+
+def _node_id(gcs: Any, name: str) -> str | None:
+    """The id of the node of a name; None before it has joined and when it has ended."""
+    nodes = gcs.get_all_node_info(timeout=ANSWER_WITHIN_S, state_filter=GcsNodeInfo.ALIVE)
+    found = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
+    return next(found, None)
+
+
+def _kill_session(leader: subprocess.Popen[bytes]) -> None:
+    """End all processes of a session, those that they start meanwhile too."""
+    leader.kill()
+    leader.wait()
+    until = time.monotonic() + ANSWER_WITHIN_S
+    while (pids := list(_running_in(leader.pid))) and time.monotonic() < until:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S / 10)
+
+
+def _running_in(session: int) -> Iterator[int]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent group session …, where the name may hold anything
+            state, _, _, of = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                yield int(path.parent.name)

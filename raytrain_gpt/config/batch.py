@@ -1,0 +1,56 @@
+"""How a global batch divides over workers and micro-batches, and how an embedding is padded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raytrain_gpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raytrain_gpt.config.schema import Config
+
+VOCAB_MULTIPLE = 64
+"""The embedding has a multiple of this many rows, for speed on tensor cores."""
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Rows of the embedding: the next multiple of 64."""
+    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def micro_batches_per_step(config: Config, world_size: int) -> int:
+    """Forward and backward passes of one worker in a step; as many as possible with `auto`.
+
+    `global_batch_tokens / (micro_batch_sequences · seq_len · world_size)`
+
+    Raises:
+        ConfigError: it is not a whole number; names the nearest sizes that are.
+    """
+    seq_len, tokens = config.data.seq_len, config.train.global_batch_tokens
+    asked = config.train.micro_batch_sequences
+    micro = 1 if asked == "auto" else asked
+    unit = micro * seq_len * world_size
+    if tokens % unit == 0:
+        return tokens // unit
+    sequences = config.batch_sequences
+    workers = [w for w in range(1, sequences + 1) if sequences % (w * micro) == 0]
+    micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
+    ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
+    ways += [f"num_workers {_nearest(workers, world_size)}"] * bool(workers)
+    if asked != "auto":
+        ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
+    raise ConfigError(
+        f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
+        f"{world_size} workers{'' if asked == 'auto' else f' × {micro} sequences'}; "
+        f"nearest: {'; or '.join(ways)}"
+    )
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` next to a value, for messages."""
+    below = value // unit * unit
+    return ", ".join(str(v) for v in (below, below + unit) if v > 0)
+
+
+def _nearest(valid: list[int], value: int) -> str:
+    return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))

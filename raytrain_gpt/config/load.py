@@ -1,0 +1,87 @@
+"""Where a configuration comes from: defaults < a preset < a file < flags, later ones winning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytrain_gpt.config.schema import Config, parse_config, suggestion
+from raytrain_gpt.errors import ConfigError
+
+DEFAULT_PRESET = "quickstart"
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    files = resources.files("raytrain_gpt").joinpath("presets").iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Config:
+    """A preset that comes with the package.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if name not in preset_names():
+        raise ConfigError(
+            f"unknown preset {name}{suggestion(name, preset_names())} "
+            f"(there are: {', '.join(preset_names())})"
+        )
+    text = resources.files("raytrain_gpt").joinpath("presets", f"{name}.yaml").read_text("utf-8")
+    return parse_config(yaml.safe_load(text), f"preset {name}")
+
+
+def load_config_file(path: Path) -> Config:
+    """A configuration file.
+
+    Raises:
+        ConfigError: it is missing, not YAML, or has unknown keys or impossible values.
+    """
+    tree = read_yaml(path, "configuration")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has no sections; expected {', '.join(Config.model_fields)}")
+    return parse_config(tree, str(path))
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """The content of a YAML file, whatever it is.
+
+    Args:
+        path: The file.
+        what: It is meant to be, for messages.
+
+    Raises:
+        ConfigError: it is missing or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def resolve(preset: str | None, file: Path | None, leaves: Mapping[str, Any]) -> Config:
+    """Defaults < preset < file < leaves. A run that its file does not name is called like the file.
+
+    Args:
+        preset: None: the quickstart, unless there is a file.
+        file: None: none.
+        leaves: Leaf name -> value.
+
+    Raises:
+        ConfigError: both preset and file, or something that is unknown or impossible in them.
+    """
+    if file is None:
+        return load_preset(preset or DEFAULT_PRESET).updated(leaves)
+    if preset is not None:
+        raise ConfigError(f"preset {preset} and configuration {file}: give one of them")
+    base = load_config_file(file)
+    if "run_name" not in base.run.model_fields_set:
+        base = base.updated({"run_name": file.stem})
+    return base.updated(leaves)

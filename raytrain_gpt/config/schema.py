@@ -1,0 +1,453 @@
+"""One frozen configuration tree with one set of names.
+
+A leaf's name is unique over all sections, so it is at once the YAML key (in its section), the flat
+command line flag (`--peak_lr`), the key of a sweep and the name of the tracked parameter. Values come
+from, later ones winning: the defaults here < a preset < a configuration file < flags. The defaults are
+a small GPT that trains on a laptop; every preset states what it changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.redact import has_secret
+
+STEPS_BEFORE_PROFILE = 5
+"""Steps after a start that `profile_steps` leaves out: they compile, fill caches and warm up."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelSection(_Section):
+    """The GPT-2 architecture."""
+
+    num_layers: int = Field(4, ge=1)
+    """Transformer blocks."""
+    num_heads: int = Field(4, ge=1)
+    """Attention heads of a block; divides embd_size."""
+    embd_size: int = Field(128, ge=1)
+    """Channels of the residual stream."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Probability of dropping an activation in training."""
+    init_from: str | None = None
+    """A checkpoint directory whose weights a new run starts from; null: random weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelSection:
+        if self.embd_size % self.num_heads:
+            valid = [h for h in range(1, self.embd_size + 1) if self.embd_size % h == 0]
+            near = sorted(valid, key=lambda h: (abs(h - self.num_heads), h))[:2]
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
+                f"nearest: num_heads {', '.join(map(str, sorted(near)))}"
+            )
+        return self
+
+
+class DataSection(_Section):
+    """What is trained on."""
+
+    data_path: str = "data/stdlib"
+    """Directory of a prepared dataset, or s3://bucket/prefix; a mixture: data/web=0.7,data/code=0.3."""
+    seq_len: int = Field(128, ge=1)
+    """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
+    data_cache_gb: float = Field(0.0, ge=0)
+    """GB of every node's disk that keep what was read of a dataset in an object store; 0: none."""
+    document_mask: bool = False
+    """Attention within documents: a token sees none before its document, whose positions begin at 0."""
+
+
+class OptimSection(_Section):
+    """AdamW and its learning rate."""
+
+    peak_lr: float = Field(1e-3, gt=0)
+    """Learning rate after warm-up."""
+    min_lr: float = Field(1e-4, ge=0)
+    """Learning rate at max_steps; at most peak_lr."""
+    warmup_steps: int = Field(50, ge=0)
+    """Steps of linear warm-up from peak_lr/warmup_steps."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warm-up: cosine to min_lr, warm-up–stable–decay (wsd), or constant."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """wsd only: the last fraction of max_steps, in which the rate falls linearly to min_lr."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices and embeddings; biases and LayerNorm have none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""
+
+    @model_validator(mode="after")
+    def _rates_ordered(self) -> OptimSection:
+        if self.min_lr > self.peak_lr:
+            raise ValueError(
+                f"min_lr={self.min_lr:g} is above peak_lr={self.peak_lr:g}; "
+                f"set min_lr to at most {self.peak_lr:g} (usual: {self.peak_lr / 10:g})"
+            )
+        return self
+
+
+class TrainSection(_Section):
+    """Steps, batch and arithmetic."""
+
+    max_steps: int = Field(300, ge=1)
+    """Optimizer updates of the whole run."""
+    global_batch_tokens: int = Field(4096, ge=1)
+    """Tokens of one step over all workers; a multiple of seq_len."""
+    micro_batch_sequences: int | Literal["auto"] = 16
+    """Sequences of one forward and backward on one worker; auto: as many as its memory has room for."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs); fp16: with loss scaling."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: the whole model on every worker; fsdp: weights, gradients and moments dealt to the workers."""
+    compile: bool = False
+    """torch.compile the model; evaluation and samples go on working."""
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    """Recompute in the backward pass: selective: what is cheap; full: all; auto: what memory asks for."""
+    seed: int = Field(1337, ge=0, lt=2**32)
+    """The one seed: of weights, data order and dropout."""
+    log_every_steps: int = Field(10, ge=1)
+    """Steps between console lines; metrics.jsonl has every step whatever this is."""
+    checkpoint_every_steps: int = Field(250, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = Field(10, ge=1)
+    """Newest checkpoints kept; the best by validation loss is kept besides."""
+    profile_steps: int = Field(0, ge=0, le=10)
+    """Steps of rank 0, soon after a start, that a trace is recorded of; 0: none."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _booleans_of_before(cls, value: Any) -> Any:
+        booleans = {"true": "full", "false": "none"}
+        return booleans.get(str(value).lower(), value)
+
+    @model_validator(mode="after")
+    def _profile_within_the_run(self) -> TrainSection:
+        at_most = max(self.max_steps - STEPS_BEFORE_PROFILE, 0)
+        if self.profile_steps > at_most:
+            raise ValueError(
+                f"profile_steps={self.profile_steps} after the first {STEPS_BEFORE_PROFILE} steps is "
+                f"beyond max_steps={self.max_steps}; set profile_steps to at most {at_most}, or "
+                f"max_steps to {self.profile_steps + STEPS_BEFORE_PROFILE} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batch_counts(self) -> TrainSection:
+        micro = self.micro_batch_sequences
+        if isinstance(micro, int) and micro < 1:
+            raise ValueError(
+                f"micro_batch_sequences={micro} is below 1; set micro_batch_sequences to 1 or more, or auto"
+            )
+        return self
+
+
+class SpikesSection(_Section):
+    """Bad steps: a loss or gradient norm that is not finite or far above those before."""
+
+    spike_detection: bool = True
+    """Mark spikes and go back before them; false: only updates that are not finite are skipped."""
+    spike_zscore: float = Field(6.0, gt=0)
+    """Standard deviations above the rolling mean that make a loss or gradient norm a spike."""
+    spike_window_steps: int = Field(128, ge=8)
+    """Good steps that the rolling mean and deviation are taken over."""
+    spike_patience: int = Field(10, ge=1)
+    """Bad steps in a row after which the run goes back to the last checkpoint before them."""
+    skip_before: int = Field(5, ge=0)
+    """Global batches before the first bad one that are skipped with the bad ones."""
+
+
+class EvalSection(_Section):
+    """Validation loss, HellaSwag and samples during training."""
+
+    eval_every_steps: int = Field(250, ge=1)
+    """Steps between evaluations; the last step always has one."""
+    eval_tokens: int = Field(10_485_760, ge=1)
+    """Upper limit of validation tokens; the first of the val split, the same every time."""
+    eval_mode: Literal["inline", "async"] = "inline"
+    """inline: training waits; async: a task with resources of its own evaluates checkpoints."""
+    hellaswag_path: str | None = None
+    """HellaSwag as .jsonl, to score in every evaluation; download: the public file; null: none."""
+    sample_prompt: str = "Hello, I am a language model,"
+    """What the samples start with."""
+    num_samples: int = Field(5, ge=0)
+    """Samples of an evaluation; 0: none."""
+    max_new_tokens: int = Field(32, ge=1)
+    """Tokens of a sample after the prompt."""
+    top_k: int = Field(50, ge=1)
+    """Draw from the k most likely tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits before drawing; 0: always the most likely token."""
+
+
+class ClusterSection(_Section):
+    """What the run asks of Ray."""
+
+    num_workers: int | Literal["auto"] = "auto"
+    """Training processes, one per GPU; auto: as many as the cluster has GPUs, else 1."""
+    min_workers: int | None = None
+    """Go on with as few workers as this when the cluster has no more; null: num_workers."""
+    resize_after_s: float = Field(60.0, ge=0)
+    """Seconds that more workers must have been possible before the run restarts with them."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """auto: GPUs if the cluster has any."""
+    gpus_per_worker: float = Field(1.0, gt=0, le=1)
+    """Share of a GPU that a worker has; below 1 only with one worker, for trials that share a GPU."""
+    cpus_per_worker: int | Literal["auto"] = "auto"
+    """CPUs and torch threads of a worker; auto: this machine's cores shared out (1 on a given cluster)."""
+    max_failures: int = Field(3, ge=0)
+    """Restarts in a row without progress before the run gives up."""
+    max_preemptions: int | None = Field(None, ge=0)
+    """Restarts after preemption notices, which max_failures does not count; null: any number."""
+    hang_timeout_s: float | None = Field(1800.0, gt=0)
+    """Seconds without progress after which a rank counts as hanging and the run restarts; null: never."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> ClusterSection:
+        for name in ("num_workers", "cpus_per_worker", "min_workers"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name}={value} is below 1; set {name} to 1 or more")
+        if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
+            raise ValueError(
+                f"gpus_per_worker={self.gpus_per_worker:g} puts {self.num_workers} workers on one GPU, "
+                "where they cannot reduce gradients; set num_workers to 1"
+            )
+        if isinstance(self.num_workers, int) and (self.min_workers or 1) > self.num_workers:
+            raise ValueError(
+                f"min_workers={self.min_workers} is above num_workers={self.num_workers}; "
+                f"set min_workers to at most {self.num_workers}"
+            )
+        return self
+
+
+class RunSection(_Section):
+    """Name and place of the run."""
+
+    run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    """Directory of the run below storage_path; the same name goes on where it stopped."""
+    storage_path: str = "runs"
+    """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a name that has one."""
+    retry_for_s: float = Field(300.0, ge=0)
+    """Seconds that an object store may be out of reach before the run stops."""
+    s3_endpoint: str | None = None
+    """Endpoint URL of an S3-compatible store for this run; null: AWS_ENDPOINT_URL, else Amazon's."""
+
+
+class TrackingSection(_Section):
+    """Where curves go besides the run's own files."""
+
+    mlflow_uri: str | None = "auto"
+    """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: no MLflow."""
+    experiment: str = "raytrain-gpt"
+    """MLflow experiment."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run's directory."""
+
+
+class Config(_Section):
+    """The whole configuration of a run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    spikes: SpikesSection = SpikesSection()
+    eval: EvalSection = EvalSection()
+    cluster: ClusterSection = ClusterSection()
+    run: RunSection = RunSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _batch_is_whole(self) -> Config:
+        batch, seq_len = self.train.global_batch_tokens, self.data.seq_len
+        if batch % seq_len:
+            raise ValueError(
+                f"global_batch_tokens={batch} is not a multiple of seq_len={seq_len}; "
+                f"nearest: {nearest_multiples(batch, seq_len)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Config:
+        for name, way_out in _URL_FIELDS.items():
+            if has_secret(str(self.field_values()[name])):
+                raise ValueError(
+                    f"{name} has a password or key in its URL, which every copy of the configuration "
+                    f"would show; take it out and set {way_out}"
+                )
+        return self
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self.train.global_batch_tokens // self.data.seq_len
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        """Sequences of a forward pass, where `auto` has been decided."""
+        micro = self.train.micro_batch_sequences
+        assert isinstance(micro, int), "autofit decides micro_batch_sequences"
+        return micro
+
+    @property
+    def activation_checkpointing(self) -> Literal["none", "selective", "full"]:
+        """What is recomputed, where `auto` has been decided."""
+        recompute = self.train.activation_checkpointing
+        assert recompute != "auto", "autofit decides activation_checkpointing"
+        return recompute
+
+    def field_values(self) -> dict[str, Any]:
+        """Flat view: leaf name -> value."""
+        return {name: getattr(getattr(self, s), name) for name, (s, _) in FIELDS.items()}
+
+    def updated(self, values: Mapping[str, Any]) -> Config:
+        """A copy with leaf values replaced and everything validated again.
+
+        Raises:
+            ConfigError: unknown leaf, or a value that is not possible.
+        """
+        tree = self.model_dump()
+        for name, value in values.items():
+            tree[field_section(name)][name] = value
+        return parse_config(tree, "command line")
+
+    def to_yaml(self, compact: bool = False) -> str:
+        """The file that `--config` reads back as this configuration.
+
+        Args:
+            compact: A line for each section.
+        """
+        flow = None if compact else False
+        return yaml.safe_dump(
+            self.model_dump(),
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=flow,
+            width=10_000,
+        )
+
+
+def _collect_fields() -> dict[str, tuple[str, FieldInfo]]:
+    leaves: dict[str, tuple[str, FieldInfo]] = {}
+    for section, field in Config.model_fields.items():
+        for name, leaf in cast(type[_Section], field.annotation).model_fields.items():
+            assert name not in leaves, f"leaf {name} stands in two sections"
+            leaves[name] = (section, leaf)
+    return leaves
+
+
+FIELDS = _collect_fields()
+"""Leaf name -> (section, pydantic field with default and description)."""
+
+_STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_URL_FIELDS = {
+    **dict.fromkeys(
+        ("init_from", "data_path", "hellaswag_path", "storage_path", "s3_endpoint"), _STORE_KEYS
+    ),
+    "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+}
+"""Leaf that may be a URL -> variables for what must not stand in it."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name nearest to `name`, or an empty string."""
+    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def field_section(name: str) -> str:
+    """Section of a leaf.
+
+    Raises:
+        ConfigError: no leaf has this name.
+    """
+    if name not in FIELDS:
+        raise ConfigError(f"unknown configuration key {name}{suggestion(name, FIELDS)}")
+    return FIELDS[name][0]
+
+
+def parse_config(tree: Mapping[str, Any], where: str) -> Config:
+    """The validated configuration of a nested mapping.
+
+    Args:
+        tree: Section -> leaf -> value; missing ones take their defaults.
+        where: Name of the source, for messages.
+
+    Raises:
+        ConfigError: one line for the first thing that is wrong.
+    """
+    tree = {section: {} if leaves is None else leaves for section, leaves in tree.items()}
+    for section, leaves in tree.items():
+        if section not in Config.model_fields:
+            raise ConfigError(f"unknown configuration key {section} in {where}{_unknown(section)}")
+        if not isinstance(leaves, Mapping):
+            raise ConfigError(f"section {section} in {where} has no keys below it: {leaves!r}")
+        for name in leaves:
+            if name not in FIELDS or FIELDS[name][0] != section:
+                raise ConfigError(
+                    f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
+                )
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":
+            raise ConfigError(message) from None
+        name = next((str(p) for p in reversed(first["loc"]) if p in FIELDS), str(first["loc"]))
+        hint = FIELDS[name][1].description if name in FIELDS else ""
+        raise ConfigError(f"{name}={first['input']!r}: {message} ({hint})") from None
+
+
+def _unknown(name: str) -> str:
+    if name in FIELDS:
+        return f"; it belongs to section {FIELDS[name][0]}"
+    hint = suggestion(str(name), [*FIELDS, *Config.model_fields])  # YAML keys may be numbers
+    return hint or "; see: raytrain-gpt train --help"
+
+
+SAFE_ON_RESUME = frozenset(
+    {
+        *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
+        *("parallel", "data_cache_gb"),
+        *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
+        *(
+            *("keep_checkpoints", "profile_steps"),
+            *EvalSection.model_fields,
+            *SpikesSection.model_fields,
+            *ClusterSection.model_fields,
+        ),
+        *(*RunSection.model_fields, *TrackingSection.model_fields),
+    }
+)
+"""Leaves that may change when a run goes on; all others would change the maths."""
+
+
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Leaf -> `old -> new` for every value that differs between two flat configurations."""
+    names = [name for name in FIELDS if before.get(name) != after.get(name)]
+    return {name: f"{before.get(name)} -> {after.get(name)}" for name in names}

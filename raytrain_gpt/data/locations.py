@@ -1,0 +1,75 @@
+"""From the configuration to locations: every path or URL with the run's storage settings."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
+from raytrain_gpt.data.shards import MANIFEST_FILE
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.storage.location import Location, is_url
+
+
+def location(config: Config, path: str) -> Location:
+    """A path or URL of the configuration."""
+    endpoint = config.run.s3_endpoint if path.startswith("s3://") else None
+    return Location.of(path, retry_for_s=config.run.retry_for_s, endpoint=endpoint)
+
+
+@contextlib.contextmanager
+def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
+    """Inside, a configuration file is on this disk under its own name: what a URL names is copied.
+
+    Raises:
+        ConfigError: the store has no such file.
+        StorageError: it is out of reach.
+    """
+    if file is None or not is_url(str(file)):
+        yield None if file is None else Path(file)
+        return
+    source = Location.of(str(file))
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        copy = Path(directory, source.name)
+        try:
+            source.download(copy)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"cannot read configuration {source}: there is no such file; name one"
+            ) from None
+        yield copy
+
+
+def data_locations(config: Config, data_path: str | None = None) -> list[Location]:
+    """The datasets of a `data_path`; None: the configuration's.
+
+    Raises:
+        ConfigError: a dataset of several has no weight.
+    """
+    parts = parse_data_path(config.data.data_path if data_path is None else data_path)
+    return [location(config, path) for path, _ in parts]
+
+
+def data_is_there(config: Config) -> bool:
+    """Whether every dataset has been prepared."""
+    return all((data / MANIFEST_FILE).is_file() for data in data_locations(config))
+
+
+def data_of(config: Config, data_path: str | None = None) -> Mixture:
+    """What a `data_path` names; None: the configuration's.
+
+    Raises:
+        ConfigError: a dataset of several has no weight.
+        DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
+    """
+    data_path = config.data.data_path if data_path is None else data_path
+    weights = [weight for _, weight in parse_data_path(data_path)]
+    return read_mixture(zip(data_locations(config, data_path), weights, strict=True))
+
+
+def run_location(config: Config) -> Location:
+    """The run's directory."""
+    return location(config, config.run.storage_path) / config.run.run_name

@@ -1,0 +1,141 @@
+"""What a preparation does, made from its sources alone: pieces, tasks and the rule of the split.
+
+None of this depends on the number of workers. A task is about one shard of text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import tiktoken
+
+from raytrain_gpt.data.bad_documents import BadDocuments
+from raytrain_gpt.data.documents import Document, Piece, read_documents
+from raytrain_gpt.data.duplicates import only_first
+from raytrain_gpt.data.imports import IdChunk, read_ids
+from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.split import VAL_FRACTION, SplitRule, fraction_rule, head_rule, id_rule
+from raytrain_gpt.data.tokenizer import vocab_hash
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.web_files import without_query
+
+SHARD_TOKENS = 100_000_000
+MIN_TASKS = 64
+"""A corpus of fewer full shards is cut into about this many smaller ones, so that all CPUs have work."""
+MIN_TASK_BYTES = 2**22
+TEXT_BYTES_PER_TOKEN = 4
+"""Of vocabularies with merges, about; only decides how much text becomes one shard."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what the shards hold, byte for byte."""
+
+    pieces: tuple[Piece, ...]
+    tasks: tuple[tuple[int, int], ...]
+    """Pieces [first, stop) of every task."""
+    text_field: str
+    split: SplitRule
+    vocab_hash: str
+    row_group_tokens: int
+    dedupe: bool
+    """Of documents with the same text only the first stays."""
+
+    @property
+    def hash(self) -> str:
+        """Changes when anything that decides the shards does."""
+        content = asdict(self)
+        for piece in content["pieces"]:  # how a file is reached does not change what it holds
+            del piece["endpoint"], piece["retry_for_s"]
+            piece["path"] = without_query(piece["path"])
+            if piece["ids"] is None:
+                del piece["ids"], piece["tokens"]
+        # What these add to an older plan is not in its hash, so that its dataset is known again.
+        for part, name in ((content, "dedupe"), (content["split"], "by_name")):
+            if not part[name]:
+                del part[name]
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def commits(self) -> dict[str, list[str]]:
+        """For the manifest: OWNER/NAME@COMMIT of the datasets on the hub, if there are any."""
+        parts = (piece.path.split("/") for piece in self.pieces if piece.path.startswith("hf://"))
+        found = sorted({f"{owner}/{name}" for _, _, _, owner, name, *_ in parts})
+        return {"hub_commits": found} if found else {}
+
+
+def make_plan(
+    sources: list[str],
+    encoding: tiktoken.Encoding,
+    *,
+    text_field: str = "text",
+    val_fraction: float | None = None,
+    val_tokens: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    row_group_tokens: int = ROW_GROUP_TOKENS,
+    dedupe: bool = False,
+    max_bad_documents: int = 0,
+    log: Callable[[str], None] | None = None,
+) -> Plan:
+    """The plan of a preparation; `max_bad_documents` decides what is an error, and nothing else.
+
+    `log` gets a line before and after what takes long.
+
+    Raises:
+        DataError: a source is missing or empty, or a split would be.
+    """
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} is below 1; usual: {SHARD_TOKENS}")
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise DataError(f"val_fraction={val_fraction:g} is not between 0 and 1; usual: 0.01")
+    if max_bad_documents < 0:
+        raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
+    pieces = find_pieces(sources, text_field)
+
+    def read_all(piece: Piece) -> Iterator[Document]:
+        # The tasks count, as some are read here twice.
+        return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
+
+    def read_chunks(piece: Piece) -> Iterator[IdChunk]:
+        return read_ids(piece, encoding)
+
+    read = only_first(read_all) if dedupe else read_all
+    is_import = pieces[0].ids is not None
+    if is_import and dedupe:
+        raise DataError(
+            f"{pieces[0].location} holds token ids, but dedupe compares texts; leave it out"
+        )
+    if is_import:
+        rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
+    elif val_tokens is not None:
+        rule = head_rule(pieces, read, encoding, val_tokens, log)
+    else:
+        rule = fraction_rule(pieces, read, VAL_FRACTION if val_fraction is None else val_fraction)
+    is_bytes = encoding.max_token_value <= 256 and not is_import
+    bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN
+    total = sum(piece.text_bytes for piece in pieces)
+    task_bytes = min(shard_tokens * bytes_per_token, max(MIN_TASK_BYTES, total // MIN_TASKS))
+    return Plan(
+        pieces=tuple(pieces),
+        tasks=tuple(_group(pieces, task_bytes)),
+        text_field=text_field,
+        split=rule,
+        vocab_hash=vocab_hash(encoding),
+        row_group_tokens=row_group_tokens,
+        dedupe=dedupe,
+    )
+
+
+def _group(pieces: list[Piece], task_bytes: int) -> list[tuple[int, int]]:
+    tasks, first, size = [], 0, 0
+    for i, piece in enumerate(pieces):
+        size += piece.text_bytes
+        if size >= task_bytes or i == len(pieces) - 1:
+            tasks.append((first, i + 1))
+            first, size = i + 1, 0
+    return tasks

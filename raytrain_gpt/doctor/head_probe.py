@@ -1,0 +1,172 @@
+"""The head of a given cluster, asked before Ray is: who answers, in which version, and whom it lets in.
+
+Ray itself tries a wrong token for 20 seconds and then says that it failed to connect. The head's own
+answer to one call without and one with the token comes at once and says which it is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import grpc  # type: ignore[import-untyped]
+import ray
+from ray._common.tls_utils import load_certs_from_env
+from ray._private import services
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray.core.generated.gcs_service_pb2 import CheckAliveReply
+
+from raytrain_gpt.cluster.ray_cluster import ANSWER_WITHIN_S, knock, token_file
+from raytrain_gpt.doctor.check import Check, failed, passed, skipped
+
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a head says to a call without a token, and to one as this process would make it.
+
+    Attributes:
+        address: HOST:PORT that was asked.
+        error: Why there was no answer; empty: there was one.
+        asks_for_token: It refuses a call without a token.
+        sends_token: This process is set up to send one (RAY_AUTH_MODE=token).
+        token_from: Where this process's token comes from; empty: it has none.
+        takes_token: The head takes that token.
+        ray_version: The head's; empty where it does not let us in.
+    """
+
+    address: str
+    error: str = ""
+    asks_for_token: bool = False
+    sends_token: bool = False
+    token_from: str = ""
+    takes_token: bool = False
+    ray_version: str = ""
+
+
+def given_address() -> str | None:
+    """HOST:PORT of the cluster that a command would join, None if it would start one itself."""
+    if ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    named = os.environ.get("RAY_ADDRESS")
+    address = named or services.find_bootstrap_address(None)
+    if not address or address in ("local", "auto") or "://" in address:
+        return None
+    if not named:
+        try:
+            knock(address)
+        except (OSError, ValueError):  # the file of `ray start` stays behind when a cluster dies
+            return None
+    return str(address)
+
+
+def ask_head(address: str) -> HeadFacts:
+    """The facts about the head at HOST:PORT; takes seconds at most."""
+    try:
+        knock(address)
+    except OSError as error:
+        return HeadFacts(address, error=str(error))
+    except ValueError:
+        return HeadFacts(address, error="that is no HOST:PORT")
+    loader = AuthenticationTokenLoader.instance()
+    token = loader.get_token_for_http_header(ignore_auth_mode=True).get("authorization", "")
+    with _channel(address) as channel:
+        ask = channel.unary_unary(_CHECK_ALIVE, response_deserializer=CheckAliveReply.FromString)
+        asks_for_token, takes_token, version = False, False, ""
+        try:
+            version = ask(b"", timeout=ANSWER_WITHIN_S).ray_version
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                return HeadFacts(address, error=f"{error.code().name}: {error.details()}")
+            asks_for_token = True
+        if asks_for_token and token:
+            try:
+                metadata = (("authorization", token),)
+                version = ask(b"", timeout=ANSWER_WITHIN_S, metadata=metadata).ray_version
+                takes_token = True
+            except grpc.RpcError:
+                pass
+    return HeadFacts(
+        address,
+        asks_for_token=asks_for_token,
+        sends_token=is_token_auth_enabled(),
+        token_from=_token_source() if token else "",
+        takes_token=takes_token,
+        ray_version=version,
+    )
+
+
+def _channel(address: str) -> grpc.Channel:
+    """Without Ray's interceptor, which would add the token to every call."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address)
+    certificate, key, authority = load_certs_from_env()
+    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    return grpc.secure_channel(address, credentials)
+
+
+def _token_source() -> str:
+    return str(token_file() or "RAY_AUTH_TOKEN")
+
+
+def judge_head(head: HeadFacts) -> Check | None:
+    """Why nobody could connect to this head, None if there is no reason."""
+    at = f"no cluster answers at {head.address}"
+    if head.error:
+        return failed(
+            "cluster",
+            f"{at} ({head.error}); start it, open the port to this machine, or put RAY_ADDRESS right",
+        )
+    if head.asks_for_token and not head.token_from:
+        return failed(
+            "token",
+            f"the cluster at {head.address} asks for a token and there is none here; copy the head's "
+            "(~/.ray/auth_token, mode 0600) to this machine and set RAY_AUTH_MODE=token",
+        )
+    if head.asks_for_token and not head.takes_token:
+        return failed(
+            "token",
+            f"the cluster at {head.address} refuses the token of {head.token_from}; check the token: "
+            "it must be the one that the head was started with",
+        )
+    if head.asks_for_token and not head.sends_token:
+        return failed(
+            "token",
+            f"the cluster at {head.address} asks for a token and takes the one of {head.token_from}, "
+            "but Ray does not send it; set RAY_AUTH_MODE=token",
+        )
+    if head.ray_version and head.ray_version != ray.__version__:
+        return failed(
+            "versions",
+            f"ray {head.ray_version} on the head at {head.address}, {ray.__version__} here; install "
+            "the same version on every node",
+        )
+    return None
+
+
+def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> Check:
+    """Whether the cluster refuses strangers, and nobody else reads the token.
+
+    Args:
+        head: Of a cluster that we are connected to.
+        files: (node, path, permission bits) of the token file of every node that has one.
+        ours: This process started the cluster.
+    """
+    if head.error:
+        return skipped("token", f"{head.address} did not answer: {head.error}")
+    if not head.asks_for_token:
+        start = "stop it and start every node with RAY_AUTH_MODE=token and the same token"
+        return failed(
+            "token",
+            f"the cluster at {head.address} takes calls without a token: whoever reaches it runs code "
+            f"on it; {'unset RAY_AUTH_MODE' if ours else start}",
+        )
+    too_open = [
+        f"{path} on {node} has mode {mode:04o}" for node, path, mode in files if mode & 0o077
+    ]
+    if too_open:
+        return failed("token", f"{', '.join(too_open)}: others can read it; chmod 600 it there")
+    where = f", {len(files)} token files are private" if files else ""
+    return passed("token", f"calls without a token are refused{where}")

@@ -1,0 +1,64 @@
+"""Tokens/s from a few real steps on the cluster that `train` would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.doctor.bench import Forecast, forecast
+from raytrain_gpt.doctor.rank_probe import ask_ranks
+from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.auto_memory import fit_memory
+from raytrain_gpt.train.launch import cluster_for
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the timed steps gave.
+
+    Attributes:
+        config: Fitted to the cluster.
+        num_workers: World size.
+        forecast: Of the run.
+        device_name: Of rank 0's device.
+    """
+
+    config: Config
+    num_workers: int
+    forecast: Forecast
+    device_name: str
+
+
+def probe(config: Config, log: Callable[[str], None]) -> Probe:
+    """Time steps of a configuration's own loop, on its own data; trains nothing that is kept.
+
+    Args:
+        config: May hold `auto` and relative paths.
+        log: Gets console lines.
+
+    Raises:
+        UserError: the configuration, data or cluster cannot be used.
+        TrainingFailed: the steps did not end, as where memory is short.
+        Interrupted: Ctrl+C or SIGTERM.
+    """
+    stopped = StopSignals("interrupted; nothing is left behind")
+    with stopped, cluster_for(config, log) as (config, world_size):
+        data = data_of(config)
+        config = fit_memory(config, world_size, data.vocab_size, log)
+        ingest = IngestSpec.of(config, data, world_size)
+        preflight.check_data(ingest)
+        preflight.check_compile(config)
+        log(f"timing steps on {world_size} workers")
+        group = ask_ranks(config, world_size, ingest, bench=True)
+    if group.bench is None or group.devices is None:
+        raise TrainingFailed(
+            f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
+            "raytrain-gpt doctor"
+        )
+    found = forecast(config, data.vocab_size, group.bench)
+    return Probe(config, world_size, found, group.devices[0].device)

@@ -1,0 +1,159 @@
+"""What an evaluation computes over all ranks: validation loss, HellaSwag, and samples.
+
+The same code evaluates inside training, beside it and in the `eval` command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import tiktoken
+import torch
+from torch import Tensor
+
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.loop import Autocast, MicroBatch
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.sample import sample_tokens
+from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.tokenizer import text_of, token_bytes
+from raytrain_gpt.evaluate.choices import ChoiceScore, ending_losses
+from raytrain_gpt.evaluate.hellaswag import (
+    DOWNLOAD,
+    NUM_ENDINGS,
+    Choices,
+    downloaded,
+    encode_choices,
+    read_examples,
+)
+from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
+from raytrain_gpt.ingest.feed import EvalFeed
+
+
+def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
+    """HellaSwag as a model of this configuration is asked it.
+
+    Args:
+        config: Of the model.
+        path: The file, or DOWNLOAD.
+        tokenizer: The model's.
+
+    Raises:
+        DataError: the file cannot be read or fetched, or is not as published.
+    """
+    place = downloaded() if path == DOWNLOAD else location(config, path)
+    return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
+
+
+class Evaluation:
+    """Evaluates one model as often as asked.
+
+    Args:
+        config: The run's.
+        model: Not wrapped; its weights may come later.
+        tokenizer: Its tokenizer.
+        feed: This rank's share of the validation sequences; None: no validation loss.
+        ranks: This process among all that evaluate together.
+        autocast: Makes the context that forward passes run in.
+        choices: HellaSwag; None: it is not asked.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: GPT,
+        tokenizer: tiktoken.Encoding,
+        feed: EvalFeed | None,
+        ranks: Collectives,
+        autocast: Autocast,
+        choices: Choices | None,
+    ) -> None:
+        self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._feed, self._ranks, self._autocast = feed, ranks, autocast
+        self._choices = choices
+        lengths = token_bytes(tokenizer, model.shape.padded_vocab_size)
+        self._token_bytes = torch.from_numpy(lengths)
+
+    def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
+        """The keys of an evaluation's line, over all ranks, which all call this.
+
+        Args:
+            progress: Called with every micro-batch.
+        """
+        metrics: dict[str, float | int] = {}
+        if self._feed is not None:
+            metrics |= self._validated(self._feed, progress)
+        if self._choices is not None:
+            score = self._scored(self._choices, progress).metrics()
+            metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
+            metrics["hellaswag/cut"] = self._choices.num_cut
+        return metrics
+
+    def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
+        def watched(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+            for micro_batch in micro_batches:
+                progress()
+                yield micro_batch
+
+        lengths = self._token_bytes.to(self._model.wte.weight.device)
+        own = [
+            evaluation_sums(self._model, watched(part), lengths, self._autocast)
+            for part in feed.micro_batches()
+        ]
+        sums = self._ranks.summed(torch.stack(own))  # (datasets, 4)
+        weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
+        metrics = eval_result(mixed_sums(sums, weights)).metrics()
+        if feed.data.is_mixed:
+            for name, part in zip(feed.data.names, sums, strict=True):
+                alone = eval_result(part)
+                metrics |= {f"val/loss/{name}": alone.loss, f"val/tokens/{name}": alone.tokens}
+        return metrics
+
+    def _scored(self, choices: Choices, progress: Callable[[], None]) -> ChoiceScore:
+        own = torch.zeros(3, dtype=torch.int64)
+        for _, labels, *chosen in self.answers(choices, progress):
+            right = [(endings == labels).sum() for endings in chosen]
+            own += torch.stack([torch.tensor(len(labels)), *right])
+        return ChoiceScore(*self._ranks.summed(own).tolist())
+
+    def answers(
+        self, choices: Choices, progress: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """What the model answers to this rank's examples, batch by batch.
+
+        Yields:
+            Four int64 (n,): places of the examples in the file, right endings, and the endings with
+            the smallest summed loss and with the smallest loss per token.
+        """
+        device = self._model.wte.weight.device
+        for batch in choices.batches(self._ranks.rank, self._ranks.world_size):
+            progress()
+            tokens, scored = (
+                torch.from_numpy(part).to(device) for part in (batch.tokens, batch.scored)
+            )
+            summed, mean = ending_losses(self._model, tokens, scored, self._autocast)
+            yield (
+                torch.from_numpy(batch.examples),
+                torch.from_numpy(batch.labels),
+                summed.view(-1, NUM_ENDINGS).argmin(1),
+                mean.view(-1, NUM_ENDINGS).argmin(1),
+            )
+
+    def samples(self) -> str:
+        """A line for each sample of the configured prompt."""
+        e = self._config.eval
+        eot = self._tokenizer.eot_token
+        prompt = self._tokenizer.encode_ordinary(e.sample_prompt) or [eot]
+        options = SamplingOptions(
+            max_new_tokens=e.max_new_tokens,
+            temperature=e.temperature,
+            top_k=e.top_k,
+            seed=self._config.train.seed,
+            stop_at_eot=False,
+        )
+        with self._autocast():
+            drawn = sample_tokens(self._model, eot, [prompt] * e.num_samples, options)
+        texts = [e.sample_prompt + text_of(self._tokenizer, one.tokens) for one in drawn]
+        return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))

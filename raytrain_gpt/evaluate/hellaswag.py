@@ -1,0 +1,237 @@
+"""HellaSwag: contexts with four endings each, of which one is right.
+
+1. `read_examples` reads the published file; `downloaded` fetches it once.
+2. `encode_choices` makes a row of tokens of every context with each of its endings.
+3. `Choices.batches` deals them in whole batches, whose composition no number of ranks changes.
+
+Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location, Place, cache_directory
+
+NUM_ENDINGS = 4
+DOWNLOAD = "download"
+"""Stands for the public file where a path is meant."""
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+BATCH_TOKENS = 8192
+"""Of a batch, padding included; a batch has one example at least."""
+
+_TIMEOUT_S = 60.0
+_WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: what comes after the context, and which ending (from 0) is right."""
+
+    context: str
+    endings: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True)
+class ChoiceBatch:
+    """Rows of some examples, four of each in a row, filled up with zeros.
+
+    Attributes:
+        examples: int64 (n,), places in the file, from 0.
+        labels: int64 (n,)
+        tokens: int64 (4n, T + 1)
+        scored: bool (4n, T), whether the token behind each place belongs to the ending.
+    """
+
+    examples: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    scored: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All examples as tokens.
+
+    Attributes:
+        tokens: uint32 (tokens,), the rows laid end to end.
+        starts: int64 (4 · examples + 1,), where each row begins, and the end.
+        num_scored: int64 (4 · examples,), tokens at the end of each row that are scored.
+        labels: int64 (examples,)
+        num_cut: Examples that did not fit the model's context with every ending.
+    """
+
+    tokens: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    num_scored: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    num_cut: int
+
+    def batches(self, rank: int, world_size: int) -> Iterator[ChoiceBatch]:
+        """The batches of a rank: every `world_size`-th of all, which are the same for any number."""
+        widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
+        for number, examples in enumerate(_batched(widths)):
+            if number % world_size == rank:
+                yield self._batch(examples, int(widths[examples].max()))
+
+    def _batch(self, examples: NDArray[np.int64], width: int) -> ChoiceBatch:
+        rows = (NUM_ENDINGS * examples[:, None] + np.arange(NUM_ENDINGS)).ravel()
+        tokens = np.zeros((len(rows), width), np.int64)
+        scored = np.zeros((len(rows), width - 1), np.bool_)
+        for at, row in enumerate(rows):
+            own = self.tokens[self.starts[row] : self.starts[row + 1]]
+            tokens[at, : len(own)] = own
+            scored[at, len(own) - 1 - self.num_scored[row] : len(own) - 1] = True
+        return ChoiceBatch(examples, self.labels[examples], tokens, scored)
+
+
+def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Examples of about the same width together, as many as BATCH_TOKENS allows."""
+    batch: list[int] = []
+    for example in np.argsort(widths, kind="stable").tolist():
+        # They are sorted, so this one would be the widest of the batch.
+        if batch and NUM_ENDINGS * (len(batch) + 1) * widths[example] > BATCH_TOKENS:
+            yield np.array(batch, np.int64)
+            batch = []
+        batch.append(example)
+    yield np.array(batch, np.int64)
+
+
+def read_examples(place: Place) -> list[Example]:
+    """The examples of a .jsonl file, in its order.
+
+    Raises:
+        DataError: it cannot be read or is not as published; says which line.
+    """
+    path = Location.of(place)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read HellaSwag {path}: {error.strerror or error}") from None
+    return _parsed(content, str(path))
+
+
+def _parsed(content: bytes, name: str) -> list[Example]:
+    examples = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(line)))
+        except ValueError as error:
+            raise DataError(f"{name} line {number}: {error}; {_WAY_OUT}") from None
+    if not examples:
+        raise DataError(f"{name} has no examples; {_WAY_OUT}")
+    return examples
+
+
+def _example(row: Any) -> Example:
+    """The example of a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} instead of an object")
+    if "ctx" in row:
+        context = _text(row, "ctx")
+    else:
+        context = f"{_text(row, 'ctx_a')} {_text(row, 'ctx_b', may_be_empty=True)}".rstrip()
+    endings = row.get("endings")
+    if not isinstance(endings, list) or len(endings) != NUM_ENDINGS:
+        found = f"{len(endings)}" if isinstance(endings, list) else "no list"
+        raise ValueError(f"endings has {found} instead of {NUM_ENDINGS} texts")
+    if not all(isinstance(ending, str) and ending.strip() for ending in endings):
+        raise ValueError("endings has one that is empty or no text")
+    return Example(context, tuple(endings), _label(row))
+
+
+def _text(row: dict[str, Any], field: str, may_be_empty: bool = False) -> str:
+    value = row.get(field)
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+        raise ValueError(f"no text in field {field}")
+    return value
+
+
+def _label(row: dict[str, Any]) -> int:
+    label = row.get("label")
+    if label is None or label == "":
+        raise ValueError("no label, as in a test file")
+    known = [n for n in range(NUM_ENDINGS) if str(label) == str(n)]
+    if not known:
+        raise ValueError(f"label {label!r} is not one of 0 to {NUM_ENDINGS - 1}")
+    return known[0]
+
+
+def downloaded() -> Location:
+    """The public validation file in the user's cache directory, fetched the first time.
+
+    Raises:
+        DataError: it is not there and cannot be fetched, or not be kept.
+    """
+    cache = cache_directory()
+    path = cache / URL.rpartition("/")[2]
+    if path.exists():
+        return Location.of(path)
+    content = _fetched(URL)
+    _parsed(content, URL)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        # Several may fetch it at once, each under a name of its own.
+        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep HellaSwag in {cache}: {error.strerror}; set XDG_CACHE_HOME to a directory "
+            "that can be written, or give a file instead of download"
+        ) from None
+    return Location.of(path)
+
+
+def _fetched(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read()
+            return content
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"cannot download HellaSwag from {url} ({error}); fetch it on a machine with network "
+            "and give its path instead of download"
+        ) from None
+
+
+def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
+    """Rows of tokens: a context, then a space and an ending, which are tokenized apart.
+
+    A row has at most `seq_len` + 1 tokens, so that `seq_len` go into the model and each has a target.
+    What does not fit is cut from the left: the context, and of an ending that is longer than the
+    model's context its beginning too.
+    """
+    rows, num_scored, num_cut = [], [], 0
+    for example in examples:
+        context = tokenizer.encode_ordinary(example.context)
+        endings = [tokenizer.encode_ordinary(f" {ending}") for ending in example.endings]
+        rows += [[*context, *ending][-(seq_len + 1) :] for ending in endings]
+        num_scored += [min(len(ending), seq_len) for ending in endings]
+        num_cut += len(context) + max(map(len, endings)) > seq_len + 1
+    return Choices(
+        tokens=np.concatenate(rows).astype(np.uint32),
+        starts=np.cumsum([0, *map(len, rows)], dtype=np.int64),
+        num_scored=np.array(num_scored, np.int64),
+        labels=np.array([example.label for example in examples], np.int64),
+        num_cut=num_cut,
+    )

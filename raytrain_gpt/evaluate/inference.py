@@ -1,0 +1,200 @@
+"""Use a checkpoint in this process, without Ray: evaluate it, draw samples from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+
+from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
+from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.sample import sample_tokens
+from raytrain_gpt.core.state import load_model
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
+from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
+from raytrain_gpt.evaluate.hellaswag import Choices
+from raytrain_gpt.ingest.feed import EvalFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.storage.location import Location, Place
+
+
+def open_checkpoint(
+    path: Place,
+) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+    """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    checkpoint = resolve_checkpoint(Location.of(path))
+    config = parse_config(checkpoint.state.config, str(checkpoint.path))
+    device = best_device()
+    model, tokenizer = load_checkpoint(checkpoint, config, device)
+    return checkpoint, config, model, tokenizer, device
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, config: Config, device: torch.device
+) -> tuple[GPT, tiktoken.Encoding]:
+    """The model of a checkpoint on a device, and its tokenizer.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model than the configuration's.
+    """
+    tokenizer = read_tokenizer(checkpoint.path)
+    model = GPT.of(config, checkpoint.state.vocab_size, tokenizer.eot_token)
+    with checkpoint.files() as directory:
+        load_model(directory, model)
+    return model.to(device), tokenizer
+
+
+def evaluate_checkpoint(
+    path: str | Path,
+    log: Callable[[str], None],
+    *,
+    data: str | Path | None = None,
+    eval_tokens: int | None = None,
+    hellaswag: str | None = None,
+) -> tuple[Location, dict[str, Any]]:
+    """Metrics of a checkpoint.
+
+    Args:
+        path: A checkpoint or a run.
+        log: Gets a line where there is no dataset to validate on, or the device computes no bf16.
+        data: Dataset, or several with weights as in `data_path`; None: what it was trained on, which need
+            not be there for HellaSwag.
+        eval_tokens: Upper limit of tokens; None: as in training.
+        hellaswag: Its file, or `download`; None: it is not asked.
+
+    Returns:
+        The checkpoint's path and its metrics, with `step`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: eval_tokens is below 1.
+        DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
+    """
+    if eval_tokens is not None and eval_tokens < 1:
+        raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
+    checkpoint, config, model, tokenizer, device = open_checkpoint(path)
+    if config.train.precision == "bf16" and not has_bf16(device):
+        log("evaluated in fp32: this device computes no bf16")
+        config = config.updated({"precision": "fp32"})
+    choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
+    feed = None
+    try:
+        feed = validation_feed(checkpoint, config, device, data, eval_tokens)
+    except DataError as error:
+        if choices is None or data is not None:
+            raise
+        log(f"only HellaSwag is evaluated: {error}")
+    evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
+    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics()}
+
+
+def lone_evaluation(
+    config: Config,
+    model: GPT,
+    tokenizer: tiktoken.Encoding,
+    feed: EvalFeed | None,
+    choices: Choices | None,
+) -> Evaluation:
+    """An `Evaluation` by this process alone, where the model is; arguments as there."""
+    device = model.wte.weight.device
+    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
+    alone = Collectives(rank=0, world_size=1)
+    return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
+
+
+def validation_feed(
+    checkpoint: Checkpoint,
+    config: Config,
+    device: torch.device,
+    data: str | Path | None,
+    eval_tokens: int | None,
+) -> EvalFeed:
+    """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
+
+    Raises:
+        DataError: no dataset, one of another tokenizer or not that of the checkpoint, or too little to
+            validate on.
+    """
+    if data is None and not checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
+        )
+    found = data_of(config, None if data is None else str(data))
+    check_vocabulary(found, checkpoint.state.vocab_hash, str(checkpoint.path))
+    if data is None and found.hash != checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{config.data.data_path} has hash {found.hash[:12]}, {checkpoint.path} was trained on "
+            f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
+        )
+    spec = IngestSpec(
+        data=found,
+        seq_len=config.data.seq_len,
+        batch_sequences=config.batch_sequences,
+        seed=config.train.seed,
+        world_size=1,
+        eval_tokens=eval_tokens or config.eval.eval_tokens,
+    )
+    check_val_split(found, spec.seq_len)
+    tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
+    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).micro_batch_sequences
+    return EvalFeed(tokens, delivered, found, micro, device)
+
+
+def sample_checkpoint(
+    path: str | Path,
+    prompt: str,
+    log: Callable[[str], None],
+    *,
+    num_samples: int,
+    **options: Any,
+) -> list[str]:
+    """Continuations of a prompt, the prompt included.
+
+    Args:
+        path: A checkpoint or a run.
+        prompt: May be empty.
+        log: Gets a line where the prompt is longer than the context.
+        num_samples: Continuations.
+        options: Of `SamplingOptions`.
+
+    Raises:
+        ConfigError: num_samples or an option is out of range.
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    check_num_samples(num_samples)
+    how = SamplingOptions(**options)
+    _, _, model, tokenizer, _ = open_checkpoint(path)
+    ids = prompt_tokens(tokenizer, prompt)
+    if len(ids) > model.shape.seq_len:
+        log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
+    drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
+    return [prompt + text_of(tokenizer, one.tokens) for one in drawn]
+
+
+def check_num_samples(num_samples: int) -> None:
+    """Refuse less than one.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
+
+
+def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
+    """Token ids of a prompt; an empty one is the end of the text before."""
+    return tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]

@@ -1,0 +1,259 @@
+"""`sample --batch`: the prompts of a file, continued by replicas of a checkpoint on a whole cluster.
+
+1. Every line is read and checked, then dealt into tasks of `TASK_PROMPTS`, whatever the cluster has.
+2. A pool of actors, one a GPU, or one a CPU where there are none, loads the checkpoint once each and
+   takes task after task (Ray Data, streaming).
+3. Results come in the order of the tasks into a file that gets its name when all are there.
+
+A task is continued as one batch, and its draws follow from the numbers of its prompts. So the file is
+the same for any number of replicas on machines of one kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.data import ActorPoolStrategy, ExecutionOptions
+from ray.exceptions import RayActorError
+
+from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.sample import sample_tokens
+from raytrain_gpt.data.tokenizer import text_of
+from raytrain_gpt.errors import ClusterError, DataError
+from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
+from raytrain_gpt.format import amount, duration
+from raytrain_gpt.storage.location import Location, Place
+
+TASK_PROMPTS = 32
+PROGRESS_EVERY_S = 2.0
+ADDED = ("continuations", "finish_reasons")
+"""Fields of a line of the output that its prompt's line has not."""
+
+Log = Callable[[str], None]
+
+
+def sample_batch(
+    checkpoint: Place,
+    prompts: Place,
+    out: Place,
+    log: Log,
+    *,
+    num_samples: int,
+    **options: Any,
+) -> None:
+    """Continue each prompt of a file of JSON lines.
+
+    Args:
+        checkpoint: A checkpoint or a run.
+        prompts: Lines `{"prompt": TEXT, …}`; empty lines do not count.
+        out: Gets the same lines in the same order, with `continuations` (texts without the prompt) and
+            `finish_reasons` (`stop` or `length`) of each; whole or not at all.
+        log: Gets progress lines.
+        num_samples: Continuations of each.
+        options: Of `SamplingOptions`.
+
+    Raises:
+        ConfigError: num_samples or an option is out of range.
+        DataError: a line is no prompt, or out cannot be written.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ClusterError: the cluster has no CPU for a replica.
+        Interrupted: Ctrl+C or SIGTERM; nothing is written.
+    """
+    check_num_samples(num_samples)
+    how = SamplingOptions(**options)
+    source, out = Location.of(prompts), Location.of(out)
+    _check_out(out, source)
+    lines = list(_prompt_lines(source))
+    if not lines:
+        raise DataError(f'{source} has no prompt; write lines {{"prompt": TEXT}}')
+    found = resolve_checkpoint(Location.of(checkpoint))
+    with StopSignals(f"interrupted; {out} was not written"):
+        resources = ray_cluster.connect(num_cpus_needed=0)
+        try:
+            results = _results(lines, resources, log, (found.path, num_samples, how))
+            _write(out, results, len(lines), log)
+        finally:
+            if resources.ours:
+                ray.shutdown()
+
+
+def _check_out(out: Location, source: Location) -> None:
+    """Refuse at once what could not be written hours later."""
+    if out == source:
+        raise DataError(f"--out is the file of --batch, {source}; choose another --out")
+    if not out.is_local:
+        out.exists()  # raises where the store refuses access or has no such bucket
+        return
+    with _disk_errors(out):
+        out.parent.mkdir()
+    if out.path.is_dir() or not os.access(out.parent.path, os.W_OK):
+        why = "it is a directory" if out.path.is_dir() else "its directory is read-only"
+        raise DataError(f"cannot write {out}: {why}; choose another --out")
+
+
+def _prompt_lines(source: Location) -> Iterator[str]:
+    """The lines with prompts, each checked.
+
+    Raises:
+        DataError: names the first line that is none.
+    """
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {source}: {error.strerror or error}") from None
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8")
+            why = _wrong(json.loads(text))
+        except UnicodeDecodeError:
+            why = "not UTF-8"
+        except (ValueError, RecursionError):
+            why = "not JSON"
+        if why:
+            raise DataError(f'{source} line {number}: {why}; write {{"prompt": TEXT, …}}')
+        yield text
+
+
+def _wrong(content: object) -> str | None:
+    """What is wrong with the content of a line, or None."""
+    if not isinstance(content, dict):
+        return f"{type(content).__name__} instead of an object"
+    if not isinstance(content.get("prompt"), str):
+        return "no text in field prompt"
+    taken = [name for name in ADDED if name in content]
+    return f"field {taken[0]} would be overwritten" if taken else None
+
+
+def _results(
+    lines: list[str], resources: ray_cluster.Resources, log: Log, replica_args: tuple[Any, ...]
+) -> Iterator[dict[str, Any]]:
+    """What a `Replica` makes of each task, in their order; those of a dead one are dealt again."""
+    tasks = [
+        {"first": first, "lines": lines[first : first + TASK_PROMPTS]}
+        for first in range(0, len(lines), TASK_PROMPTS)
+    ]
+    gpus = 1 if resources.gpus else 0
+    replicas = min(resources.places(1, gpus), len(tasks))
+    if not replicas:
+        raise ClusterError("the cluster has no CPU for a replica; use one that has at least 1")
+    log(f"{len(lines)} prompts | replicas: {replicas}, one a {'GPU' if gpus else 'CPU'}")
+    done = 0
+    while done < len(tasks):
+        done_before = done
+        try:
+            for result in _mapped(tasks[done:], replicas, gpus, replica_args):
+                done += 1
+                yield result
+        except RayActorError:
+            if done == done_before:
+                raise
+            log(f"a replica died; {len(tasks) - done} of {len(tasks)} tasks are dealt again")
+        except Exception as error:
+            raise user_error_in(error) or error from None
+
+
+def _mapped(
+    tasks: list[dict[str, Any]], replicas: int, gpus: int, replica_args: tuple[Any, ...]
+) -> Iterator[dict[str, Any]]:
+    """Results of a pool of replicas in the order of the tasks, until one of them dies."""
+    with warnings.catch_warnings():
+        # A pool that restarts actors makes Ray warn on stderr that it may not be able to
+        # (ray-project/ray#57733), and only this deprecated argument makes one that does not.
+        warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+        dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
+            Replica,
+            fn_constructor_args=replica_args,
+            # Where others hold CPUs, as many as there is room for.
+            compute=ActorPoolStrategy(min_size=1, initial_size=replicas, max_size=replicas),
+            num_cpus=1,
+            num_gpus=gpus,
+            max_restarts=0,
+        )
+    dataset.context.execution_options = ExecutionOptions(preserve_order=True)
+    yield from dataset.iter_rows()
+
+
+class Replica:
+    """An actor's model.
+
+    Args:
+        checkpoint: Where it lies.
+        num_samples: Continuations of each prompt.
+        options: How to draw.
+    """
+
+    def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
+        _, _, self._model, self._tokenizer, device = open_checkpoint(checkpoint)
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        self._num_samples, self._options = num_samples, options
+
+    def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The lines of a task with their continuations, the tokens drawn, the prompts cut."""
+        rows = [json.loads(line) for line in task["lines"]]
+        prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for row in rows]
+        num = self._num_samples
+        drawn = sample_tokens(
+            self._model,
+            self._tokenizer.eot_token,
+            [prompt for prompt in prompts for _ in range(num)],
+            self._options,
+            first_stream=int(task["first"]) * num,
+        )
+        for i, row in enumerate(rows):
+            own = drawn[i * num : (i + 1) * num]
+            texts = [text_of(self._tokenizer, one.tokens) for one in own]
+            row |= dict(zip(ADDED, (texts, [one.finish_reason for one in own]), strict=True))
+        seq_len = self._model.shape.seq_len
+        return {
+            "lines": [json.dumps(row) for row in rows],
+            "num_tokens": sum(len(one.tokens) for one in drawn),
+            "num_cut": sum(len(prompt) > seq_len for prompt in prompts),
+            "seq_len": seq_len,
+        }
+
+
+def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, log: Log) -> None:
+    """Write all results, then give the file its name."""
+    started = shown = time.monotonic()
+    done = tokens = cut = seq_len = 0
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        unfinished = Path(directory, "out.jsonl")
+        for result in results:
+            with _disk_errors(out), unfinished.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in result["lines"])
+            done += len(result["lines"])
+            tokens, cut = tokens + result["num_tokens"], cut + result["num_cut"]
+            seq_len, now = result["seq_len"], time.monotonic()
+            if now - shown >= PROGRESS_EVERY_S and done < num_prompts:
+                shown, eta = now, (num_prompts - done) * (now - started) / done
+                log(f"{done}/{num_prompts} prompts | {amount(tokens)} tokens | eta {duration(eta)}")
+        with _disk_errors(out):
+            out.upload(unfinished)
+    if cut:
+        log(f"{cut} prompts have more than {seq_len} tokens; the model saw the last {seq_len}")
+    log(f"{done} prompts, {amount(tokens)} tokens drawn: {out}")
+
+
+@contextlib.contextmanager
+def _disk_errors(out: Location) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from None

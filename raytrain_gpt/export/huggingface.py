@@ -1,0 +1,287 @@
+"""Weights out to a Hugging Face directory, and in from one.
+
+Either way the result is there whole or not at all: it is written into a directory staging its place whose
+name begins with `.unfinished-`, forced to disk, and put in its place by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tiktoken
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from raytrain_gpt.checkpoint.catalog import (
+    HASHES_FILE,
+    ROWS_FILE,
+    CheckpointState,
+    Draft,
+    resolve_checkpoint,
+)
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import MODEL_FILE
+from raytrain_gpt.data.order import ORDER_VERSION
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    load_tokenizer,
+    tokenizer_json,
+    vocab_hash,
+)
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.evaluate.inference import load_checkpoint
+from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
+from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer
+from raytrain_gpt.export.hf_weights import (
+    HF_WEIGHTS_FILE,
+    find_hf_weights,
+    hf_tensors,
+    model_of,
+    read_hf_weights,
+)
+from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
+from raytrain_gpt.format import amount
+from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.tracking.trackers import track_export
+
+UNFINISHED = ".unfinished-"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVAL_SEQUENCES = 4
+"""Of a forward, in the configuration of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
+_GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
+"""Vocabulary size -> the tokenizer of weights that come without one."""
+
+Log = Callable[[str], None]
+
+
+def export_checkpoint(path: str | Path, out: str | Path, dtype: str, log: Log) -> Path:
+    """Write a checkpoint as a directory that transformers loads, with its tokenizer and a model card.
+
+    Args:
+        path: A checkpoint or a run.
+        out: The directory; not there yet, or empty.
+        dtype: Of the tensors: `fp32` or `bf16`.
+        log: Gets a line.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or the directory has something in it.
+        ConfigError: an unknown dtype, or the directory is a URL.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype} is unknown; set --dtype to {' or '.join(DTYPES)}")
+    if is_url(str(out)):
+        raise ConfigError(f"{out} is a URL; export to a local directory, and copy it there")
+    place = Location.of(out)
+    _check_free(place)
+    checkpoint = resolve_checkpoint(Location.of(path))
+    config = parse_config(checkpoint.state.config, str(checkpoint.path))
+    model, encoding = load_checkpoint(checkpoint, config, torch.device("cpu"))
+    tensors = hf_tensors(model, DTYPES[dtype])
+    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    texts = {
+        **hf_config_files(model.shape, encoding.eot_token, torch_name),
+        **hf_tokenizer_files(encoding, model.shape.seq_len),
+        CARD_FILE: model_card(checkpoint, config, encoding.name, model.shape, dtype),
+    }
+    with _staging(place) as staging:
+        directory = staging / place.name
+        directory.mkdir()
+        save_file(tensors, directory / HF_WEIGHTS_FILE, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (directory / name).write_text(text, "utf-8")
+        # safetensors leaves it readable for its owner alone.
+        (directory / HF_WEIGHTS_FILE).chmod((directory / CARD_FILE).stat().st_mode)
+        for file in directory.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        directory.rename(place.path)
+    log(
+        f"exported {checkpoint.path}: {_shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
+    )
+    run_dir = checkpoint.path.parent.parent
+    track_export(run_dir, config.tracking.experiment, place.path, log)
+    return place.path
+
+
+def _shape_line(shape: GPTShape) -> str:
+    return (
+        f"{amount(shape.num_parameters)} parameters, {shape.num_layers} layers, {shape.num_heads} heads, "
+        f"{shape.embd_size} channels, context {shape.seq_len}, vocabulary {shape.vocab_size}"
+    )
+
+
+def import_weights(
+    source: str | Path,
+    out: str | Path,
+    log: Log,
+    *,
+    tokenizer: str | None = None,
+    num_heads: int | None = None,
+    seq_len: int | None = None,
+) -> tuple[Location, GPTShape]:
+    """Make a checkpoint of GPT-2's weights as Hugging Face names them.
+
+    The embedding is padded to a multiple of 64 rows again; see `core.hf_weights.model_of`.
+
+    Args:
+        source: A Hugging Face directory, or a file of weights.
+        out: The checkpoint's directory or URL; not there yet, or empty.
+        log: Gets lines on what was chosen.
+        tokenizer: Name; None: the directory's, else gpt2 or bytes by the size of the vocabulary.
+        num_heads: None: as config.json has it, of a file one for every 64 channels.
+        seq_len: Keep so many positions; None: all.
+
+    Returns:
+        The checkpoint and its shape.
+
+    Raises:
+        CheckpointError: no weights, damaged ones, no plain GPT-2, or there is something at `out`.
+        ConfigError: num_heads or seq_len do not fit.
+        DataError: the tokenizer is unknown, cannot be read, or does not fit.
+    """
+    if is_url(str(source)):
+        raise ConfigError(f"{source} is a URL; copy it to a local directory, and import that")
+    directory, place = Location.of(source).path, Location.of(out)
+    if not directory.exists():
+        raise CheckpointError(f"{directory} does not exist; give a Hugging Face directory or file")
+    _check_free(place)
+    find_hf_weights(directory)
+    described = read_hf_config(directory) if directory.is_dir() else None
+    if described is not None:
+        if num_heads not in (None, described.num_heads):
+            raise ConfigError(
+                f"num_heads={num_heads}, {directory / HF_CONFIG_FILE} has {described.num_heads}; "
+                "leave --num_heads out"
+            )
+        num_heads = described.num_heads
+    dropout = 0.0 if described is None else described.dropout
+    model = model_of(read_hf_weights(directory), str(directory), num_heads, dropout)
+    if described not in (None, model.shape):
+        raise CheckpointError(f"{directory} has weights of {model.shape}, config.json {described}")
+    if num_heads is None:
+        log(f"{model.shape.num_heads} heads, as no config.json says so: one for 64 channels")
+    encoding = _tokenizer(directory, tokenizer, model.shape.vocab_size, log)
+    model = _cropped(model, seq_len, str(directory))
+    _write(model, encoding, place, directory.name)
+    log(f"imported {directory}: {_shape_line(model.shape)}, tokenizer {encoding.name}")
+    return place, model.shape
+
+
+def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
+    encoding = None
+    if name is not None:
+        encoding = load_tokenizer(name)
+    elif source.is_dir():
+        encoding = read_hf_tokenizer(source)
+    if encoding is None:
+        guess = _GUESSED_TOKENIZERS.get(vocab_size)
+        if guess is None:
+            raise DataError(
+                f"{source} has no tokenizer, and none is known by its {vocab_size} ids; name it by "
+                "--tokenizer"
+            )
+        log(f"tokenizer {guess}, as there is none with the weights: by the {vocab_size} ids")
+        encoding = load_tokenizer(guess)
+    if encoding.n_vocab != vocab_size:
+        raise DataError(
+            f"tokenizer {encoding.name} has {encoding.n_vocab} ids, the weights of {source} have "
+            f"{vocab_size}; name the one they were trained with by --tokenizer"
+        )
+    return encoding
+
+
+def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
+    shape = model.shape
+    if seq_len is None or seq_len == shape.seq_len:
+        return model
+    if not 1 <= seq_len < shape.seq_len:
+        raise ConfigError(
+            f"seq_len={seq_len} is not within the {shape.seq_len} positions of {where}; set --seq_len "
+            f"to 1 to {shape.seq_len}"
+        )
+    cropped = GPT(dataclasses.replace(shape, seq_len=seq_len))
+    weights = model.state_dict()
+    weights["wpe.weight"] = weights["wpe.weight"][:seq_len]
+    cropped.load_state_dict(weights)
+    return cropped
+
+
+def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
+    """Write the checkpoint staging its place and rename it, or upload it with its hashes last."""
+    texts = {
+        TOKENIZER_FILE: tokenizer_json(encoding),
+        ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
+    }
+
+    def write_model(file: Path) -> None:
+        save_file(model.state_dict(), file, metadata={"format": "pt"})
+
+    with _staging(place) as directory:
+        draft = Draft(Location.of(directory), 0, "import")
+        entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}
+        made = draft.commit(_state(model.shape, encoding), entries, texts)
+        if place.is_local:
+            made.path.rename(place.path)
+            return
+        for name in sorted(made.names(), key=lambda name: name == HASHES_FILE):
+            (place / name).upload(made.path / name)
+
+
+def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
+    """Of weights that no run of ours trained: no dataset, no step."""
+    config = Config().updated(
+        {
+            "num_layers": shape.num_layers,
+            "num_heads": shape.num_heads,
+            "embd_size": shape.embd_size,
+            "dropout": shape.dropout,
+            "seq_len": shape.seq_len,
+            "data_path": "",
+            "micro_batch_sequences": EVAL_SEQUENCES,
+            "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,
+            "run_name": "imported",
+        }
+    )
+    return CheckpointState(
+        step=0,
+        next_batch=0,
+        order_hash="",
+        val_loss=None,
+        tokens_seen=0,
+        config=config.model_dump(),
+        manifest_hash="",
+        vocab_hash=vocab_hash(encoding),
+        vocab_size=shape.vocab_size,
+        order_version=ORDER_VERSION,
+        num_workers=1,
+    )
+
+
+def _check_free(place: Location) -> None:
+    if place.is_file() or place.names():
+        raise CheckpointError(f"{place} is there and not empty; set --out to a new directory")
+
+
+@contextlib.contextmanager
+def _staging(place: Location) -> Iterator[Path]:
+    """A new directory on the same disk, or any for an object store; removed at the end."""
+    parent = place.path.parent if place.is_local else None
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as directory:
+            yield Path(directory)
+    except (OSError, SafetensorError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {place}: {what}; make room, or set --out") from None

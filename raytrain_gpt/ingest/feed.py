@@ -1,0 +1,152 @@
+"""From a rank's rows of the dataset to micro-batches on its device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raytrain_gpt.core.loop import MicroBatch
+from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
+from raytrain_gpt.data.tokenizer import Tokens
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+
+
+@dataclass(frozen=True)
+class RankChunk:
+    """One rank's share of some global batches.
+
+    Attributes:
+        first: The first global batch.
+        tokens: uint16 or uint32 (batches, share, seq_len + 1).
+        ids: int64 (batches, share), what was read, −1 where there is no sequence.
+        planned: int64 (batches,), hash sum of the whole global batch by the plan.
+    """
+
+    first: int
+    tokens: Tokens
+    ids: Ids
+    planned: Ids
+
+
+def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
+    """What a worker's dataset shard delivers: its validation share, then its chunks in order.
+
+    Raises:
+        RuntimeError: a row is another rank's or not the next one: Ray dealt them otherwise.
+    """
+    expected = ("val", rank, 0)
+    for table in tables:
+        row = {name: table[name].chunk(0)[0] for name in table.column_names}
+        found = (row["split"].as_py(), row["rank"].as_py(), row["first"].as_py())
+        if found != expected:
+            raise RuntimeError(f"rows were dealt wrongly: wanted {expected}, got {found}")
+        num_batches = row["num_batches"].as_py()
+        tokens = np.frombuffer(row["tokens"].as_buffer(), spec.data.dtype)
+        chunk = RankChunk(
+            first=found[2],
+            tokens=tokens.reshape(num_batches, -1, spec.seq_len + 1),
+            ids=np.frombuffer(row["ids"].as_buffer(), np.int64).reshape(num_batches, -1),
+            planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
+        )
+        yield chunk
+        after = spec.first_batch if found[0] == "val" else chunk.first + num_batches
+        expected = ("train", rank, skip_past(after, spec.skipped))
+
+
+class TrainFeed:
+    """Micro-batches of one rank, in order, one ahead on the device.
+
+    Args:
+        chunks: This rank's chunks.
+        micro_batch_sequences: Sequences of a micro-batch; divides the rank's share.
+        device: Where they go.
+    """
+
+    def __init__(
+        self, chunks: Iterator[RankChunk], micro_batch_sequences: int, device: torch.device
+    ) -> None:
+        self._chunks = chunks
+        self._size = micro_batch_sequences
+        self._device = device
+        self._delivered: deque[tuple[int, int]] = deque()
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Inputs and targets on the device; the next one is copied while this one is used."""
+        ahead: MicroBatch | None = None
+        for tokens in self._slices():
+            ready, ahead = ahead, to_device(tokens, self._device)
+            if ready is not None:
+                yield ready
+        if ahead is not None:
+            yield ahead
+
+    def _slices(self) -> Iterator[Tokens]:
+        for chunk in self._chunks:
+            sums = sequence_hashes(chunk.ids).sum(1)
+            for i, tokens in enumerate(chunk.tokens):
+                self._delivered.append((int(sums[i]), int(chunk.planned[i])))
+                for start in range(0, len(tokens), self._size):
+                    yield tokens[start : start + self._size]
+
+    def take_hash_sums(self) -> tuple[int, int]:
+        """Of the oldest step not asked for: this rank's delivered and the whole planned hash sum."""
+        return self._delivered.popleft()
+
+
+def to_device(tokens: Tokens, device: torch.device) -> MicroBatch:
+    """Inputs and targets, int64 (n, seq_len), of tokens (n, seq_len + 1).
+
+    The narrow integers travel; on a GPU from pinned memory, without waiting.
+    """
+    block = torch.from_numpy(np.array(tokens))
+    if device.type == "cuda":
+        block = block.pin_memory()
+    wide = block.to(device, non_blocking=True).to(torch.int64)
+    return wide[:, :-1], wide[:, 1:]
+
+
+class EvalFeed:
+    """A rank's share of the validation sequences, kept in memory.
+
+    Args:
+        tokens: (n, seq_len + 1).
+        ids: int64 (n,), −1 where there is no sequence.
+        data: What they are of.
+        micro_batch_sequences: Sequences of a micro-batch.
+        device: Where they go.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        ids: Ids,
+        data: Mixture,
+        micro_batch_sequences: int,
+        device: torch.device,
+    ) -> None:
+        self.data = data
+        ends = data.val_ends(tokens.shape[1] - 1)
+        part = np.where(ids < 0, -1, np.searchsorted(ends, ids, side="right"))
+        self._tokens = [tokens[part == i] for i in range(len(ends))]
+        self._size = micro_batch_sequences
+        self._device = device
+
+    def micro_batches(self) -> list[Iterator[MicroBatch]]:
+        """Of each dataset all of the share, in micro-batches of one shape; what fills up does not count."""
+        return [self._filled(tokens) for tokens in self._tokens]
+
+    def _filled(self, tokens: Tokens) -> Iterator[MicroBatch]:
+        for start in range(0, len(tokens), self._size):
+            part = tokens[start : start + self._size]
+            filled: Tokens = np.zeros((self._size, tokens.shape[1]), tokens.dtype)
+            filled[: len(part)] = part
+            inputs, targets = to_device(filled, self._device)
+            counts = torch.arange(self._size, device=self._device) < len(part)
+            yield inputs, torch.where(counts[:, None], targets, IGNORED)

@@ -1,0 +1,206 @@
+"""`prepare`: text to token shards, as streaming Ray Data tasks on every CPU of the cluster.
+
+Without duplicates it reads the text twice: the first pass hashes every document.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray.data
+
+from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.data.bad_documents import BadDocuments
+from raytrain_gpt.data.preparation import done_tasks, finish, start
+from raytrain_gpt.data.prepare_plan import Plan, make_plan
+from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.data.tokenize import duplicates, hash_task, run_task
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import amount, duration
+from raytrain_gpt.redact import redacted
+from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.web_files import without_query
+
+PROGRESS_EVERY_S = 2.0
+
+
+def prepare(
+    sources: list[str],
+    directory: Place,
+    tokenizer: str,
+    *,
+    log: Callable[[str], None],
+    num_cpus: int | None = None,
+    **options: Any,
+) -> Manifest:
+    """Tokenize sources into a dataset; the shards are the same for any number of workers.
+
+    A preparation that was stopped goes on with what is not done yet, and a dataset that lost files
+    gets them again.
+
+    Args:
+        sources: Files, directories or globs, local, in an object store or on the HF hub, web
+            addresses of files, or `stdlib`.
+        directory: Where the dataset goes; tasks write there themselves.
+        tokenizer: A name.
+        log: Gets progress lines.
+        num_cpus: Tasks at a time; None: all CPUs of the cluster.
+        options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
+            max_bad_documents.
+
+    Raises:
+        DataError: a source, the tokenizer or the directory cannot be used.
+        ClusterError: another process prepares there, or the storage refuses access.
+        StorageError: the storage was out of reach for too long; what is done stays.
+    """
+    encoding = load_tokenizer(tokenizer)
+    plan = make_plan(sources, encoding, log=log, **options)
+    directory = Location.of(directory)
+    lease = directory.parent / f".{directory.name}{LEASE_FILE}"
+    try:
+        with held_lease(lease, f"dataset {directory}", log):
+            manifest = start(directory, plan, encoding, log)
+            if manifest is not None:
+                log(f"{directory} is already prepared")
+                return manifest
+            max_bad = options.get("max_bad_documents", 0)
+            source = {"sources": [redacted(without_query(source)) for source in sources]}
+            results = _run_tasks(directory, plan, max_bad, num_cpus, log)
+            return finish(directory, plan, results, source, max_bad, log)
+    except OSError as error:
+        raise _storage_error(error, directory) from None
+
+
+def _run_tasks(
+    directory: Location,
+    plan: Plan,
+    max_bad: int,
+    num_cpus: int | None,
+    log: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Results of all tasks, shown as they come."""
+    rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]
+    run = partial(_each, num_cpus=num_cpus, directory=directory, plan=plan, max_bad=max_bad)
+    if plan.dedupe:
+        progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
+        for row in run(_hash_row, rows):
+            progress.add(row["task"], row["documents"])
+        left_out = duplicates(directory, plan, log)
+        for row, mask in zip(rows, left_out, strict=True):
+            row["left_out"] = np.packbits(mask).tobytes()
+        log(
+            f"{sum(int(mask.sum()) for mask in left_out)} of {sum(map(len, left_out))} documents "
+            "are equal to an earlier one and left out"
+        )
+    progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
+    results, bad = [], BadDocuments(max_bad)
+    for row in run(_task_row, rows):
+        result = row["result"]
+        results.append(result)
+        bad.merge(result["bad"])
+        progress.add(result["task"], result["documents"], result["tokens"])
+    progress.end()
+    return results
+
+
+def _each(
+    function: Callable[..., dict[str, Any]],
+    rows: list[dict[str, Any]],
+    num_cpus: int | None,
+    **fixed: Any,
+) -> Iterator[dict[str, Any]]:
+    """What a function makes of each row, as it comes."""
+    at_once = None if num_cpus is None else min(num_cpus, len(rows))
+    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+        partial(function, **fixed), concurrency=at_once
+    )
+    try:
+        yield from done.iter_rows()
+    except Exception as error:
+        raise user_error_in(error) or error from None
+
+
+def _hash_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+    try:
+        return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
+    except OSError as error:
+        raise _storage_error(error, directory) from None
+
+
+def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+    left_out = None
+    if "left_out" in row:  # filled up with documents that are not left out
+        left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)
+    try:
+        return {"result": run_task(directory, plan, row["task"], max_bad, left_out)}
+    except OSError as error:
+        raise _storage_error(error, directory) from None
+
+
+class _Progress:
+    """Says now and then how far the tasks are; its rates leave out what was done before."""
+
+    def __init__(
+        self, what: str, plan: Plan, done_before: set[int], log: Callable[[str], None]
+    ) -> None:
+        self._what, self._log, self._done_before = what, log, done_before
+        self._task_bytes = [
+            sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
+        ]
+        self._done_bytes = self._new_bytes = 0
+        self._documents = self._new_documents = self._tokens = self._new_tokens = 0
+        self._started = self._shown = time.monotonic()
+
+    def add(self, task: int, documents: int, tokens: int = 0) -> None:
+        """Count a task that is done."""
+        self._done_bytes += self._task_bytes[task]
+        self._documents += documents
+        self._tokens += tokens
+        if task not in self._done_before:
+            self._new_bytes += self._task_bytes[task]
+            self._new_documents += documents
+            self._new_tokens += tokens
+        now, total = time.monotonic(), sum(self._task_bytes)
+        if now - self._shown < PROGRESS_EVERY_S or self._done_bytes >= total:
+            return
+        self._shown, seconds = now, now - self._started
+        eta = ""
+        if self._new_bytes:
+            left_s = (total - self._done_bytes) * seconds / self._new_bytes
+            eta = f" | eta {duration(left_s)}"
+        self._log(f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)}{eta}")
+
+    def end(self) -> None:
+        """Say what all of it came to."""
+        seconds = max(1e-3, time.monotonic() - self._started)
+        before = f", {len(self._done_before)} tasks before" if self._done_before else ""
+        self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
+
+    def _amounts(self, seconds: float) -> str:
+        amounts = [("documents", self._documents, self._new_documents)]
+        if self._tokens:
+            amounts.append(("tokens", self._tokens, self._new_tokens))
+        return " | ".join(
+            f"{amount(all_of)} {name}, {amount(round(new / seconds))}/s"
+            for name, all_of, new in amounts
+        )
+
+
+def _storage_error(error: OSError, directory: Location) -> DataError:
+    if error.errno == errno.ENOSPC:
+        disk = str(directory) if directory.is_local else tempfile.gettempdir()
+        free = shutil.disk_usage(disk).free
+        return DataError(
+            f"no space left for shards in {disk} ({free} bytes free); finished shards are kept: "
+            "make room and run the same command again"
+        )
+    return DataError(f"cannot write {directory}: {error.strerror or error}; choose another --out")

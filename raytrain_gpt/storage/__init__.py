@@ -1,0 +1,1 @@
+"""Where bytes are: disks, object stores, web servers and hubs behind one class, and who may write."""

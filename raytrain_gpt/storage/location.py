@@ -1,0 +1,435 @@
+"""Where data and runs are: a directory or file on a disk, or keys of an object store.
+
+A `Location` is a value: picklable, hashable, without a connection. Everything in it is a whole-file
+operation, because that is what an object store has: a file is there whole or not at all, nothing is
+renamed, and a directory is there while there is a key below it. Local reads and writes are the
+operating system's and fail at once; those of an object store are tried again for `retry_for_s`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
+from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error, retried
+from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
+
+T = TypeVar("T")
+
+RETRY_FOR_S = 300.0
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A directory or file, local or in an object store.
+
+    Attributes:
+        url: An absolute local path, `s3://bucket/key` or `gs://bucket/key`, without a last slash;
+            of a source also `hf://datasets/owner/name/path` or a web address.
+        retry_for_s: Seconds for which an operation on an object store out of reach is tried again.
+        endpoint: URL of an S3-compatible store or a hub; None: the provider's own.
+    """
+
+    url: str
+    retry_for_s: float = RETRY_FOR_S
+    endpoint: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | Path | Location,
+        *,
+        retry_for_s: float = RETRY_FOR_S,
+        endpoint: str | None = None,
+    ) -> Location:
+        """The location of a path or URL; a location is returned as it is.
+
+        Args:
+            path: A relative local path is taken from the working directory.
+            retry_for_s: As the attribute.
+            endpoint: As the attribute; None: AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL, read here
+                so that it travels to where these are not set.
+
+        Raises:
+            ConfigError: the URL has another scheme or no bucket.
+        """
+        if isinstance(path, Location):
+            return path
+        text = str(path)
+        if not is_url(text):
+            return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            raise ConfigError(
+                f"{text} has the unknown scheme {scheme}; use a local path, s3://bucket/prefix or "
+                "gs://bucket/prefix"
+            )
+        parts = [part for part in rest.split("/") if part]
+        if not parts:
+            raise ConfigError(f"{text} names no bucket; use {scheme}://bucket/prefix")
+        if endpoint is None and scheme == "s3":
+            endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
+        return cls(f"{scheme}://{'/'.join(parts)}", retry_for_s, endpoint)
+
+    @classmethod
+    def of_source(cls, url: str) -> Location:
+        """The location of a URL that is only read: an object store's, of the HF hub or of the web.
+
+        The hub's endpoint is HF_ENDPOINT, read here so that it travels to where that is not set.
+
+        Raises:
+            ConfigError: the URL has another scheme or no bucket or dataset.
+            DataError: no web server can be asked for it.
+        """
+        scheme, _, rest = url.partition("://")
+        if scheme in SCHEMES:
+            return cls.of(url)
+        if scheme not in SOURCE_SCHEMES:
+            known = ", ".join(f"{known}://" for known in SOURCE_SCHEMES)
+            raise ConfigError(
+                f"source {url} has the unknown scheme {scheme}; use a local path, {known}"
+            )
+        if scheme in WEB_SCHEMES:
+            check_address(url)
+            return cls(url)
+        parts = [part for part in rest.split("/") if part]
+        if len(parts) < 3 or parts[0] != "datasets":
+            raise ConfigError(f"source {url} names no dataset; use hf://datasets/OWNER/NAME/PATH")
+        return cls(f"hf://{'/'.join(parts)}", endpoint=os.environ.get("HF_ENDPOINT") or None)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk of this machine, or one mounted here."""
+        return not is_url(self.url)
+
+    @property
+    def path(self) -> Path:
+        """The local path."""
+        if not self.is_local:
+            raise RuntimeError(f"{self.url} has no local path")
+        return Path(self.url)
+
+    @property
+    def name(self) -> str:
+        """The last part, of a web address without its query."""
+        return without_query(self.url).rpartition("/")[2]
+
+    @property
+    def parent(self) -> Location:
+        """The directory it is in; the root or the bucket is its own."""
+        if self.is_local:
+            return replace(self, url=str(self.path.parent))
+        if "/" not in self._key:
+            return self
+        return replace(self, url=self.url.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> Location:
+        return replace(self, url=f"{self.url.rstrip('/')}/{name.strip('/')}")
+
+    def __str__(self) -> str:
+        return without_query(self.url)
+
+    @property
+    def _key(self) -> str:
+        return self.url.partition("://")[2]
+
+    @property
+    def _scheme(self) -> str:
+        """Of a URL; a local path has none."""
+        return self.url.partition("://")[0] if is_url(self.url) else ""
+
+    @property
+    def _handler(self) -> RetriedHandler:
+        return RetriedHandler(self._scheme, self.endpoint, self.retry_for_s)
+
+    def retried(self, operation: Callable[[], T], what: str) -> T:
+        """Run an operation on an object store until it works; a local one once.
+
+        Args:
+            operation: May run more than once.
+            what: Says what it does, for messages: `read`, `write`.
+
+        Raises:
+            ClusterError: the store refuses access, or there is no such bucket.
+            StorageError: the store was out of reach for longer than `retry_for_s`.
+        """
+        if self.is_local:
+            return operation()
+        return retried(operation, what, self.url, self.retry_for_s)
+
+    def _info(self) -> pafs.FileInfo:
+        (info,) = self._handler.get_file_info([self._key])
+        if info.type == pafs.FileType.NotFound:
+            self._check_bucket()
+        return info
+
+    def _file_info(self) -> pafs.FileInfo:
+        info = self._info()
+        if info.type != pafs.FileType.File:
+            raise FileNotFoundError(2, "No such file", str(self))
+        return info
+
+    def _check_bucket(self) -> None:
+        """An object store says of a missing bucket only that the key is missing."""
+        if self._scheme in SCHEMES:
+            _check_bucket(self._handler, self._key.partition("/")[0])
+
+    def exists(self) -> bool:
+        """Whether there is a file, or a directory."""
+        if self.is_local:
+            return self.path.exists()
+        return bool(self._info().type != pafs.FileType.NotFound)
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        if self.is_local:
+            return self.path.is_file()
+        return bool(self._info().type == pafs.FileType.File)
+
+    def size_bytes(self) -> int:
+        """Bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            return self.path.stat().st_size
+        return int(self._file_info().size)
+
+    def modified_s(self) -> float:
+        """When a file was written last, Unix seconds.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            return self.path.stat().st_mtime
+        return float(self._file_info().mtime_ns / 1e9)
+
+    def has_ranges(self) -> bool:
+        """Whether any part of a file is read without the rest: not from every web server."""
+        if self._scheme not in WEB_SCHEMES:
+            return True
+        handler = self._handler
+        return bool(self.retried(lambda: handler.store.has_ranges(self._key), "read"))
+
+    def pinned(self) -> Location:
+        """A place on the hub at the commit that its revision has now; any other as it is.
+
+        Raises:
+            DataError: there is no such dataset or revision, or no access to it.
+        """
+        if self._scheme != "hf":
+            return self
+        handler = self._handler
+        return replace(
+            self, url=f"hf://{self.retried(lambda: handler.store.pinned(self._key), 'read')}"
+        )
+
+    def names(self) -> list[str]:
+        """Sorted names of the files and directories in it; none when it is missing."""
+        if self.is_local:
+            return sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
+        selector = pafs.FileSelector(self._key, allow_not_found=True)
+        found = sorted(info.base_name for info in self._handler.get_file_info_selector(selector))
+        if not found:
+            self._check_bucket()
+        return found
+
+    def files(self) -> list[tuple[str, int]]:
+        """(name below this directory, bytes) of every file in the tree, sorted by the name's parts."""
+        if self.is_local:
+            paths = [path for path in self.path.rglob("*") if path.is_file()]
+            found = [(str(p.relative_to(self.path)), p.stat().st_size) for p in paths]
+        else:
+            selector = pafs.FileSelector(self._key, allow_not_found=True, recursive=True)
+            infos = self._handler.get_file_info_selector(selector)
+            found = [
+                (info.path.removeprefix(f"{self._key}/"), int(info.size))
+                for info in infos
+                if info.type == pafs.FileType.File
+            ]
+        return sorted(found, key=lambda file: file[0].split("/"))
+
+    def open(self) -> pa.NativeFile:
+        """The file for random access, as parquet needs it.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            return pa.OSFile(self.url)
+        return pa.PythonFile(self.reader(), mode="r")
+
+    def reader(self) -> RetriedReader:
+        """An object, for reads of many threads at a time.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        try:
+            return self._handler.reader(self._key)
+        except FileNotFoundError:
+            self._check_bucket()
+            raise FileNotFoundError(2, "No such file", str(self)) from None
+
+    def read_bytes(self) -> bytes:
+        """The content of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            return self.path.read_bytes()
+        with self.open() as file:
+            content: bytes = file.read()
+        return content
+
+    def read_text(self) -> str:
+        """The content of a UTF-8 file."""
+        return self.read_bytes().decode("utf-8")
+
+    def write_bytes(self, content: bytes) -> None:
+        """Put a whole file in place at once, with the directories it is in."""
+        if self.is_local:
+            with self._unfinished() as unfinished:
+                unfinished.write_bytes(content)
+            return
+        self._handler.put_bytes(pa.py_buffer(content), self._key)
+
+    def write_text(self, text: str) -> None:
+        """Put a whole UTF-8 file in place at once."""
+        self.write_bytes(text.encode("utf-8"))
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[Path]:
+        """A path that becomes this file when its content is on the disk."""
+        # Of its own: a process that was given up may still write what its successor writes.
+        unfinished = self.path.with_name(f"{self.name}.{secrets.token_hex(4)}.unfinished")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield unfinished
+            force_to_disk(unfinished)
+            unfinished.replace(self.path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def upload(self, source: Path) -> None:
+        """Put a local file in place here at once."""
+        if not self.is_local:
+            self._handler.put(source, self._key)
+            return
+        with self._unfinished() as unfinished:
+            shutil.copyfile(source, unfinished)
+
+    def download(self, target: Path) -> None:
+        """Copy this file to a local path, which gets its name when it is whole.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if self.is_local:
+            Location.of(target).upload(self.path)
+            return
+        with Location.of(target)._unfinished() as unfinished:
+            self._handler.fetch(self._key, unfinished)
+
+    def sha256(self) -> str:
+        """SHA-256 of a file's content, in hex."""
+        if self.is_local:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        with self.open() as source:
+            while content := source.read(CHUNK_BYTES):
+                digest.update(content)
+        return digest.hexdigest()
+
+    def remove(self) -> None:
+        """Remove a file or a tree; a missing one is fine."""
+        if self.is_local:
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink(missing_ok=True)
+            return
+        kind = self._info().type
+        with suppress(FileNotFoundError):
+            if kind == pafs.FileType.File:
+                self._handler.delete_file(self._key)
+            elif kind == pafs.FileType.Directory:
+                self._handler.delete_dir(self._key)
+
+    def mkdir(self) -> None:
+        """Make a local directory and those it is in; an object store has none to make."""
+        if self.is_local:
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def free_bytes(self) -> int | None:
+        """Free bytes of the disk of a directory that is there; None for an object store."""
+        if not self.is_local:
+            return None
+        return shutil.disk_usage(self.path).free
+
+    def ray_filesystem(self) -> tuple[pafs.FileSystem, str]:
+        """A filesystem, picklable, and the path in it: Ray's `storage_filesystem` and `storage_path`."""
+        if self.is_local:
+            return pafs.LocalFileSystem(), self.url
+        return pafs.PyFileSystem(self._handler), self._key
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until a local file's content, or the names in a directory, would outlive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+Place = str | Path | Location
+"""What functions take where a location is meant."""
+
+
+def cache_directory() -> Path:
+    """Where this user keeps on this machine what can be fetched again.
+
+    Raises:
+        ConfigError: XDG_CACHE_HOME is not set, and there is no home directory.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "raytrain-gpt")
+    try:
+        return Path.home() / ".cache" / "raytrain-gpt"
+    except RuntimeError:
+        raise ConfigError("this user has no home directory; set XDG_CACHE_HOME") from None
+
+
+def is_url(path: str) -> bool:
+    """Whether it has a scheme."""
+    return "://" in path
+
+
+@lru_cache(maxsize=64)
+def _check_bucket(handler: RetriedHandler, bucket: str) -> None:
+    try:
+        (info,) = handler.get_file_info([bucket])
+    except ClusterError:  # a key may be allowed to see objects and not the bucket itself
+        return
+    if info.type == pafs.FileType.NotFound:
+        raise access_error(f"{handler.scheme}://{bucket}", "NO_SUCH_BUCKET")

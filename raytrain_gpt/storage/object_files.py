@@ -1,0 +1,256 @@
+"""Reading and writing whole objects, with every request tried again.
+
+`pyarrow.fs.copy_files` is not used: it drops the error of a destination that cannot be closed, and an
+object that never arrived looks written (pyarrow 25).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.storage.object_store import connected, retried
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 2**23
+"""One request of a download, and the piece in which files are hashed."""
+DOWNLOAD_THREADS = 4
+UPLOAD_BYTES = 2**26
+"""What an upload copies into memory at a time."""
+
+
+class RetriedReader:
+    """Random access to an object; a read that fails is repeated. What `pa.PythonFile` wraps."""
+
+    def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
+        self._source = source
+        self._url = url
+        self._retry_for_s = retry_for_s
+        self._size = int(source.size())
+        self._position = 0
+
+    def read_at(self, num_bytes: int, offset: int) -> bytes:
+        """Up to `num_bytes` from `offset`; may be called by many threads at a time."""
+
+        def read() -> bytes:
+            content: bytes = self._source.read_at(num_bytes, offset)
+            return content
+
+        return retried(read, "read", self._url, self._retry_for_s)
+
+    def at_start(self) -> RetriedReader:
+        """Another position in the same object, which costs no request."""
+        other = copy.copy(self)
+        other._position = 0
+        return other
+
+    def read(self, num_bytes: int | None = None) -> bytes:
+        """The next bytes; None or −1: all that is left."""
+        left = max(0, self._size - self._position)
+        size = left if num_bytes is None or num_bytes < 0 else min(num_bytes, left)
+        content = self.read_at(size, self._position) if size else b""
+        self._position += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to an offset from the start, the position or the end."""
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def size(self) -> int:
+        """Bytes of the object."""
+        return self._size
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return bool(self._source.closed)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._source.close()
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+
+class _SpooledWriter:
+    """Collects a file on the local disk and puts it in place when it is closed."""
+
+    def __init__(self, put: Callable[[Path], None]) -> None:
+        self._put = put
+        # Closed and removed by close(), or with the object when writing was given up.
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self.closed = False
+
+    def write(self, content: bytes) -> int:
+        return self._file.write(content)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._file.flush()
+        try:
+            self._put(Path(self._file.name))
+        finally:
+            self._file.close()
+
+
+class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+    """A filesystem that survives pickling and outages: what Ray Train is given as its storage."""
+
+    def __init__(self, scheme: str, endpoint: str | None, retry_for_s: float) -> None:
+        self.scheme = scheme
+        self.endpoint = endpoint
+        self.retry_for_s = retry_for_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._key
+
+    @property
+    def _key(self) -> tuple[str, str | None, float]:
+        return self.scheme, self.endpoint, self.retry_for_s
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RetriedHandler) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def store(self) -> Any:
+        """The filesystem itself, connected in this process."""
+        return connected(self.scheme, self.endpoint, self.retry_for_s)
+
+    def _retried(self, operation: Callable[[], T], what: str, path: str) -> T:
+        return retried(operation, what, f"{self.scheme}://{path}", self.retry_for_s)
+
+    def get_type_name(self) -> str:
+        return f"retried-{self.scheme}"
+
+    def normalize_path(self, path: str) -> str:
+        return str(self.store.normalize_path(path))
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        found = self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
+        return list(found)
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        found = self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
+        return list(found)
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._retried(lambda: self.store.create_dir(path, recursive=recursive), "write", path)
+
+    def delete_dir(self, path: str) -> None:
+        self._retried(lambda: self.store.delete_dir(path), "remove", path)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self._retried(
+            lambda: self.store.delete_dir_contents(path, missing_dir_ok=missing_dir_ok),
+            "remove",
+            path,
+        )
+
+    def delete_root_dir_contents(self) -> None:
+        raise RaytrainGptError("emptying a whole object store is not done")
+
+    def delete_file(self, path: str) -> None:
+        self._retried(lambda: self.store.delete_file(path), "remove", path)
+
+    def move(self, src: str, dest: str) -> None:
+        self._retried(lambda: self.store.move(src, dest), "move", src)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
+
+    def reader(self, path: str) -> RetriedReader:
+        """Random access to an object."""
+        source = self._retried(lambda: self.store.open_input_file(path), "read", path)
+        return RetriedReader(source, f"{self.scheme}://{path}", self.retry_for_s)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(self.reader(path), mode="r")
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        return self.open_input_file(path)
+
+    def open_output_stream(
+        self, path: str, metadata: dict[str, str] | None = None
+    ) -> pa.NativeFile:
+        return pa.PythonFile(_SpooledWriter(lambda file: self.put(file, path)), mode="w")
+
+    def open_append_stream(
+        self, path: str, metadata: dict[str, str] | None = None
+    ) -> pa.NativeFile:
+        raise RaytrainGptError(
+            f"cannot append to {self.scheme}://{path}: object stores only replace"
+        )
+
+    def put(self, source: Path, path: str) -> None:
+        """Put a local file in place at once."""
+        if source.stat().st_size:
+            with pa.memory_map(str(source)) as file:
+                self.put_bytes(file.read_buffer(), path)
+        else:
+            self.put_bytes(pa.py_buffer(b""), path)
+
+    def put_bytes(self, content: pa.Buffer, path: str) -> None:
+        """Put content in place at once."""
+        starts = range(0, content.size, UPLOAD_BYTES)
+        parts = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
+
+        def write() -> None:
+            with self.store.open_output_stream(path) as stream:
+                for i, part in enumerate(parts):
+                    if i:
+                        stream.flush()  # or all parts are copied into memory at once
+                    stream.write(part)
+
+        # Closing a stream half way would put what was written in place as the whole object, and
+        # pyarrow cannot abort one. In a thread no signal's exception comes between open and close.
+        with ThreadPoolExecutor(1) as thread:
+            self._retried(lambda: thread.submit(write).result(), "write", path)
+
+    def fetch(self, path: str, target: Path) -> None:
+        """Write an object into a local file, several requests at a time."""
+        source = self.reader(path)
+        with target.open("wb") as file, ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
+
+            def copy(offset: int) -> None:
+                os.pwrite(file.fileno(), source.read_at(CHUNK_BYTES, offset), offset)
+
+            list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
+        source.close()

@@ -1,0 +1,193 @@
+"""The trials that a sweep file means, and whether each of them is possible.
+
+base + overrides + what the sweep decides     base_config, once
++ the trial's searched values                 planned_trials, or a searcher's
++ steps that follow from tokens and batch
++ expressions                                 trial_config, validated as any configuration
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raytrain_gpt.config.batch import micro_batches_per_step, nearest_multiples
+from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.space import Drawn, Grid, Searched, with_expressions
+from raytrain_gpt.sweep.spec import Pbt, Sweep
+from raytrain_gpt.sweep.trials import value_text
+
+MOST_CORNERS = 1000
+"""Of more corners of the space, so many are tried out before an adaptive search starts."""
+NUM_DRAWS_CHECKED = 100
+"""Draws from the space that are tried out besides."""
+
+
+def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
+    """Searched leaf -> value of every trial, a pure function of the file.
+
+    Each draw is made at every point of the grid, so that its points are compared at equal draws. More
+    trials leave the first ones as they are, and so does a new leaf with the draws of the others. Empty
+    for optuna, whose values follow from losses.
+    """
+    if sweep.searcher == "optuna":
+        return []
+    grids = {name: d.grid for name, d in sweep.space.items() if isinstance(d, Grid)}
+    points = [
+        dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values())
+    ]
+    num_draws = (sweep.num_trials or len(points)) // len(points)
+    trials = [_draw(sweep, index) | point for index in range(num_draws) for point in points]
+    return [{name: trial[name] for name in sweep.searched} for trial in trials]
+
+
+def num_trials(sweep: Sweep) -> int:
+    """Trials of the sweep."""
+    return len(planned_trials(sweep)) or sweep.num_trials or 0
+
+
+def base_config(sweep: Sweep) -> Config:
+    """What trials share: base, overrides and what the sweep decides.
+
+    Searched leaves stand at the first trial's values (optuna: at the low ends).
+
+    Raises:
+        ConfigError: it is not possible, or tokens are not whole steps of every batch in the space.
+    """
+    leaves = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
+    leaves |= {"run_name": sweep.sweep_name, "resume": "auto"}
+    if leaves["eval_mode"] == "async":
+        raise ConfigError(
+            "eval_mode=async has no use in a sweep, whose trials stand still at every evaluation; set "
+            "eval_mode to inline in overrides"
+        )
+    batch = sweep.space.get("global_batch_tokens")
+    batches = batch.extremes if isinstance(batch, Searched) else (leaves["global_batch_tokens"],)
+    unit = math.lcm(*batches)
+    for name in ("budget_tokens", "report_every_tokens"):
+        tokens = getattr(sweep, name)
+        if tokens % unit:
+            raise ConfigError(
+                f"{name}={tokens} is not a whole number of steps of {', '.join(map(str, batches))} "
+                f"tokens; nearest: {nearest_multiples(tokens, unit)}"
+            )
+    lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}
+    return _settled(sweep, leaves, next(iter(planned_trials(sweep)), lowest))
+
+
+def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration of a trial, without a name of its own.
+
+    Args:
+        sweep: The sweep.
+        base: Its `base_config`.
+        values: A value for each searched leaf.
+
+    Raises:
+        ConfigError: these values are not possible together.
+    """
+    assert set(values) == set(sweep.searched), f"values of {list(values)}, not {sweep.searched}"
+    return _settled(sweep, base.field_values(), values)
+
+
+def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """All values that define a trial, searched or tied to those, in the file's order.
+
+    Args:
+        sweep: The sweep.
+        values: A value for each searched leaf.
+        config: The trial's configuration.
+    """
+    leaves = config.field_values()
+    return {name: values.get(name, leaves[name]) for name in sweep.space}
+
+
+def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
+    """The configurations of the planned trials, after all that can be said before the first one.
+
+    What optuna or pbt may come to is tried out at the ends of all domains, and at some draws.
+
+    Args:
+        sweep: The sweep.
+        num_workers: Of every trial.
+
+    Raises:
+        ConfigError: a trial is not possible; names it.
+    """
+    base = base_config(sweep)
+    trials = planned_trials(sweep)
+    configs = []
+    for values in (*trials, *_reachable(sweep, trials)):
+        config = trial_config(sweep, base, values)
+        with _naming(values):
+            micro_batches_per_step(config, num_workers)
+            _check_warmup(config)
+        configs.append(config)
+    return configs[: len(trials)]
+
+
+def _settled(sweep: Sweep, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
+    """Leaves with a trial's values, its steps, and what follows from both, validated together."""
+    leaves = {**leaves, **values}
+    steps = sweep.budget_tokens // leaves["global_batch_tokens"]
+    every = sweep.report_every_tokens // leaves["global_batch_tokens"]
+    leaves |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
+    with _naming(values):
+        leaves = with_expressions(sweep.space, leaves | {"budget_tokens": sweep.budget_tokens})
+        return Config().updated({name: leaves[name] for name in FIELDS})
+
+
+@contextlib.contextmanager
+def _naming(values: Mapping[str, Any]) -> Iterator[None]:
+    """Say which trial an error is of."""
+    try:
+        yield
+    except ConfigError as error:
+        trial = ", ".join(f"{name}={value_text(value)}" for name, value in values.items())
+        raise ConfigError(f"a trial with {trial} is not possible: {error}") from None
+
+
+def _check_warmup(config: Config) -> None:
+    warmup, steps = config.optim.warmup_steps, config.train.max_steps
+    if warmup >= steps:
+        raise ConfigError(
+            f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
+            "warmup_steps: {expression: max_steps / 20}"
+        )
+
+
+def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
+    """A value for each leaf that is drawn.
+
+    Only `random()` is used, and seeds that are text: both stay the same in all versions of Python.
+    """
+    return {
+        name: domain.at(random.Random(f"{sweep.sweep_seed}/{index}/{name}").random())
+        for name, domain in sweep.space.items()
+        if isinstance(domain, Drawn)
+    }
+
+
+def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Values that a trial may come to have besides those planned: all corners if these are few."""
+    adaptive = sweep.searcher == "optuna"
+    pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
+    names = sweep.searched if adaptive else pbt.mutate if pbt else ()
+    domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, Drawn)}
+    if not domains:
+        return
+    num_corners = math.prod(len(domain.extremes) for domain in domains.values())
+    tried = random.Random(0).sample(range(num_corners), min(num_corners, MOST_CORNERS))
+    for start, corner in itertools.product(trials or [{}], sorted(tried)):
+        values = dict(start)
+        for name, domain in domains.items():
+            corner, end = divmod(corner, len(domain.extremes))
+            values[name] = domain.extremes[end]
+        yield values
+    if adaptive:
+        yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))

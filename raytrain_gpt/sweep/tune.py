@@ -1,0 +1,119 @@
+"""The `tune` command: check, connect, let Ray Tune run the trials, and say what was found.
+
+`<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the sweep as it is run),
+`sweep.jsonl` (its history), `trials/` with a whole run for each trial, and at the end `results.csv`,
+`best.yaml` and the plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ray
+import yaml
+
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
+from raytrain_gpt.data.locations import location
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
+from raytrain_gpt.sweep.search import Search, SweepSummary
+from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
+from raytrain_gpt.tracking.run_files import CONFIG_FILE
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.launch import DEFAULT_DATA, make_default_data, needs_data
+from raytrain_gpt.train.supervisor import TrainLoop
+from raytrain_gpt.train.worker import train_worker
+
+SWEEP_FILE = "sweep.yaml"
+BASE_FILE = "base.yaml"
+MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
+"""Of base and overrides the configuration that they come to is compared."""
+HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
+"""Leaves that change no trial's loss."""
+
+Log = Callable[[str], None]
+
+
+def run_sweep(
+    sweep: Sweep, *, goes_on: bool, log: Log, train_loop: TrainLoop = train_worker
+) -> SweepSummary:
+    """Run all trials of a sweep that have not ended.
+
+    Args:
+        sweep: The sweep.
+        goes_on: It may have begun before.
+        log: Gets every console line.
+        train_loop: What every worker of every trial runs; tests inject faults here.
+
+    Raises:
+        UserError: the sweep, data, storage or cluster cannot be used.
+        Interrupted: Ctrl+C or SIGTERM, after all trials have saved.
+        TrainingFailed: no trial came to a result.
+    """
+    with StopSignals("interrupted before the first trial") as signals:
+        base = one_worker_for_auto(base_config(sweep))
+        is_default_data = base.data.data_path == DEFAULT_DATA
+        base = preflight.absolute_paths(base)
+        make_data = needs_data(base, is_default_data)
+        directory = location(base, base.run.storage_path) / sweep.sweep_name
+        check_known(sweep, base, directory, goes_on)
+        resources = ray_cluster.connect(cpus_to_start(sweep, base))
+        try:
+            fitted, _ = ray_cluster.fit_to_cluster(base, resources)
+            at_once = trials_at_once(sweep, fitted, resources)
+            assert isinstance(fitted.cluster.num_workers, int), "fit_to_cluster decides num_workers"
+            check_sweep(sweep, fitted.cluster.num_workers)
+            if make_data:
+                make_default_data(fitted, log)
+            with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
+                (directory / BASE_FILE).write_text(base.to_yaml())
+                (directory / SWEEP_FILE).write_text(to_yaml(sweep))
+                search = Search(sweep, base, fitted, directory, log)
+                return search.run(at_once, signals, lease, train_loop)
+        finally:
+            if resources.ours:
+                ray.shutdown()
+
+
+def to_yaml(sweep: Sweep) -> str:
+    """The sweep as a file."""
+    return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) -> None:
+    """See that a sweep neither begins on another one's results nor goes on as another one.
+
+    Raises:
+        ConfigError: it exists and is not to go on, or was changed since.
+    """
+    if (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} is a run already; set another sweep_name")
+    file = directory / SWEEP_FILE
+    if not file.is_file():
+        return
+    if not goes_on:
+        raise ConfigError(
+            f"sweep {sweep.sweep_name} is in {directory} already; --resume goes on with it, another "
+            "--sweep_name begins a new one"
+        )
+    before, now = yaml.safe_load(file.read_text()), yaml.safe_load(to_yaml(sweep))
+    changed = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in now
+        if before.get(key) != now.get(key) and key not in MAY_CHANGE
+    ]
+    leaves = parse_config(
+        yaml.safe_load((directory / BASE_FILE).read_text()), BASE_FILE
+    ).field_values()
+    differs = changed_fields(leaves, base.field_values())
+    changed += [f"{leaf} {values}" for leaf, values in differs.items() if leaf not in HARMLESS]
+    if changed:
+        raise ConfigError(
+            f"sweep {sweep.sweep_name} cannot go on with changed {', '.join(changed)}; put it back, or "
+            "begin a new one with another --sweep_name"
+        )

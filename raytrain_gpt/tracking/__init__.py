@@ -1,0 +1,1 @@
+"""What a run writes for people and trackers: rows, events, reports."""

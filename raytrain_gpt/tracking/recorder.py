@@ -1,0 +1,309 @@
+"""The recorder: one actor on the driver's node that writes what a run reports.
+
+Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
+run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's wish to stop
+goes the other way, as the answer to the beat of every rank, so that a step costs nothing to ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.format import eval_line, event_line, step_line
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
+from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import MLflow, TensorBoard
+
+BEAT_S = 3.0
+"""How often a rank tells how far it has come."""
+
+
+@dataclass
+class RecorderSpec:
+    """What a recorder needs to begin.
+
+    Attributes:
+        run_dir: The run's directory.
+        sync: Its local side, on this node.
+        config: The run's.
+        mlflow_uri: Resolved; None: no MLflow.
+        mlflow_tags: Of a new MLflow run.
+        artifact_location: For a new MLflow experiment; None: the server decides.
+        step: Updates done.
+        attempt: Details of the attempt's row; None: nothing is trained, only evaluated.
+        saved_rows: Rows that the checkpoints kept.
+        saved_samples: (step, text) of the samples that they kept.
+    """
+
+    run_dir: Location
+    sync: RunSync
+    config: Config
+    mlflow_uri: str | None
+    mlflow_tags: dict[str, str]
+    artifact_location: str | None
+    step: int
+    attempt: Row | None
+    saved_rows: list[Row]
+    saved_samples: list[tuple[int, str]]
+
+
+@dataclass
+class RankState:
+    """What is known of a rank: process, node, and when its progress was last seen to change."""
+
+    pid: int
+    node_id: str
+    progress: int
+    changed_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers left by themselves.
+
+    Attributes:
+        left_for: `stopped` or `preempted`; None: at the last step or for a bad stretch.
+        bad_stretch: Why the run is to go back, or None.
+    """
+
+    left_for: str | None
+    bad_stretch: BadStretch | None
+
+
+def start_recorder(spec: RecorderSpec) -> Any:
+    """A recorder on this node; its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Recorder.options(scheduling_strategy=here).remote(spec)  # type: ignore[attr-defined]
+
+
+@ray.remote(num_cpus=0)
+class Recorder:
+    """See the module."""
+
+    def __init__(self, spec: RecorderSpec) -> None:
+        self._config, self._mirror = spec.config, spec.sync
+        self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
+        self._orders: list[str] = []
+        self._ordered = asyncio.Condition()
+        self._ranks: dict[int, RankState] = {}
+        self._stacks: dict[int, str] = {}
+        self._outcome: Outcome | None = None
+        self._training = False
+        self._unwritten: list[Row] = []
+        self._said: set[str] = set()
+        self._pushing: asyncio.Task[None] | None = None
+        self._files = RunFiles(spec.sync.work_dir, spec.step, spec.saved_rows, spec.saved_samples)
+        self._trackers: list[TensorBoard | MLflow] = []
+        if spec.config.tracking.tensorboard:
+            tensorboard = TensorBoard(spec.sync.work_dir, spec.step)
+            tensorboard.add_rows(self._files.found_rows)
+            self._trackers.append(tensorboard)
+        self._mlflow: MLflow | None = None
+        if spec.mlflow_uri:
+            self._mlflow = MLflow(
+                spec.sync.work_dir,
+                spec.mlflow_uri,
+                spec.config.tracking.experiment,
+                spec.artifact_location,
+                spec.step,
+                spec.config.field_values(),
+                spec.mlflow_tags,
+                self._news.put,
+            )
+            # Rows of before a restart that the tracker may have missed; it drops what it has.
+            self._mlflow.add_rows(self._files.kept_rows)
+            self._trackers.append(self._mlflow)
+        for step, text in self._files.found_samples:
+            for tracker in self._trackers:
+                tracker.add_samples(step, text)
+        self._evaluated = {row["step"] for row in self._files.kept_rows if "val/loss" in row}
+        self._files.kept_rows = []
+        if spec.attempt is not None:
+            lost = {"lost_steps": self._files.lost_steps, "lost_s": self._files.lost_s}
+            self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
+
+    def _write(self, rows: list[Row]) -> None:
+        """Rows that the disk does not take wait for the next ones: no metric may end a run."""
+        self._unwritten += rows
+        try:
+            self._files.add_rows(self._unwritten)
+        except OSError as error:
+            self._say_once(f"metrics wait: cannot write {self._mirror.work_dir}: {error.strerror}")
+            return
+        written, self._unwritten = self._unwritten, []
+        for tracker in list(self._trackers):
+            try:
+                tracker.add_rows(written)
+            except OSError as error:  # TensorBoard's writer fails for good after the first time
+                self._trackers.remove(tracker)
+                self._news.put(f"no more TensorBoard events: {error}")
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._news.put(line)
+
+    async def add_rows(self, rows: list[Row]) -> None:
+        """Write rows everywhere, and the console lines that are due."""
+        self._write(rows)
+        train = self._config.train
+        for row in rows:
+            last = row["step"] == train.max_steps
+            if "event" in row:
+                if line := event_line(row, train.max_steps):
+                    self._news.put(line)
+                if row["event"] == "checkpoint":
+                    self._push()
+                    if self._config.eval.eval_mode == "async":
+                        self._news.put(row)
+            elif "val/loss" in row:
+                self._news.put(eval_line(row, train.max_steps))
+            elif "train/loss" in row and (row["step"] % train.log_every_steps == 0 or last):
+                self._news.put(step_line(row, train.max_steps))
+
+    async def add_samples(self, step: int, text: str) -> None:
+        """Write a set of samples everywhere."""
+        with contextlib.suppress(OSError):  # a full disk is told with the rows
+            self._files.add_samples(step, text)
+            for tracker in self._trackers:
+                tracker.add_samples(step, text)
+
+    async def add_profile(self, attempt: int, use: TimeUse, trace: bytes) -> None:
+        """Keep a profile: its trace, its tables for reading and for the console, its row."""
+        name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
+        trace_file = f"{name}.json.gz"
+        directory = Location.of(self._mirror.work_dir)
+        with contextlib.suppress(OSError):  # a full disk is told with the rows
+            (directory / f"{name}.txt").write_text(use.text() + "\n")
+            (directory / trace_file).write_bytes(trace)
+        self._news.put(f"{use.text()}\ntrace       {self._mirror.run_dir / trace_file}")
+        last_step = use.first_step + use.num_steps - 1
+        await self.add_event(last_step, "profile", trace=trace_file, **use.facts())
+
+    async def add_evaluated(self, row: Row, samples: str) -> None:
+        """Write an async evaluation, unless a checkpoint has told it already."""
+        if row["step"] in self._evaluated:
+            return
+        self._evaluated.add(row["step"])
+        await self.add_rows([row])
+        if samples:
+            await self.add_samples(row["step"], samples)
+
+    def _push(self) -> None:
+        """Copy the files into the object store, in the background; next time what fails now."""
+        if self._pushing is None or self._pushing.done():
+            self._pushing = asyncio.create_task(asyncio.to_thread(self._push_now))
+
+    def _push_now(self) -> None:
+        try:
+            self._mirror.push()
+        except (RaytrainGptError, OSError) as error:
+            self._news.put(f"metrics were not copied yet: {error}")
+
+    async def add_event(self, step: int, event: str, **details: Any) -> None:
+        """Write an event's row."""
+        await self.add_rows([{"step": step, "event": event, "time": time.time(), **details}])
+
+    async def log(self, rank: int, line: str) -> None:
+        """Show a worker's line with its rank."""
+        self._news.put(f"[rank {rank}] {line}")
+
+    async def evaluated(self, row: Row) -> None:
+        """The ranks of a trial wait with this evaluation for `go_on` or `stop`."""
+        self._news.put(row)
+
+    async def take_news(self, timeout_s: float) -> list[str | Row]:
+        """Console lines, and rows, since the last call; waits up to `timeout_s` for the first.
+
+        Rows are evaluations that a trial waits with and, with async evaluation, the events of
+        new checkpoints.
+        """
+        news: list[str | Row] = []
+        with contextlib.suppress(queue.Empty):
+            news.append(await asyncio.to_thread(self._news.get, timeout=timeout_s))
+        while not self._news.empty():
+            news.append(self._news.get_nowait())
+        return news
+
+    async def order(self, order: str) -> None:
+        """Tell all ranks: `stop` (save and leave), `go_on`, or `dump` (send your stacks)."""
+        async with self._ordered:
+            self._orders.append(order)
+            self._ordered.notify_all()
+
+    async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
+        """A rank tells how far it has come; returns orders it has not seen, or none after a while."""
+        known = self._ranks.get(rank)
+        if known is None or known.progress != progress:
+            self._ranks[rank] = RankState(pid, node_id, progress, time.monotonic())
+        async with self._ordered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._ordered.wait_for(lambda: len(self._orders) > seen), BEAT_S
+                )
+            return self._orders[seen:]
+
+    async def add_stacks(self, rank: int, text: str) -> None:
+        """Where the threads of a rank are, as was ordered."""
+        async with self._ordered:
+            self._stacks[rank] = text
+            self._ordered.notify_all()
+
+    async def take_stacks(self, timeout_s: float) -> dict[int, str]:
+        """Stacks by rank; without those that did not answer in time."""
+        async with self._ordered:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._ordered.wait_for(lambda: self._stacks.keys() >= self._ranks.keys()),
+                    timeout_s,
+                )
+        return self._stacks
+
+    async def ranks(self) -> dict[int, RankState]:
+        """What is known of every rank that has called."""
+        return self._ranks
+
+    async def stalled_s(self) -> float:
+        """Seconds since the rank that has been still the longest made progress."""
+        now = time.monotonic()
+        return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
+
+    async def left(self, left_for: str | None, bad_stretch: BadStretch | None) -> None:
+        """The workers have left by themselves, all in the same step."""
+        self._outcome = Outcome(left_for, bad_stretch)
+
+    async def outcome(self) -> Outcome | None:
+        """How the workers left; None if they did not by themselves."""
+        return self._outcome
+
+    async def training_started(self) -> None:
+        """A worker is about to do its first step: from now on stopping means saving."""
+        self._training = True
+
+    async def is_training(self) -> bool:
+        """Whether the first step has begun."""
+        return self._training
+
+    async def close(self, status: str, newest_checkpoint: str | None) -> None:
+        """Finish all files; MLflow's run ends as FINISHED, FAILED or KILLED."""
+        if self._pushing is not None:
+            await self._pushing
+        if self._mlflow is not None:
+            await asyncio.to_thread(self._mlflow.close, status, newest_checkpoint)
+        for tracker in self._trackers:
+            if isinstance(tracker, TensorBoard):
+                with contextlib.suppress(OSError):
+                    tracker.close()

@@ -1,0 +1,307 @@
+"""`report.html`: what happened in a run, on one page that loads nothing else.
+
+1. `RunStory` reads the run's files; nothing is asked of Ray.
+2. `charts` draws their curves.
+3. `report_template.html` lays it out and escapes every text: samples may hold HTML.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import yaml
+
+from raytrain_gpt import __version__
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
+from raytrain_gpt.tracking.goodput import (
+    BAD_STEP_EVENTS,
+    LOST_TO,
+    goodput,
+    read_attempts,
+    short_duration,
+)
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
+from raytrain_gpt.tracking.speed import speed
+from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.sync import RunSync
+
+REPORT_FILE = "report.html"
+TEMPLATE_FILE = "report_template.html"
+MAX_SAMPLE_SETS = 8
+HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
+"""Accuracies per token to compare with."""
+
+_DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
+
+
+class RunStory:
+    """What a run's files tell."""
+
+    def __init__(self, sync: RunSync) -> None:
+        self.dir, self._work_dir = sync.run_dir, sync.work_dir
+        self.name = self.dir.name
+        rows, config_path = read_rows(sync.work_dir), sync.work_dir / CONFIG_FILE
+        self.rows = [row for row in rows if "train/loss" in row]
+        self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
+        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0))
+        self.goodput, self.speed = goodput(rows), speed(rows)
+        self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
+        config = yaml.safe_load(config_path.read_text("utf-8")) if config_path.exists() else None
+        self.config: dict[str, dict[str, Any]] = config or {}
+        self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
+        self.checkpoints = Catalog(self.dir).complete()
+        self.best_checkpoint = Catalog(self.dir).best()
+        self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
+        self.last: Row = self.rows[-1] if self.rows else {"step": 0}
+        self.max_steps: int = self.leaves.get("max_steps", 0)
+        self.finished = bool(self.rows) and self.last["step"] >= self.max_steps
+        finite = [row for row in self.evals if row["val/loss"] is not None]
+        self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
+        self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
+        self.train_time_s = float(np.nansum(self.column("perf/step_time_s")))
+        self.window = min(max(len(self.rows) // 30, 1), 500)
+
+    def column(self, key: str) -> Floats:
+        """A key of the training rows; NaN where it is null."""
+        return np.array([row.get(key) for row in self.rows], np.float64)
+
+    def median(self, key: str) -> float | None:
+        """Of what a key has in the training rows."""
+        values = self.column(key)
+        return float(np.nanmedian(values)) if np.isfinite(values).any() else None
+
+    def attempts(self) -> list[Row]:
+        """The rows that began each attempt, taken together, and what became of it.
+
+        `until` is the last step that no later attempt did again, `saved` counts checkpoints, `ended` is
+        the end event as text, `bad_steps` and `rollbacks` are what its events tell.
+        """
+        attempts = read_attempts(self.events)
+        until, told = self.last["step"], []
+        for attempt in reversed(attempts):
+            events = attempt.events
+            end = attempt.end or {"event": attempt.ended_by}
+            going_on = attempt is attempts[-1] and attempt.end is None
+            told.append(
+                {
+                    **events[0],
+                    **(attempt.first_step or {"event": "no step"}),
+                    "time": attempt.begin_s,
+                    "until": until if attempt.first_step else attempt.step,
+                    "startup_s": attempt.startup_s,
+                    "saved": sum(e["event"] == "checkpoint" for e in events),
+                    "ended": "" if going_on else event_text(end),
+                    "bad_steps": [e["step"] for e in events if e["event"] in BAD_STEP_EVENTS],
+                    "rollbacks": [event_text(e) for e in events if e["event"] == "rollback"],
+                }
+            )
+            if attempt.first_step:
+                until = min(until, attempt.step)
+        return told[::-1]
+
+    def time_parts(self) -> list[tuple[str, str, float, float, float]]:
+        """What took the run's time: name, text, seconds, and its place and width in percent of all."""
+        parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
+        percent, at, told = 100 / (sum(parts.values()) or 1.0), 0.0, []
+        for name, part_s in parts.items():
+            told.append((name, LOST_TO.get(name, "effective"), part_s, at, part_s * percent))
+            at += part_s * percent
+        return told
+
+    def samples(self) -> list[tuple[int, list[str]]]:
+        """(step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
+        sets = read_samples(self._work_dir)
+        chosen = np.linspace(0, len(sets) - 1, min(len(sets), MAX_SAMPLE_SETS)).round().astype(int)
+        return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
+
+    def charts(self) -> list[Chart]:
+        """All charts of the run; none before its first step."""
+        if not self.rows:
+            return []
+        marks = [a["step"] for a in self.attempts() if 0 < a["step"] < a["until"]]
+        validation = self.validation("validation", 2, _DASHES[2], "D")
+        losses = [*self._noisy(self.column("train/loss")), *validation]
+        loss = Chart("Loss", "nats per token", losses, marks)
+        rates = [Curve("every step", self.column("step"), self.column("optim/lr"))]
+        norms = self._noisy(self.column("optim/grad_norm"))
+        speeds, waits = (
+            self._noisy(self.column("perf/tokens_per_s")),
+            self._noisy(self._wait_percent()),
+        )
+        return [
+            loss,
+            *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
+            *self._by_dataset(marks),
+            *self._hellaswag(marks),
+            Chart("Learning rate", "learning rate", rates, marks, from_zero=True),
+            Chart("Gradient norm before clipping", "norm", norms, marks, from_zero=True),
+            Chart("Throughput", "tokens per second", speeds, marks, from_zero=True),
+            Chart("Waiting for data", "% of step time", waits, marks, from_zero=True),
+        ]
+
+    def _noisy(self, values: Floats) -> list[Curve]:
+        """A curve with its running mean."""
+        curve, window = Curve("every step", self.column("step"), values), self.window
+        if window == 1:
+            return [curve]
+        mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
+        return [replace(curve, color=_FAINT, width=0.8), mean]
+
+    def _hellaswag(self, marks: list[int]) -> list[Chart]:
+        """Accuracy per token, between chance and a known model, if it was asked."""
+        curves = self.hellaswag("acc_norm", 2, marker="D")
+        if not curves:
+            return []
+        ends = np.array([0, self.last["step"]], np.float64)
+        known = [
+            Curve(f"{name} {value}", ends, np.full(2, value), color, dash)
+            for (name, value), color, dash in zip(
+                HELLASWAG_KNOWN.items(), (_FAINT, 3), _DASHES[1:3], strict=True
+            )
+        ]
+        return [Chart("HellaSwag", "fraction right", [*curves, *known], marks)]
+
+    def hellaswag(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
+        """HellaSwag's accuracies per token, if it was asked."""
+        rows = [row for row in self.evals if "hellaswag/acc_norm" in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        values = np.array([row["hellaswag/acc_norm"] for row in rows], np.float64)
+        return [Curve(label, steps, values, color, dash, marker)] if rows else []
+
+    def validation(
+        self, label: str, color: int, dash: str = "", marker: str = "", key: str = "val/loss"
+    ) -> list[Curve]:
+        """The validation losses, if there are any."""
+        rows = [row for row in self.evals if key in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        losses = np.array([row[key] for row in rows], np.float64)
+        return [Curve(label, steps, losses, color, dash, marker)] if rows else []
+
+    def _by_dataset(self, marks: list[int]) -> list[Chart]:
+        """Validation losses of the datasets, where there are several."""
+        prefix, curves = "val/loss/", []
+        keys = sorted({key for row in self.evals for key in row if key.startswith(prefix)})
+        for i, key in enumerate(keys):
+            style = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
+            curves += self.validation(key.removeprefix(prefix), *style, key=key)
+        title = "Validation loss by dataset"
+        return [Chart(title, "nats per token", curves, marks)] if curves else []
+
+    def _wait_percent(self) -> Floats:
+        """Waiting over step time, both of the steps between two flushes: step time is their mean."""
+        waits, times = self.column("perf/data_wait_s"), self.column("perf/step_time_s")
+        first = np.flatnonzero(np.diff(times, prepend=np.nan) != 0)
+        shares = np.add.reduceat(waits, first) / np.add.reduceat(times, first)
+        return 100 * shares.repeat(np.diff(first, append=len(times)))
+
+
+def write_report(sync: RunSync) -> Path:
+    """Write a run's `report.html` beside its files and return its path."""
+    run = RunStory(sync)
+    mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
+    return _write_page(sync.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
+
+
+def write_comparison(syncs: list[RunSync], out: Path) -> Path:
+    """Write a page with the curves of several runs laid over each other and return its path.
+
+    Args:
+        syncs: The runs; the data of all others is compared with the first one's.
+        out: The HTML file.
+    """
+    runs = [RunStory(sync) for sync in syncs]
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = str(run.dir)
+    window = sorted(run.window for run in runs)[len(runs) // 2]
+    train, val, hellaswag = [], [], []
+    for i, run in enumerate(runs):
+        color, dash, marker = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
+        if run.rows:
+            loss = running_mean(run.column("train/loss"), window)
+            train.append(Curve(run.name, run.column("step"), loss, color, dash))
+        val += run.validation(run.name, color, dash, marker)
+        hellaswag += run.hellaswag(run.name, color, dash, marker)
+    title = f"Train loss, mean of {window} steps" if window > 1 else "Train loss"
+    charts = [
+        Chart(title, "nats per token", train),
+        Chart("Validation loss", "nats per token", val),
+        Chart("HellaSwag", "fraction right", hellaswag),
+    ]
+    middle = max(run.last["step"] for run in runs) // 2
+    steps = [set(run.order_hashes) for run in runs if run.order_hashes]
+    common = sorted(set.intersection(*steps)) if steps else []
+    keys = dict.fromkeys(key for run in runs for key in run.leaves if key != "run_name")
+    values = {key: [_yaml_text(run.leaves.get(key, "–")) for run in runs] for key in keys}
+    return _write_page(
+        out,
+        runs,
+        [chart for whole in charts for chart in (whole, whole.after(middle)) if chart.curves],
+        common_step=common[-1] if common else None,
+        same_data=[_same_data(run, runs[0], common) for run in runs],
+        differing={key: texts for key, texts in values.items() if len(set(texts)) > 1},
+    )
+
+
+def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
+    """Whether two runs had the same data in the steps they have in common, in words."""
+    if not run.order_hashes or not first.order_hashes:
+        return "no step to compare"
+    for step in common:
+        if run.order_hashes[step] != first.order_hashes[step]:
+            return f"no, differs from step {step:,} on"
+    if run.manifest_hash is None or first.manifest_hash is None:
+        return "same order; dataset not known before a checkpoint"
+    return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of other data"
+
+
+def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: Any) -> Path:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
+    environment.filters |= {"short_duration": short_duration}
+    environment.filters |= {"amount": amount, "duration": duration, "thousands": "{:,}".format}
+    environment.filters["size"] = size
+    now = _utc(datetime.now(UTC).timestamp())
+    html = environment.get_template(TEMPLATE_FILE).render(
+        runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Location.of(path).write_text(html)
+    return path
+
+
+def _sample(line: str) -> str:
+    """The text of a line of samples.txt, `0: 'a Python string'`."""
+    try:
+        return str(ast.literal_eval(line.partition(": ")[2]))
+    except (SyntaxError, ValueError):
+        return line
+
+
+def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
+    """A row's number as text: a dash if it is not there, words if it is null."""
+    if row is None or key not in row:
+        return "–"
+    return "not finite" if row[key] is None else format(row[key], form)
+
+
+def _utc(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _yaml_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,186 @@
+"""The text files of a run, kept continuous over restarts: metrics.jsonl, log.txt, samples.txt.
+
+A row is one JSON object: a training step (with `train/loss`), an evaluation (with `val/loss`) or an
+event (with `event`). When a run goes on from a step, rows above it are dropped, and rows a crash lost
+are taken from the checkpoint; events stay for ever. The other two files follow from the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.format import number
+from raytrain_gpt.storage.location import Location
+
+Row = dict[str, Any]
+
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.txt"
+SAMPLES_FILE = "samples.txt"
+CONFIG_FILE = "config.yaml"
+PROFILE_DIR = "profile"
+_BAD_STEP_DETAILS = (
+    ("loss", "loss", ".4f"),
+    ("loss_zscore", "z", ".1f"),
+    ("grad_norm", "norm", ".2f"),
+    ("grad_norm_zscore", "z", ".1f"),
+)
+_SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
+
+
+def read_rows(run_dir: Path) -> list[Row]:
+    """The rows of metrics.jsonl; a last line cut off by a crash is left out."""
+    path = run_dir / METRICS_FILE
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def read_samples(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, text) of every set of samples."""
+    path = run_dir / SAMPLES_FILE
+    parts = _SAMPLES_HEADER.split(path.read_text("utf-8")) if path.exists() else []
+    return [
+        (int(step), text.strip("\n")) for step, text in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+
+
+def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
+    """Rows of a run that goes on from `step`: none above it, lost ones filled in, in order.
+
+    Args:
+        rows: What metrics.jsonl holds.
+        saved: Rows that the checkpoints kept.
+        step: Updates done.
+    """
+
+    def key(row: Row) -> tuple[int, int]:
+        return (row["step"], 0 if "train/loss" in row else 1)
+
+    kept = {key(row): row for row in saved if row["step"] <= step and "event" not in row}
+    kept |= {key(row): row for row in rows if row["step"] <= step and "event" not in row}
+    events = [row for row in rows if "event" in row]
+    return sorted([*kept.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
+
+
+def log_lines(row: Row) -> list[str]:
+    """A row's lines in log.txt."""
+    step, lines = row["step"], []
+    if row.get("train/loss") is not None:
+        lines.append(f"{step} train {row['train/loss']:.6f}")
+    if row.get("val/loss") is not None:
+        lines.append(f"{step} val {row['val/loss']:.4f}")
+    if "hellaswag/acc_norm" in row:
+        lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
+    if "event" in row:
+        lines.append(f"{step} {event_text(row)}")
+    return lines
+
+
+def event_text(row: Row) -> str:
+    """An event and its details on one line: `spike loss 8.3000 z 9.1`."""
+    event, details = str(row["event"]), ""
+    if event in ("spike", "nonfinite"):
+        for key, label, form in _BAD_STEP_DETAILS:
+            if key in row and (row[key] is not None or label != "z"):
+                details += f" {label} {number(row[key], form)}"
+    elif event == "rollback":
+        to_step = f"to step {row['to_step']}, " if "to_step" in row else ""
+        details = f" {to_step}batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+    elif event == "profile":
+        details = f" of {row['num_steps']} steps from {row['first_step']} on: {row['trace']}"
+    elif event == "failed":
+        details = f" {' '.join(str(row.get('error', '')).split())}".rstrip()
+    return event + details
+
+
+class RunFiles:
+    """Appends to a run's text files.
+
+    Args:
+        run_dir: The run's directory.
+        step: Updates done; rows and samples above it are dropped.
+        saved_rows: Rows that the checkpoints up to there kept.
+        saved_samples: (step, text) of the samples that they kept.
+
+    Attributes:
+        kept_rows: What metrics.jsonl holds at the start.
+        found_rows: Evaluations of these that it did not hold before.
+        found_samples: Samples that samples.txt did not hold before.
+        lost_steps: Steps that were done above the resumed one and are dropped.
+        lost_s: Seconds that they took.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        step: int,
+        saved_rows: list[Row],
+        saved_samples: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self._dir = run_dir
+        found = read_rows(run_dir)
+        rows = merge_rows(found, saved_rows, step)
+        lost = [row for row in found if "train/loss" in row and row["step"] > step]
+        self.lost_steps = len(lost)
+        self.lost_s = fsum(row.get("perf/step_time_s") or 0 for row in lost)
+        known = {row["step"] for row in found if "val/loss" in row}
+        self.found_rows = [r for r in rows if "val/loss" in r and r["step"] not in known]
+        known_samples = {at: text for at, text in read_samples(run_dir) if at <= step}
+        self.found_samples = [(at, s) for at, s in saved_samples if at not in known_samples]
+        samples = sorted([*known_samples.items(), *self.found_samples])
+        run_dir.mkdir(parents=True, exist_ok=True)
+        Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
+        Location.of(run_dir / LOG_FILE).write_text("".join(map(_log_text, rows)))
+        Location.of(run_dir / SAMPLES_FILE).write_text("".join(_samples_text(*s) for s in samples))
+        self.kept_rows = rows
+
+    def add_rows(self, rows: list[Row]) -> None:
+        """Append rows to metrics.jsonl and log.txt."""
+        _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
+        with contextlib.suppress(OSError):  # it is made anew from the rows at every start
+            _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
+
+    def add_samples(self, step: int, text: str) -> None:
+        """Append a set of samples."""
+        _append(self._dir / SAMPLES_FILE, _samples_text(step, text))
+
+
+def _append(path: Path, text: str) -> None:
+    """Append all of a text or, on a full disk, nothing."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        os.truncate(path, size)
+        raise
+
+
+def _json_line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _log_text(row: Row) -> str:
+    return "".join(f"{line}\n" for line in log_lines(row))
+
+
+def _samples_text(step: int, text: str) -> str:
+    return f"=== step {step} ===\n{text}\n"
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where it is not finite: JSON has no NaN."""
+    return value if math.isfinite(value) else None

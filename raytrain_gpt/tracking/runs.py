@@ -1,0 +1,128 @@
+"""The `runs` command: list the runs of a storage, show one, its checkpoints, its report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog
+from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.report import write_comparison, write_report
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.tracking.speed import speed
+from raytrain_gpt.tracking.summary import loss_text, run_facts
+from raytrain_gpt.tracking.sync import RunSync
+
+Say = Callable[[str], None]
+
+
+def find_run(name: str, storage: Location) -> RunSync:
+    """A run given by name or path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for path in (storage / name, Location.of(name)):
+        if (path / CONFIG_FILE).is_file():
+            return RunSync(path).pull()
+    known = [p.name for p in _run_dirs(storage)]
+    raise CheckpointError(
+        f"no run {name} in {storage}; there are: {', '.join(known) or 'none'} (set --storage_path)"
+    )
+
+
+def _run_dirs(storage: Location) -> list[Location]:
+    runs = [storage / name for name in storage.names()]
+    return [run for run in runs if (run / CONFIG_FILE).is_file()]
+
+
+def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Say) -> None:
+    """The `runs` command.
+
+    Raises:
+        CheckpointError: a run is missing, or none or too many are named.
+    """
+    if action == "list":
+        content: Any = {"runs": [run_facts(RunSync(path).pull()) for path in _run_dirs(storage)]}
+        _table(
+            content["runs"],
+            ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints"),
+        )
+        say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")
+    else:
+        if not names or (len(names) > 1 and action != "report"):
+            raise CheckpointError(
+                f"runs {action} takes {'at least ' * (action == 'report')}one RUN; "
+                "see: raytrain-gpt runs list"
+            )
+        runs = [find_run(name, storage) for name in names]
+        content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)
+    if as_json:
+        say(json.dumps(content))
+
+
+def _show(runs: list[RunSync], say: Say) -> dict[str, Any]:
+    run = runs[0]
+    facts = run_facts(run)
+    for name, value in facts.items():
+        say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
+    rows = read_rows(run.work_dir)
+    run_speed, run_goodput = speed(rows), goodput(rows)
+    say(run_speed.summary())
+    say(run_goodput.summary())
+    say((run.work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
+    say(f"next: raytrain-gpt runs checkpoints {run.run_dir}")
+    return {**facts, "speed": run_speed.facts(), "goodput": run_goodput.facts()}
+
+
+def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:
+    run_dir = runs[0].run_dir
+    catalog = Catalog(run_dir)
+    best = catalog.best()
+    rows = [
+        {
+            "step": c.state.step,
+            "tokens_seen": c.state.tokens_seen,
+            "val_loss": c.val_loss,
+            "size_bytes": c.size_bytes,
+            "age_s": round(time.time() - (c.path / HASHES_FILE).modified_s()),
+            "best": best is not None and c.path == best.path,
+            "path": str(c.path),
+        }
+        for c in catalog.complete()
+    ]
+    _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
+    say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
+    return {"run": run_dir.name, "checkpoints": rows}
+
+
+def _report(runs: list[RunSync], say: Say) -> dict[str, Any]:
+    if len(runs) == 1:
+        path = str(runs[0].run_dir / write_report(runs[0]).name)
+        runs[0].push()
+    else:
+        first = runs[0].run_dir
+        out = first.path.parent if first.is_local else Path.cwd()
+        path = str(write_comparison(runs, out / "comparison.html"))
+    say(f"report {path}")
+    say("next: open it in a browser")
+    return {"report": path}
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    table = Table(*columns, box=None, header_style="bold")
+    for row in rows:
+        cells = [row[c] for c in columns]
+        table.add_row(
+            *(loss_text(c) if isinstance(c, float) else "-" if c is None else str(c) for c in cells)
+        )
+    console = Console()
+    console.print(table, width=max(console.width, 160) if not console.is_terminal else None)

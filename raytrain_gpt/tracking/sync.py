@@ -1,0 +1,67 @@
+"""A run's small files when the run is in an object store: worked on locally, copied there.
+
+Rows are appended every second, which an object store cannot do. So the files live in a local
+directory on the driver's node and are copied at every checkpoint and at the end. A run on a file
+system works in its own directory and copies nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
+from raytrain_gpt.tracking.trackers import TRACKING_FILE
+
+_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE)
+"""What a run that goes on reads; everything else follows from these or is only added to."""
+
+
+class RunSync:
+    """The local side of a run's directory.
+
+    Args:
+        run_dir: The run's directory.
+
+    Attributes:
+        run_dir: As given.
+        work_dir: Where the small files are written.
+    """
+
+    def __init__(self, run_dir: Location) -> None:
+        self.run_dir = run_dir
+        if run_dir.is_local:
+            self.work_dir = run_dir.path
+        else:
+            parent = tempfile.mkdtemp(prefix="raytrain-gpt-")
+            atexit.register(shutil.rmtree, parent, ignore_errors=True)
+            self.work_dir = Path(parent) / run_dir.name
+        self._pushed: dict[str, tuple[int, int]] = {}
+
+    def pull(self) -> RunSync:
+        """Fetch the files that a run that goes on, or is looked at, needs; returns itself."""
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        if self.run_dir.is_local:
+            return self
+        for name in _PULLED:
+            if (self.run_dir / name).is_file():
+                (self.run_dir / name).download(self.work_dir / name)
+        return self
+
+    def push(self) -> None:
+        """Copy every file that changed since the last time.
+
+        Raises:
+            StorageError: the object store is out of reach.
+        """
+        if self.run_dir.is_local:
+            return
+        for path in sorted(p for p in self.work_dir.rglob("*") if p.is_file()):
+            name = path.relative_to(self.work_dir).as_posix()
+            stamp = (path.stat().st_mtime_ns, path.stat().st_size)
+            if self._pushed.get(name) != stamp:
+                (self.run_dir / name).upload(path)
+                self._pushed[name] = stamp

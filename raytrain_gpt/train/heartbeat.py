@@ -1,0 +1,129 @@
+"""A worker's link to the recorder, and through it to the driver.
+
+Rows, samples and lines go there by calls that nobody waits for. A thread of every rank tells every few
+seconds how far it has come, which is how a hanging rank is noticed, and learns by the same call what
+the driver wants: `stop` (save and leave), `go_on` (to a trial that waits for it) or `dump` (tell where
+every thread is). A rank whose recorder is gone ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from raytrain_gpt.tracking.run_files import Row
+
+SEND_EVERY_S = 1.0
+ALONE_FOR_S = 30.0
+"""How long a rank goes on while the recorder cannot be reached; below the lease's expiry."""
+
+
+class RecorderClient:
+    """One rank's end of the link.
+
+    Args:
+        recorder: Handle of the recorder actor.
+        rank: Of this worker.
+
+    Attributes:
+        stop: Set when the driver wants the workers to save and leave.
+    """
+
+    def __init__(self, recorder: Any, rank: int) -> None:
+        self._recorder, self._rank = recorder, rank
+        self._rows: list[Row] = []
+        self._sent_at = 0.0
+        self._last_call: Any = None
+        self._progress = 0
+        self._closed = False
+        self._verdicts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        threading.Thread(target=self._beat, name="link", daemon=True).start()
+
+    def progress(self) -> None:
+        """Something was done: this rank does not hang."""
+        self._progress += 1
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call the recorder and forget."""
+        remote: Callable[..., Any] = getattr(self._recorder, method).remote
+        self._last_call = remote(*args, **kwargs)
+
+    def log(self, line: str) -> None:
+        """Show a line with this rank."""
+        self.call("log", self._rank, line)
+
+    def event(self, step: int, event: str, **details: Any) -> None:
+        """Hand over an event's row, before the rows that come next."""
+        self.rows([{"step": step, "event": event, "time": time.time(), **details}], force=True)
+
+    def rows(self, rows: list[Row], force: bool = False) -> None:
+        """Hand over rows of rank 0, at most once a second unless forced."""
+        if self._rank != 0:
+            return
+        self._rows += rows
+        if self._rows and (force or time.monotonic() - self._sent_at >= SEND_EVERY_S):
+            self.call("add_rows", self._rows)
+            self._rows, self._sent_at = [], time.monotonic()
+
+    def await_scheduler(self) -> bool:
+        """Wait until the driver says `go_on` or `stop`; whoever waits for that does not hang."""
+        while True:
+            try:
+                return self._verdicts.get(timeout=SEND_EVERY_S) == "go_on"
+            except queue.Empty:
+                self.progress()
+
+    def close(self) -> None:
+        """Send what is left and wait until the recorder has taken all of it."""
+        self.rows([], force=True)
+        if self._last_call is not None:
+            ray.get(self._last_call)
+        self._closed = True
+
+    def _beat(self) -> None:
+        node = ray.get_runtime_context().get_node_id()
+        seen = 0
+        unheard_since: float | None = None
+        while True:
+            told = (self._rank, self._progress, os.getpid(), node, seen)
+            try:
+                orders = ray.get(self._recorder.beat.remote(*told))
+                unheard_since = None
+            except Exception as error:
+                if self._closed:
+                    return
+                unheard_since = unheard_since or time.monotonic()
+                gone = isinstance(error, ray.exceptions.ActorDiedError)
+                if gone or time.monotonic() - unheard_since > ALONE_FOR_S:
+                    # The attempt is over without this rank: Ray leaves workers of a dead raylet
+                    # alive, and they would go on writing beside the next attempt.
+                    os._exit(1)
+                time.sleep(SEND_EVERY_S)
+                continue
+            seen += len(orders)
+            for order in orders:
+                if order in ("go_on", "stop"):
+                    self._verdicts.put(order)
+            if "stop" in orders:
+                self.stop.set()
+            if "dump" in orders:
+                self._recorder.add_stacks.remote(self._rank, _stacks())
+
+
+def _stacks() -> str:
+    """Where every thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )

@@ -1,0 +1,118 @@
+"""The two commands that work on a cluster: connect, do the work, leave a cluster of our own.
+
+`train` decides every `auto`, makes the quickstart's data where it is not there yet, and hands over to
+the `supervisor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.documents import STDLIB
+from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
+from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.ingest.prepare import prepare
+from raytrain_gpt.storage.location import Place
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
+from raytrain_gpt.train.worker import train_worker
+
+DEFAULT_DATA = "data/stdlib"
+
+Log = Callable[[str], None]
+
+
+def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
+    """Run a configuration to its end, going on where the run of that name stopped.
+
+    Args:
+        config: May hold `auto` and relative paths.
+        log: Gets every console line.
+        train_loop: What every worker runs; tests inject faults here.
+
+    Raises:
+        UserError: the configuration, data, storage or cluster cannot be used.
+        StorageError: the storage was out of reach for longer than `retry_for_s`.
+        Interrupted: Ctrl+C or SIGTERM, after saving.
+        TrainingFailed: the run failed more than `max_failures` times without progress.
+    """
+    with (
+        StopSignals(BEFORE_FIRST_STEP) as signals,
+        cluster_for(config, log) as (config, world_size),
+    ):
+        return Run(config, world_size, signals, log, train_loop).go()
+
+
+@contextlib.contextmanager
+def cluster_for(config: Config, log: Log) -> Iterator[tuple[Config, int]]:
+    """Inside, the cluster is connected and the data there; gives the fitted configuration and world size.
+
+    Args:
+        config: May hold `auto` and relative paths.
+        log: Gets a line where the data is made.
+
+    Raises:
+        UserError: the configuration, data or cluster cannot be used.
+    """
+    is_default_data = config.data.data_path == DEFAULT_DATA
+    config = preflight.absolute_paths(config)
+    make_data = needs_data(config, is_default_data)
+    resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
+    try:
+        config, world_size = ray_cluster.fit_to_cluster(config, resources)
+        if make_data:
+            make_default_data(config, log)
+        yield config, world_size
+    finally:
+        if resources.ours:
+            ray.shutdown()
+
+
+def needs_data(config: Config, is_default_data: bool) -> bool:
+    """Whether the data has to be made, which only the quickstart's is.
+
+    Args:
+        config: With absolute paths.
+        is_default_data: Its data is DEFAULT_DATA.
+
+    Raises:
+        ConfigError: a dataset of several has no weight.
+        DataError: other data is missing, or cannot be mixed.
+    """
+    if is_default_data and not data_is_there(config):
+        return True
+    data_of(config)
+    return False
+
+
+def make_default_data(config: Config, log: Log) -> None:
+    """Prepare the quickstart's data on the connected cluster."""
+    (data,) = data_locations(config)
+    log(f"preparing {data} from the Python standard library's source")
+    prepare([STDLIB], data, "bytes", log=log)
+
+
+def prepare_dataset(
+    sources: list[str], directory: Place, tokenizer: str, log: Log, **options: Any
+) -> Manifest:
+    """The `prepare` command: connect to the cluster and tokenize on all of it.
+
+    Raises:
+        UserError: a source, the tokenizer or the directory cannot be used.
+        Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
+    """
+    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
+        resources = ray_cluster.connect(num_cpus_needed=0)
+        try:
+            return prepare(sources, directory, tokenizer, log=log, **options)
+        finally:
+            if resources.ours:
+                ray.shutdown()

@@ -1,0 +1,169 @@
+"""What is checked before a run takes any time: data, storage, disk, tools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import load_model
+from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.mixture import (
+    Mixture,
+    check_val_split,
+    check_vocabulary,
+    map_paths,
+    parse_data_path,
+)
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
+from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
+from raytrain_gpt.format import size
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.storage.location import Location, cache_directory, is_url
+
+VERIFY_CONTENT_BYTES = 2**30
+"""Data up to this size is hashed at every start; of more only sizes and footers are read."""
+SQLITE = "sqlite:///"
+RUN_FILES_BYTES = 2**24
+"""Room for metrics, logs and events."""
+
+
+def check_data(ingest: IngestSpec) -> None:
+    """Compare shards with the manifest and the batch with the data.
+
+    Raises:
+        ConfigError: there is no place for a cache.
+        DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
+    """
+    shards = [shard for part in ingest.data.parts for shard in part.manifest.shards]
+    content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
+    for part in ingest.data.parts:
+        check_tokenizer(part.directory, part.manifest)
+        check_shards(part.directory, part.manifest, content)
+    ingest.order()
+    check_val_split(ingest.data, ingest.seq_len)
+    if ingest.cache_bytes:
+        cache_directory()
+
+
+def check_init_from(config: Config, data: Mixture) -> Config:
+    """The configuration with `init_from` naming one checkpoint, which exists and fits.
+
+    Raises:
+        CheckpointError: no good checkpoint, or other shapes.
+        ConfigError: a longer context than the checkpoint's, or other heads.
+        DataError: another tokenizer.
+    """
+    if config.model.init_from is None:
+        return config
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
+    theirs = checkpoint.state.config
+    if config.data.seq_len > theirs["data"]["seq_len"]:
+        raise ConfigError(
+            f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
+            f"to at most {theirs['data']['seq_len']}"
+        )
+    if config.model.num_heads != theirs["model"]["num_heads"]:  # no tensor's shape tells
+        raise ConfigError(
+            f"num_heads={config.model.num_heads}, {checkpoint.path} has "
+            f"{theirs['model']['num_heads']}; set num_heads to {theirs['model']['num_heads']}"
+        )
+    with checkpoint.files() as directory:
+        model = GPT(GPTShape.of(config, data.vocab_size))
+        load_model(directory, model, crop_context=True)
+    return config.updated({"init_from": str(checkpoint.path)})
+
+
+def check_compile(config: Config) -> None:
+    """See that torch.compile has what it needs on a CPU.
+
+    Raises:
+        ConfigError: no C++ compiler or no Python headers.
+    """
+    if not config.train.compile or config.cluster.use_gpu:
+        return
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not compiler or not headers.exists():
+        missing = "a C++ compiler" if not compiler else f"Python's headers ({headers})"
+        raise ConfigError(
+            f"compile=true needs {missing} on a CPU; install g++ and python3-dev, or set compile to false"
+        )
+
+
+def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
+    """See that the checkpoints to come have room.
+
+    Args:
+        config: The run.
+        run_dir: The run's directory.
+        vocab_size: Of the data's tokenizer.
+        existing: Checkpoints already there.
+
+    Raises:
+        ClusterError: says what is needed and what is free.
+    """
+    each = GPTShape.of(config, vocab_size).num_parameters * STATE_BYTES_PER_PARAMETER
+    train = config.train
+    in_all = -(-train.max_steps // train.checkpoint_every_steps)
+    if config.eval.eval_mode == "async":  # every evaluation has a checkpoint, too
+        in_all += -(-train.max_steps // config.eval.eval_every_steps)
+    # The best one is kept besides the newest, and one more is there while it is being written.
+    num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
+    needed = num * each + RUN_FILES_BYTES
+    free = run_dir.free_bytes()
+    if free is not None and free < needed:
+        raise ClusterError(
+            f"{run_dir} has {size(free)} free, {num} checkpoints of {size(each)} need "
+            f"{size(needed)}; make room, set storage_path, or lower keep_checkpoints"
+        )
+
+
+def absolute_paths(config: Config) -> Config:
+    """The configuration with every path absolute.
+
+    Raises:
+        ConfigError: a path is relative inside a submitted job, whose directory is thrown away.
+    """
+    changes: dict[str, str] = {}
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    for name in ("data_path", "storage_path", "init_from", "hellaswag_path"):
+        value = config.field_values()[name]
+        if value in (None, DOWNLOAD):
+            continue
+        paths = [path for path, _ in parse_data_path(value)] if name == "data_path" else [value]
+        if all(map(_is_absolute, paths)):
+            continue
+        if in_job:
+            raise ConfigError(_relative_in_job(name, value))
+        changes[name] = map_paths(value, _absolute) if name == "data_path" else _absolute(value)
+    uri = config.tracking.mlflow_uri
+    local = (uri or "").removeprefix(SQLITE)
+    if uri not in (None, "auto") and "://" not in local and not Path(local).is_absolute():
+        if in_job:
+            raise ConfigError(_relative_in_job("mlflow_uri", uri))
+        prefix = SQLITE if uri.startswith(SQLITE) else ""
+        changes["mlflow_uri"] = f"{prefix}{Path(local).absolute()}"
+    return config.updated(changes) if changes else config
+
+
+def _is_absolute(path: str) -> bool:
+    return is_url(path) or Path(path).is_absolute()
+
+
+def _absolute(path: str) -> str:
+    return path if _is_absolute(path) else str(Path(path).absolute())
+
+
+def _relative_in_job(name: str, value: str) -> str:
+    return (
+        f"{name}={value} is relative, but a submitted job's directory is thrown away; "
+        f"set {name} to an absolute path that all nodes share"
+    )

@@ -1,0 +1,128 @@
+"""A profile of a few steps: torch's profiler around them, in the process that trains.
+
+1. The first steps after a start are left alone: they compile, and fill caches.
+2. In the step before the profiled ones the profiler warms up. Reported steps must not be averaged with
+   slower ones, so all ranks report before it and after the last profiled step (`is_edge`).
+3. The profiled steps are recorded, each with a span around it and the GPU waited for at its end.
+4. The trace is kept whole, and summed up by `time_use`.
+
+Nothing is computed otherwise than without a profile.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from raytrain_gpt.config.schema import STEPS_BEFORE_PROFILE
+from raytrain_gpt.core.device import synchronize
+from raytrain_gpt.core.loop import MicroBatch, StepResult
+from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, TimeUse, time_use
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was recorded.
+
+    Attributes:
+        use: Where the time went.
+        trace: The Chrome trace, JSON in gzip.
+    """
+
+    use: TimeUse
+    trace: bytes
+
+
+Take = Callable[[Profile | Exception, float], None]
+"""Gets the profile, or why there is none, and the seconds that it took after the last step."""
+
+
+class StepProfile:
+    """Which steps of an attempt are profiled and, on the rank that records, how.
+
+    Args:
+        num_steps: To profile; 0: none.
+        steps_done: Where the attempt goes on.
+        max_steps: Of the run.
+        device: That computes.
+        take: Called when the last step is done; None: this rank records nothing.
+
+    Attributes:
+        steps: That are recorded; fewer than asked for where the run ends before.
+        slowed: These, and the one in which the profiler warms up.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        steps_done: int,
+        max_steps: int,
+        device: torch.device,
+        take: Take | None,
+    ) -> None:
+        self._steps_done, self._device, self._take = steps_done, device, take
+        first = steps_done + STEPS_BEFORE_PROFILE + 1
+        self.steps = range(first, min(first + num_steps, max_steps + 1))
+        self.slowed = range(first - 1, self.steps.stop) if self.steps else self.steps
+
+    def is_edge(self, step: int) -> bool:
+        """Whether all ranks report after this step, to keep slowed steps and others apart."""
+        return bool(self.slowed) and step in (self.slowed.start - 1, self.slowed[-1])
+
+    def marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same micro-batches; waiting for them shows in the trace."""
+        return self._marked(micro_batches) if self._take and self.steps else micro_batches
+
+    def around(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
+        """The same results, of steps of which some are recorded."""
+        return self._around(results, self._take) if self._take and self.steps else results
+
+    def _marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        while True:
+            with record_function(DATA_WAIT_SPAN):
+                micro_batch = next(micro_batches, None)
+            if micro_batch is None:
+                return
+            yield micro_batch
+
+    def _around(self, results: Iterator[StepResult], take: Take) -> Iterator[StepResult]:
+        yield from islice(results, self.slowed.start - 1 - self._steps_done)
+        on_gpu = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
+        warm_up = schedule(wait=0, warmup=1, active=len(self.steps) + 1, repeat=1)
+        with profile(activities=activities, schedule=warm_up) as profiler:
+            yield from islice(results, 1)
+            profiler.step()
+            for step in self.steps:
+                with record_function(STEP_SPAN):
+                    result = next(results)
+                    synchronize(self._device)
+                if step < self.steps[-1]:
+                    yield result
+            done_at = time.perf_counter()
+        outcome: Profile | Exception
+        try:
+            trace = _trace(profiler)
+            use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
+            outcome = Profile(use, trace)
+        except Exception as error:  # whatever it is, it must not end the run
+            outcome = error
+        take(outcome, time.perf_counter() - done_at)
+        yield result
+        yield from results
+
+
+def _trace(profiler: profile) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+        path = Path(directory, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
+        return path.read_bytes()

@@ -1,0 +1,207 @@
+"""From step results on the device to rows: reduced over the ranks, checked and judged.
+
+Results wait until `flush`, the one place that waits for the device. There the losses are reduced, what
+the ranks received is compared with the plan, the order's hash grows by a batch a step, and every step is
+judged: a step that is not finite changed nothing, a spike is marked, and after too many bad steps in a
+row the run is to go back.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.device import peak_memory_bytes
+from raytrain_gpt.core.loop import StepResult
+from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
+from raytrain_gpt.data.mixed_order import MixedOrder
+from raytrain_gpt.data.mixture import BatchOrder
+from raytrain_gpt.data.order import Skipped, batch_before, extend_order_hash, skip_past
+from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.tracking.run_files import Row, finite
+
+
+@dataclass
+class Position:
+    """Where a run is: what a checkpoint keeps of the data.
+
+    Attributes:
+        next_batch: The global batch that the next update reads.
+        order_hash: Rolling hash of what was delivered so far.
+        skipped: Ranges of global batches that are left out.
+    """
+
+    next_batch: int
+    order_hash: str
+    skipped: Skipped
+
+
+class StepLog:
+    """What was done and is not yet reported.
+
+    Args:
+        config: Of the run.
+        order: Of the run.
+        datasets: Names of what is trained on.
+        position: Where the run goes on; moved on by `flush`.
+        ranks: This worker among all.
+        feed: Delivers the batches.
+        detector: Judges the steps.
+        flops_per_token: Of the model, forward and backward.
+        peak_flops: Of one worker's device, FLOP/s; None where it is not known.
+        device: Of this worker.
+        slowed: Steps that a profile slows: how fast they were would mislead.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        order: BatchOrder,
+        datasets: list[str],
+        position: Position,
+        ranks: Collectives,
+        feed: TrainFeed,
+        detector: SpikeDetector,
+        flops_per_token: float,
+        peak_flops: float | None,
+        device: torch.device,
+        slowed: range,
+    ) -> None:
+        self._config, self._order, self._ranks = config, order, ranks
+        self._datasets = datasets
+        self._feed, self._detector = feed, detector
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._device, self._slowed = device, slowed
+        self._pending: list[StepResult] = []
+        self._clock_from = self._began = time.perf_counter()
+        self._steps_done = 0
+        self.position = position
+        self.bad_stretch: BadStretch | None = None
+
+    @property
+    def in_bad_stretch(self) -> bool:
+        """Whether the newest step that was judged had a bad loss."""
+        return bool(self._detector.streak)
+
+    def start_clock(self) -> None:
+        """The first step is about to begin."""
+        self._clock_from = self._began = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not training."""
+        self._clock_from += seconds
+
+    def add(self, result: StepResult) -> None:
+        """Keep a result; nothing is read from the device yet."""
+        self._pending.append(result)
+
+    def flush(self) -> list[Row]:
+        """The rows of all steps since the last time; none behind a stretch of bad steps."""
+        if not self._pending:
+            return []
+        pending, self._pending = self._pending, []
+        sums = [self._feed.take_hash_sums() for _ in pending]
+        ranks = self._ranks
+        losses = ranks.summed(torch.stack([r.loss.float() for r in pending])) / ranks.world_size
+        delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
+        waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
+        norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
+        scales = _on_host([r.loss_scale for r in pending])
+        skipping_ranks = ranks.summed((~torch.isfinite(norms)).long())
+        peak_bytes = int(ranks.largest(torch.tensor(peak_memory_bytes(self._device))))
+        now = time.perf_counter()
+        step_time_s = (now - self._clock_from) / len(pending)
+        self._clock_from = now
+        self._steps_done += len(pending)
+        tokens = self._config.train.global_batch_tokens
+        since_start = {
+            "perf/tokens_per_s_overall": self._steps_done * tokens / (now - self._began),
+            "perf/peak_memory_bytes": peak_bytes,
+        }
+        rows: list[Row] = []
+        for i, result in enumerate(pending):
+            if int(delivered[i]) != sums[i][1]:
+                raise RuntimeError(
+                    f"step {result.step}: the ranks did not receive the sequences of the plan"
+                )
+            batch = skip_past(self.position.next_batch, self.position.skipped)
+            self.position.order_hash = extend_order_hash(self.position.order_hash, sums[i][1])
+            self.position.next_batch = batch + 1
+            loss, norm = float(losses[i]), float(norms[i])
+            row = self._row(result, batch, loss, norm, step_time_s, float(waits[i]))
+            scale = {} if scales[i] is None else {"optim/loss_scale": scales[i]}
+            rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
+            bad = self._detector.judge(result.step, loss, norm, scales[i])
+            if bad is not None:
+                rows.append(_event(bad, loss, norm, batch, int(skipping_ranks[i])))
+            if self._detector.gives_up:
+                streak = self._detector.streak
+                first = batch_before(batch, result.step - streak[0], self.position.skipped)
+                self.bad_stretch = BadStretch(streak[0], result.step, first, batch)
+                break
+        return rows
+
+    def _row(
+        self,
+        result: StepResult,
+        batch: int,
+        loss: float,
+        norm: float,
+        step_time_s: float,
+        wait_s: float,
+    ) -> Row:
+        tokens = self._config.train.global_batch_tokens
+        tokens_per_s = None if result.step in self._slowed else tokens / step_time_s
+        mfu = None
+        if self._peak_flops is not None and tokens_per_s is not None:
+            peak = self._peak_flops * self._ranks.world_size
+            mfu = tokens_per_s * self._flops_per_token / peak
+        return {
+            "step": result.step,
+            "train/loss": finite(loss),
+            "optim/lr": result.lr,
+            "optim/grad_norm": finite(norm),
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/step_time_s": step_time_s,
+            "perf/data_wait_s": wait_s,
+            "perf/mfu": mfu,
+            "data/epoch": self._order.epoch(batch),
+            "data/tokens_seen": result.step * tokens,
+            "data/order_hash": self.position.order_hash,
+        }
+
+    def _tokens_by_dataset(self, step: int) -> Row:
+        if not isinstance(self._order, MixedOrder):
+            return {}
+        trained = self._order.trained(step, self.position.skipped)
+        seq_len = self._config.data.seq_len
+        return {
+            f"data/tokens/{name}": sequences * seq_len
+            for name, sequences in zip(self._datasets, trained, strict=True)
+        }
+
+
+def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
+    """Their values by one copy; of one run either all are None or none is."""
+    found = [scalar for scalar in scalars if scalar is not None]
+    return list(torch.stack(found).tolist()) if found else [None] * len(scalars)
+
+
+def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:
+    row: Row = {
+        "step": bad.step,
+        "event": "spike" if bad.finite else "nonfinite",
+        "time": time.time(),
+        "batch": batch,
+        "loss": finite(loss),
+        "grad_norm": finite(norm),
+    }
+    if bad.finite:
+        zscores = {"loss_zscore": bad.loss_zscore, "grad_norm_zscore": bad.grad_norm_zscore}
+        return {**row, **{k: None if z is None else round(z, 2) for k, z in zscores.items()}}
+    return {**row, "skipped_on_ranks": skipping_ranks}

@@ -1,0 +1,497 @@
+"""The catalog, on a disk and in an object store: complete or absent, verified, ordered by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import (
+    Catalog,
+    Checkpoint,
+    CheckpointState,
+    FileEntry,
+    read_checkpoint,
+    resolve_checkpoint,
+)
+from raytrain_gpt.errors import CheckpointError, StorageError
+from raytrain_gpt.storage.location import Location
+from tests.s3 import S3Server
+
+STATE = CheckpointState(
+    step=0,
+    next_batch=0,
+    order_hash="00",
+    val_loss=None,
+    tokens_seen=0,
+    config={},
+    manifest_hash="m",
+    vocab_hash="v",
+    vocab_size=257,
+    order_version=1,
+    num_workers=1,
+)
+MODEL = bytes(range(256)) * 8
+
+
+def state(step: int, val_loss: float | None = None) -> CheckpointState:
+    return dataclasses.replace(STATE, step=step, val_loss=val_loss)
+
+
+def rows(step: int) -> dict[str, str]:
+    """The small file with the rows of metrics.jsonl."""
+    return {"rows.jsonl": json.dumps({"step": step}) + "\n"}
+
+
+def content(value: bytes) -> Callable[[Path], None]:
+    """Writes it."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(value)
+
+    return write
+
+
+def write(
+    catalog: Catalog, step: int, val_loss: float | None = None, mark: str = "001"
+) -> Location:
+    draft = catalog.draft(step, mark)
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    return draft.commit(state(step, val_loss), entries, rows(step))
+
+
+def steps(catalog: Catalog) -> list[int]:
+    return [checkpoint.state.step for checkpoint in catalog.complete()]
+
+
+def names(run_dir: Location) -> list[str]:
+    """What lies in the directory of all checkpoints."""
+    return (run_dir / "checkpoints").names()
+
+
+def files(path: Location) -> list[str]:
+    return [name for name, _ in path.files()]
+
+
+def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    for step in (30, 10, 20):
+        write(catalog, step)
+    newest = catalog.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state == state(30)
+    assert newest.rows() == [{"step": 30}]
+
+
+def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    for step in (10, 20, 30):
+        write(catalog, step)
+    for before_step, found in ((31, 30), (30, 20), (11, 10)):
+        newest = catalog.newest_good(pytest.fail, before_step)
+        assert newest is not None
+        assert newest.state.step == found
+    assert catalog.newest_good(pytest.fail, before_step=10) is None
+
+
+def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
+    assert Catalog(run_dir).newest_good(pytest.fail) is None
+    assert Catalog(run_dir).best() is None
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "remove", "remove hashes", "remove state", "flip hashes"]
+)
+def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage: str) -> None:
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+    path = write(catalog, 20)
+    model = path / "model.safetensors"
+    match damage:
+        case "flip":
+            flipped = bytearray(MODEL)
+            flipped[99] ^= 4
+            model.write_bytes(flipped)
+        case "truncate":
+            model.write_bytes(MODEL[:-1])
+        case "remove":
+            model.remove()
+        case "remove hashes":
+            (path / "hashes.json").remove()
+        case "remove state":
+            (path / "state.json").remove()
+        case "flip hashes":
+            hashes = (path / "hashes.json").read_text()
+            (path / "hashes.json").write_text(hashes.replace("sha256", "sha257", 1))
+    lines: list[str] = []
+    newest = catalog.newest_good(lines.append)
+    assert newest is not None
+    assert newest.state.step == 10
+    if damage == "remove hashes" and not run_dir.is_local:
+        assert lines == []  # there it is what every checkpoint being written looks like
+        return
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    assert "step=00000020" in lines[0]
+
+
+def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    (write(catalog, 10) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        catalog.newest_good(lambda line: None)
+
+
+def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> None:
+    """Each rank has a draft of its own; sizes and hashes travel to the one that commits."""
+    first, second = (Catalog(run_dir).draft(20, "001") for _ in range(2))
+    entries = {name: first.add(name, content(MODEL)) for name in ("model.safetensors", "optim-0")}
+    assert entries["optim-0"] == FileEntry(len(MODEL), hashlib.sha256(MODEL).hexdigest())
+    entries |= {"optim-1": second.add("optim-1", content(b"moments"))}
+    assert steps(Catalog(run_dir)) == []
+    assert Catalog(run_dir).newest_good(pytest.fail) is None
+
+    path = first.commit(state(20), entries, rows(20))
+    assert path == run_dir / "checkpoints" / "step=00000020"
+    assert names(run_dir) == ["step=00000020"]
+    everything = [*entries, "rows.jsonl", "state.json", "hashes.json"]
+    assert files(path) == sorted(everything)
+    checkpoint = read_checkpoint(path)
+    checkpoint.verify()
+    sizes = dict(path.files())
+    assert checkpoint.size_bytes == sum(sizes.values()) - sizes["hashes.json"]
+    assert (path / "optim-1").read_bytes() == b"moments"
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "optim-1"])
+def test_a_file_of_another_writer_that_never_came_is_noticed(
+    run_dir: Location, missing: str
+) -> None:
+    draft = Catalog(run_dir).draft(20, "001")
+    entries = {name: draft.add(name, content(MODEL)) for name in ("model.safetensors", "optim-1")}
+    path = draft.commit(state(20), entries, {})
+    (path / missing).remove()
+    with pytest.raises(CheckpointError, match=f"lacks {missing}"):
+        read_checkpoint(path).verify()
+
+
+def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+    draft, other = catalog.draft(20, "001"), catalog.draft(20, "001")
+    draft.add("model.safetensors", content(MODEL))
+    other.add("optim-1", content(MODEL))
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+    catalog.draft(30, "001").discard()
+    assert steps(catalog) == [10]
+
+
+def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
+    run_dir: Location,
+) -> None:
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+    dying = catalog.draft(20, "001")
+    dying.add("model.safetensors", content(b"of the dying attempt"))
+    dying.add("optim-1", content(b"and of its other rank"))
+    assert steps(catalog) == [10]
+    newest = catalog.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == 10
+
+    path = write(catalog, 20, mark="002")
+    checkpoint = read_checkpoint(path)
+    checkpoint.verify()
+    with checkpoint.files() as directory:
+        # Another attempt may have had more ranks: a file of theirs would be loaded with ours.
+        own = ["hashes.json", "model.safetensors", "rows.jsonl", "state.json"]
+        assert sorted(file.name for file in directory.iterdir()) == own
+        assert (directory / "model.safetensors").read_bytes() == MODEL
+    if run_dir.is_local:
+        assert files(path) == own
+        assert names(run_dir)[-1] == "unfinished-step=00000020-001"
+    catalog.draft(30, "001").add("model.safetensors", content(MODEL))
+    catalog.clean(good_until=20)
+    assert names(run_dir) == ["step=00000010", "step=00000020"]
+    assert steps(catalog) == [10, 20]
+
+
+def test_unfinished_directories_are_never_read_and_are_cleaned(tmp_path: Path) -> None:
+    run_dir = Location.of(tmp_path)
+    catalog = Catalog(run_dir)
+    whole = write(catalog, 10).path
+    whole.rename(whole.with_name("unfinished-step=00000010"))
+    assert steps(catalog) == []
+    assert catalog.newest_good(pytest.fail) is None
+    catalog.clean(good_until=0)
+    assert names(run_dir) == []
+
+
+def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+    damaged = write(catalog, 20)
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    write(catalog, 30)
+    catalog.clean(good_until=10)
+    assert steps(catalog) == [10]
+    write(catalog, 20)
+    newest = catalog.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == 20
+    if run_dir.is_local:
+        aside = ["broken-step=00000020", "broken-step=00000030"]
+        assert names(run_dir) == [*aside, "step=00000010", "step=00000020"]
+
+
+def test_setting_aside_twice_keeps_the_later_one(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
+    for text in (b"first", b"second"):
+        (write(catalog, 20) / "model.safetensors").write_bytes(text)
+        catalog.clean(good_until=10)
+    aside = tmp_path / "checkpoints" / "broken-step=00000020"
+    assert (aside / "model.safetensors").read_bytes() == b"second"
+
+
+def test_a_local_checkpoint_without_hashes_is_set_aside_too(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
+    write(catalog, 10)
+    (write(catalog, 20) / "hashes.json").remove()
+    catalog.clean(good_until=10)
+    write(catalog, 20)
+    assert names(Location.of(tmp_path)) == [
+        "broken-step=00000020",
+        "step=00000010",
+        "step=00000020",
+    ]
+
+
+def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.5)):
+        write(catalog, step, loss)
+    catalog.prune(keep=2)
+    assert steps(catalog) == [20, 40, 50]
+    assert names(run_dir) == ["step=00000020", "step=00000040", "step=00000050"]
+    best = catalog.best()
+    assert best is not None
+    assert best.state.step == 20
+    assert resolve_checkpoint(run_dir).state.step == 20
+    assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
+
+
+def test_pruning_keeps_the_newest_alone_where_it_is_the_best(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    for step in (10, 20, 30):
+        write(catalog, step, val_loss=1.0 / step)
+    catalog.prune(keep=1)
+    assert steps(catalog) == [30]
+
+
+def test_a_newer_state_version_asks_for_an_upgrade(run_dir: Location) -> None:
+    path = write(Catalog(run_dir), 10)
+    newer = json.loads((path / "state.json").read_text()) | {"state_version": 99}
+    (path / "state.json").write_text(json.dumps(newer))
+    with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
+        resolve_checkpoint(path)
+    write(Catalog(run_dir), 5)
+    with pytest.raises(CheckpointError, match="upgrade raytrain-gpt"):
+        Catalog(run_dir).newest_good(pytest.fail)
+
+
+def test_state_comes_back_as_it_was_and_of_the_version_before(run_dir: Location) -> None:
+    skipped, scale = ((3, 7), (20, 31)), (2.0**15, 40)
+    whole = dataclasses.replace(state(10, 2.5), skipped_batches=skipped, loss_scale=scale)
+    draft = Catalog(run_dir).draft(10, "001")
+    path = draft.commit(whole, {}, {})
+    assert read_checkpoint(path).state == whole
+    before = json.loads((path / "state.json").read_text())
+    del before["skipped_batches"], before["loss_scale"]
+    (path / "state.json").write_text(json.dumps(before | {"state_version": 1}))
+    assert read_checkpoint(path).state == dataclasses.replace(state(10, 2.5), state_version=1)
+
+
+def test_no_checkpoint_names_the_way_out(run_dir: Location) -> None:
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
+        resolve_checkpoint(run_dir)
+
+
+# In an object store
+
+
+def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> None:
+    catalog = Catalog(remote_dir)
+    path = write(catalog, 20)
+    (path / "hashes.json").remove()
+    assert (path / "state.json").is_file()
+    assert steps(catalog) == []
+    assert catalog.newest_good(pytest.fail) is None
+    with pytest.raises(CheckpointError, match=r"incomplete: it has no hashes\.json"):
+        resolve_checkpoint(path)
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
+        resolve_checkpoint(remote_dir)
+
+
+def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
+    checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
+    with checkpoint.files() as directory:
+        assert (directory / "model.safetensors").read_bytes() == MODEL
+    (checkpoint.path / "model.safetensors").write_bytes(MODEL[::-1])
+    with (
+        pytest.raises(CheckpointError, match=r"content of model\.safetensors was changed"),
+        checkpoint.files(),
+    ):
+        pass
+
+
+def test_a_missing_file_is_named_when_they_are_fetched(remote_dir: Location) -> None:
+    checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
+    (checkpoint.path / "model.safetensors").remove()
+    with (
+        pytest.raises(CheckpointError, match=r"lacks model\.safetensors"),
+        checkpoint.files(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])
+def test_names_that_lead_out_of_a_checkpoint_are_damage(run_dir: Location, name: str) -> None:
+    path = write(Catalog(run_dir), 20)
+    hashes = json.loads((path / "hashes.json").read_text())
+    hashes[name] = hashes["state.json"]
+    (path / "hashes.json").write_text(json.dumps(hashes))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        resolve_checkpoint(path)
+
+
+def test_a_local_checkpoint_is_used_where_it_is(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write(Catalog(Location.of(tmp_path)), 20))
+    with checkpoint.files() as directory:
+        assert directory == checkpoint.path.path
+
+
+def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
+    bucket: Location, s3: S3Server
+) -> None:
+    run_dir = dataclasses.replace(bucket, retry_for_s=0.0) / "out-of-reach"
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+    draft = catalog.draft(20, "001")
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    s3.stop()
+    try:
+        with pytest.raises(StorageError, match="out of reach"):
+            draft.add("optim-1", content(MODEL))
+        with pytest.raises(StorageError, match="out of reach"):
+            draft.commit(state(20), entries, rows(20))
+    finally:
+        s3.start()
+    assert steps(catalog) == [10]
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def filled(path: Path) -> Path:
+    """A file that takes all the space that is left."""
+    filler = path / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for _ in range(shutil.disk_usage(path).free // 4096):
+            file.write(bytes(4096))
+    assert shutil.disk_usage(path).free == 0
+    return filler
+
+
+def check_only(run_dir: Path, step: int) -> None:
+    """That checkpoint is whole and the only thing there."""
+    catalog = Catalog(Location.of(run_dir))
+    newest = catalog.newest_good(pytest.fail)
+    assert newest is not None
+    assert newest.state.step == step
+    assert names(Location.of(run_dir)) == [f"step={step:08d}"]
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(small_disk: Path) -> None:
+    catalog = Catalog(Location.of(small_disk))
+    write(catalog, 10)
+    filler = filled(small_disk)
+    draft = catalog.draft(20, "001")
+    with pytest.raises(CheckpointError, match="no space left") as error:
+        draft.add("model.safetensors", content(bytes(2**17)))
+    assert "older checkpoints are intact" in str(error.value)
+    assert "bytes are free" in str(error.value)
+    draft.discard()
+    check_only(small_disk, 10)
+    filler.unlink()
+    write(catalog, 20)
+    assert steps(catalog) == [10, 20]
+
+
+def test_a_disk_that_is_full_when_it_is_committed(small_disk: Path) -> None:
+    catalog = Catalog(Location.of(small_disk))
+    write(catalog, 10)
+    draft = catalog.draft(20, "001")
+    entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
+    filled(small_disk)
+    with pytest.raises(CheckpointError, match="no space left"):
+        draft.commit(state(20), entries, {"rows.jsonl": "x" * 2**17})
+    assert steps(catalog) == [10]
+    draft.discard()
+    check_only(small_disk, 10)
+
+
+def test_a_full_disk_that_safetensors_tells_in_its_own_words(small_disk: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    draft = Catalog(Location.of(small_disk)).draft(20, "001")
+    large = {"weight": torch.zeros(2**16)}
+    with pytest.raises(CheckpointError, match="no space left"):
+        draft.add("model.safetensors", lambda path: safetensors.save_file(large, path))
+
+
+def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> None:
+    catalog = Catalog(run_dir)
+    write(catalog, 10)
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("the device is gone")
+
+    draft = catalog.draft(20, "001")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        draft.add("model.safetensors", fail)
+    draft.discard()
+    assert names(run_dir) == ["step=00000010"]
+
+
+def test_a_copy_of_a_run_has_its_checkpoints(tmp_path: Path) -> None:
+    write(Catalog(Location.of(tmp_path / "run")), 10)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copied: Checkpoint = resolve_checkpoint(Location.of(tmp_path / "copy"))
+    assert copied.path.path == tmp_path / "copy" / "checkpoints" / "step=00000010"

@@ -1,0 +1,204 @@
+"""How a configuration is fitted to a cluster: pure functions of what there is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import ray
+
+from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.ray_cluster import (
+    DATA_CPUS,
+    Node,
+    Resources,
+    cpus_to_start,
+    fit_micro_batch,
+    fit_to_cluster,
+    largest_world_size,
+)
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ClusterError, ConfigError
+
+
+def config(**values: object) -> Config:
+    sizes = {"seq_len": 32, "global_batch_tokens": 12 * 32, "micro_batch_sequences": 2}
+    return Config().updated({**sizes, **values})
+
+
+def given(*nodes: Node) -> Resources:
+    return Resources(nodes, ours=False)
+
+
+def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
+    fitted, workers = fit_to_cluster(config(), given(Node(8, 2), Node(8, 1)))
+    assert (workers, fitted.cluster.num_workers, fitted.cluster.use_gpu) == (3, 3, True)
+    fitted, workers = fit_to_cluster(config(), given(Node(8, 0)))
+    assert (workers, fitted.cluster.use_gpu, fitted.cluster.cpus_per_worker) == (1, False, 1)
+
+
+def test_a_cpu_stays_free_for_data() -> None:
+    assert fit_to_cluster(config(num_workers=3), given(Node(4, 0)))[1] == 3
+    with pytest.raises(ClusterError, match="1 CPU must stay free for data"):
+        fit_to_cluster(config(num_workers=4), given(Node(4, 0)))
+
+
+def test_workers_fit_node_by_node() -> None:
+    with pytest.raises(ClusterError, match="set num_workers to at most 2"):
+        fit_to_cluster(config(num_workers=3, cpus_per_worker=2), given(Node(3, 0), Node(3, 0)))
+
+
+def test_a_share_of_a_gpu_is_for_one_worker() -> None:
+    half = config(use_gpu=True, gpus_per_worker=0.5)
+    assert fit_to_cluster(half, given(Node(8, 2)))[1] == 1
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 puts 2 workers on one GPU"):
+        config(num_workers=2, gpus_per_worker=0.5)
+
+
+def beside(**values: object) -> Config:
+    return config(eval_mode="async", **values)
+
+
+def test_evaluation_beside_training_has_a_share_of_its_own() -> None:
+    fitted, workers = fit_to_cluster(beside(), given(Node(8, 2), Node(8, 1)))
+    assert (workers, fitted.cluster.num_workers) == (2, 2)
+    assert fit_to_cluster(beside(num_workers=2), given(Node(4, 0)))[1] == 2
+    half = beside(use_gpu=True, gpus_per_worker=0.5)
+    assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
+    elastic = beside(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
+    assert largest_world_size(elastic, given(Node(6, 0))) == 4
+    assert largest_world_size(elastic, given(Node(2, 0))) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes", "ways"),
+    [
+        (
+            {"num_workers": 3},
+            [Node(4, 0)],
+            "set num_workers to at most 2 or set eval_mode to inline",
+        ),
+        ({"num_workers": 1}, [Node(2, 0)], "set eval_mode to inline"),
+        ({}, [Node(8, 1)], "set eval_mode to inline"),
+        ({"num_workers": 2}, [Node(1, 0)], "use a larger cluster"),
+        ({"num_workers": 9}, [Node(4, 0)], "set num_workers to at most 2"),
+    ],
+)
+def test_too_little_for_an_evaluation_beside_is_one_line_with_the_ways_out(
+    values: dict[str, object], nodes: list[Node], ways: str
+) -> None:
+    with pytest.raises(ClusterError) as raised:
+        fit_to_cluster(beside(**values), given(*nodes))
+    assert str(raised.value).endswith(f"for eval_mode=async); {ways}")
+
+
+def test_a_cluster_of_ones_own_has_room_for_an_evaluation_beside() -> None:
+    sizes = {"num_workers": 2, "cpus_per_worker": 3, "use_gpu": False}
+    assert cpus_to_start(config(**sizes)) == 2 * 3 + 2
+    assert cpus_to_start(beside(**sizes)) == 3 * 3 + 2
+
+
+def test_fewer_workers_start_where_that_is_allowed() -> None:
+    small = given(Node(6, 0))
+    fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)
+    assert workers == 4  # 5 would fit, but does not divide 12 sequences
+    assert fitted.cluster.num_workers == 6
+    with pytest.raises(ConfigError, match="no number of workers from 5 to 5"):
+        fit_to_cluster(config(num_workers=6, min_workers=5), small)
+
+
+def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:
+    assert fit_micro_batch(config(micro_batch_sequences=2), 4).train.micro_batch_sequences == 1
+    assert fit_micro_batch(config(micro_batch_sequences=8), 2).train.micro_batch_sequences == 6
+
+
+def test_gpus_that_are_not_there() -> None:
+    with pytest.raises(ClusterError, match="the cluster has 0 GPUs"):
+        fit_to_cluster(config(use_gpu=True), given(Node(4, 0)))
+    with pytest.raises(ClusterError, match="and 2 GPUs on 1 nodes"):
+        fit_to_cluster(config(use_gpu=True, num_workers=4), given(Node(64, 2)))
+
+
+CLUSTERS = [
+    given(*nodes)
+    for count in (1, 2, 3)
+    for nodes in itertools.product([Node(1, 0), Node(3, 1), Node(4, 2), Node(9, 0)], repeat=count)
+]
+
+
+def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
+    """Whether so many workers can be placed one by one, and a CPU is left for data."""
+    left = [[int(node.cpus), int(node.gpus)] for node in resources.nodes]
+    for _ in range(workers):
+        room = [n for n in left if n[0] >= cpus and n[1] >= use_gpu]
+        if not room:
+            return False
+        room[0][0] -= cpus
+        room[0][1] -= use_gpu
+    return not workers or sum(n[0] for n in left) >= DATA_CPUS
+
+
+@pytest.mark.parametrize("use_gpu", [False, True])
+@pytest.mark.parametrize("cpus", [1, 2, 3])
+def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batch(
+    cpus: int, use_gpu: bool
+) -> None:
+    found = set()
+    for resources, (num, least) in itertools.product(
+        CLUSTERS, [(1, None), (2, 1), (4, None), (5, 2), (6, 3), (8, 1), (12, 5), (12, 12)]
+    ):
+        wanted = config(num_workers=num, min_workers=least, cpus_per_worker=cpus, use_gpu=use_gpu)
+        possible = [
+            workers
+            for workers in range(least or num, num + 1)
+            if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
+        ]
+        expected = max(possible, default=None)
+        assert largest_world_size(wanted, resources) == expected, (resources, num, least)
+        found.add(expected)
+    assert {None, 1, 2} < found
+
+
+def test_what_starts_a_run_is_what_restarts_it() -> None:
+    """`fit_to_cluster` refuses where a running one would wait, and else gives the same size."""
+    for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
+        wanted = config(
+            num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
+            micro_batch_sequences=1,
+        )  # fmt: skip
+        world_size = largest_world_size(wanted, resources)
+        if world_size is None:
+            with pytest.raises((ClusterError, ConfigError)):
+                fit_to_cluster(wanted, resources)
+        else:
+            assert fit_to_cluster(wanted, resources) == (wanted, world_size)
+
+
+def test_no_size_while_the_cluster_is_empty() -> None:
+    wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
+    assert largest_world_size(wanted, given()) is None
+    assert largest_world_size(wanted, given(Node(1, 0))) is None  # the CPU for data
+    assert largest_world_size(wanted, given(Node(1, 0), Node(1, 0))) == 1
+
+
+def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    nodes = [
+        node("a", CPU=4.0),
+        node("b", CPU=8.0, GPU=2.0),
+        node("c", CPU=16.0, GPU=4.0),
+        node("d", alive=False, CPU=32.0),
+        node("e", memory=1.0),
+    ]
+    draining: dict[str, int] = {}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
+    assert ray_cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0, 1.0))
+    draining["c"] = 0  # a deadline is not always given
+    assert ray_cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
+    wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
+    assert largest_world_size(wanted, ray_cluster.resources()) == 2
+    draining.clear()
+    assert largest_world_size(wanted, ray_cluster.resources()) == 6

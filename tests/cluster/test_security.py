@@ -1,0 +1,242 @@
+"""What is open and what is shown: ports, tokens, passwords and keys, on real clusters."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.ray_cluster import keep_token_private
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.redact import has_secret, redacted
+from tests.faults.test_leaving import Head
+from tests.runs import command, flags
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+PASSWORD = "a-tracker's-password"
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "a-store's-secret-key",
+    "MLFLOW_TRACKING_USERNAME": "someone",
+    "MLFLOW_TRACKING_PASSWORD": PASSWORD,
+    "WANDB_API_KEY": "a-key-of-another-service",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at https://me:pass@word@host/x?a=1: refused", "at https://***@host/x?a=1: refused"),
+        ("https://token@host", "https://***@host"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("postgresql://host/db?user=me&password=p&a=1", "postgresql://host/db?user=me&password=***&a=1"),
+        ("s3://key:secret@bucket/x", "s3://***@bucket/x"),
+        ("s3://bucket/a:b@c http://host:80/a@b", "s3://bucket/a:b@c http://host:80/a@b"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+    ],
+)  # fmt: skip
+def test_secrets_in_urls_are_found_and_hidden(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert has_secret(text) == (text != shown)
+
+
+def test_values_of_secret_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/somewhere/token")
+    monkeypatch.setenv("SHORT_KEY", "step")
+    assert (
+        redacted(f"step 1 of /somewhere/token: {PASSWORD}!") == "step 1 of /somewhere/token: ***!"
+    )
+    assert root_cause(ValueError(f"no\n{PASSWORD} is wrong")) == "ValueError: *** is wrong"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "way_out"),
+    [
+        ("mlflow_uri", "https://me:my-secret@host", "MLFLOW_TRACKING_PASSWORD"),
+        ("mlflow_uri", "postgresql://me:my-secret@host/db", "MLFLOW_TRACKING_PASSWORD"),
+        ("s3_endpoint", "https://my-secret@host", "AWS_SECRET_ACCESS_KEY"),
+        ("storage_path", "s3://me:my-secret@bucket/runs", "AWS_SECRET_ACCESS_KEY"),
+    ],
+)
+def test_a_configuration_with_a_secret_is_refused_without_showing_it(
+    run_cli: Callable[..., tuple[int, str, str]], leaf: str, value: str, way_out: str
+) -> None:
+    code, out, errors = run_cli("train", "--dry_run", f"--{leaf}", value)
+    assert code == 2
+    assert leaf in errors
+    assert way_out in errors
+    assert errors.count("\n") == 1
+    assert "my-secret" not in out + errors
+
+
+def test_a_token_file_becomes_private_and_no_more_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    keep_token_private()
+    for before, after in ((0o644, 0o600), (0o640, 0o600), (0o400, 0o400)):
+        token.touch()
+        token.chmod(before)
+        keep_token_private()
+        assert token.stat().st_mode & 0o777 == after
+
+
+class Tracker(BaseHTTPRequestHandler):
+    """Refuses everybody, and repeats the password that it was given."""
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "").removeprefix("Basic ")
+        answer = b"not with " + base64.b64decode(given)
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a run on a cluster that it started itself.
+
+    Attributes:
+        listening: (process, address) of every port that its processes listened on.
+        output: All that it printed.
+        run_dir: Its directory.
+        ray_dir: Ray's own files.
+        token: The file that Ray made.
+    """
+
+    listening: list[tuple[str, str]]
+    output: str
+    run_dir: Path
+    ray_dir: Path
+    token: Path
+
+
+@pytest.fixture(scope="module")
+def seen(
+    make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seen]:
+    """A run of a user who has no token yet, looked at while it trains, and stopped by SIGTERM."""
+    tracker = ThreadingHTTPServer(("127.0.0.1", 0), Tracker)
+    threading.Thread(target=tracker.serve_forever, daemon=True).start()
+    home = tmp_path_factory.mktemp("home")
+    ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+    uri = f"http://127.0.0.1:{tracker.server_port}"
+    config = make_config(run_name="own", num_workers=2, max_steps=100_000, mlflow_uri=uri)
+    env = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE")}
+    env |= {**SECRETS, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_dir), "HOME": str(home)}
+    run = subprocess.Popen(
+        command("train", *flags(config)),
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        lines: list[str] = []
+        for line in run.stdout:
+            lines.append(line)
+            if "| loss" in line and any("MLflow" in said for said in lines):
+                break
+        listening = list(listening_on(psutil.Process(run.pid)))
+        run.send_signal(signal.SIGTERM)
+        rest, _ = run.communicate(timeout=120)
+        output = "".join(lines) + rest
+        assert run.returncode == 130, output
+        run_dir = Path(config.run.storage_path, "own")
+        yield Seen(listening, output, run_dir, ray_dir, home / ".ray" / "auth_token")
+    finally:
+        run.kill()
+        tracker.shutdown()
+        tracker.server_close()
+        shutil.rmtree(ray_dir)
+
+
+def listening_on(root: psutil.Process) -> Iterator[tuple[str, str]]:
+    """(title, address) of the listening ports of a process and all that it started."""
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            title, connections = process.cmdline()[0], process.net_connections("inet")
+        except (psutil.Error, IndexError):  # ended meanwhile
+            continue
+        for connection in connections:
+            if connection.status == psutil.CONN_LISTEN:
+                yield title, connection.laddr.ip
+
+
+@pytest.mark.tools
+def test_a_cluster_of_our_own_listens_on_this_machine_alone(seen: Seen) -> None:
+    """But for the store by which the ranks of a torch process group find each other."""
+    assert sum("RayTrainWorker" in title for title, _ in seen.listening) >= 2
+    assert any("gcs_server" in title for title, _ in seen.listening)
+    open_ports = [title for title, address in seen.listening if address not in LOOPBACK]
+    assert open_ports == ["ray::RayTrainWorker"]
+
+
+@pytest.mark.tools
+def test_the_token_that_ray_makes_is_for_its_user_alone(seen: Seen) -> None:
+    assert len(seen.token.read_text()) >= 32
+    assert seen.token.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.tools
+def test_no_secret_is_printed_or_written(seen: Seen) -> None:
+    assert "not with someone:***" in seen.output
+    secrets = [*SECRETS.values(), seen.token.read_text()]
+    secrets.remove("someone")
+    assert not [secret for secret in secrets if secret in seen.output]
+    written = [path for path in seen.run_dir.rglob("*") if path.is_file()]
+    names = {path.name for path in written}
+    assert names >= {"config.yaml", "metrics.jsonl", "log.txt", "report.html", "state.json"}
+    ray_logs = [path for path in seen.ray_dir.glob("**/logs/**/*.*") if path.is_file()]
+    assert ray_logs
+    for path in [*written, *ray_logs]:
+        content = path.read_bytes()
+        assert not [secret for secret in secrets if secret.encode() in content], path
+
+
+@pytest.mark.tools
+def test_jobs_without_the_right_token_are_refused(tmp_path: Path) -> None:
+    head = Head(1, tmp_path / "head.log")
+    try:
+        right = head.token
+        for token, answer in (
+            ({"RAY_AUTH_MODE": "disabled"}, "Unauthorized: Missing authentication token"),
+            (
+                {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64},
+                "Forbidden: Invalid authentication token",
+            ),
+        ):
+            head.token = token
+            with pytest.raises(AssertionError, match=answer):
+                head.job("submit", "--no-wait", "--", "true")
+        head.token = right
+        assert "[]" in head.job("list"), "no job was taken"
+    finally:
+        head.close()
+
+
+def test_a_configuration_file_with_a_secret_is_refused() -> None:
+    tree = {"tracking": {"mlflow_uri": "https://my-secret@host"}}
+    with pytest.raises(ConfigError) as error:
+        parse_config(tree, "mine.yaml")
+    assert "my-secret" not in str(error.value)

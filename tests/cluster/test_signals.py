@@ -1,0 +1,148 @@
+"""Ctrl+C and SIGTERM on real processes: save, leave with 130, go on bitwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from tests.faults import gates
+from tests.faults.gates import Faults, Gate
+from tests.runs import command, environment, flags
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+Straight = Callable[[int], RunSummary]
+
+
+def start(argv: list[str], cluster: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        argv,
+        cwd=ROOT,
+        env=environment(cluster),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    pytest.fail(f"the command ended before it printed {words!r}: {process.communicate()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["TERM", "INT"]
+)
+def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
+    cluster: str,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    storage: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    to_group: bool,
+) -> None:
+    """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM one process."""
+    changes = {"num_workers": 2, "run_name": f"signal-{number.name}"}
+    # The checkpoint of step 6 may still be in flight when that of step 7 is asked for.
+    config = make_config(**changes, checkpoint_every_steps=3)
+    gate = Gate(str(tmp_path), rank=0, step=7)
+    faults = Faults(gates=(gate,), stop_step=7)
+    process = start(gates.command(config, faults, tmp_path / "command.json"), cluster)
+    gate.reached()
+    if to_group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    gate.open()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted at step 7, saved" in errors
+    catalog = Catalog(Location.of(storage / changes["run_name"]))
+    assert [checkpoint.state.step for checkpoint in catalog.complete()] == [3, 6, 7]
+    saved = catalog.newest_good(pytest.fail)
+    assert saved is not None
+    assert saved.state.step == 7
+
+    summary = train(make_config(**changes), print)
+    assert summary.step == 50
+    final, whole = (
+        (Catalog(run).complete()[-1].path / "model.safetensors").read_bytes()
+        for run in (summary.run_dir, straight(2).run_dir)
+    )
+    assert final == whole
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_half_written(
+    cluster: str, make_config: Callable[..., Any], storage: Path
+) -> None:
+    config = make_config(run_name="early")
+    process = start(command("train", *flags(config)), cluster)
+    read_until(process, "model ")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "nothing is half-written" in errors
+    assert not list((storage / "early").glob("checkpoints/*"))
+    assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
+
+
+def test_a_second_run_of_the_same_name_is_refused(
+    cluster: str,
+    make_config: Callable[..., Any],
+    run_cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    config = make_config(run_name="twice", max_steps=100_000)
+    process = start(command("train", *flags(config)), cluster)
+    read_until(process, "step 5/100000")
+    code, _, errors = run_cli("train", *flags(config))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert code == 2
+    assert f"run twice is in use (process {process.pid} on" in errors
+    assert errors.count("\n") == 1
+
+
+IN_A_ROW = """
+import os, signal, threading
+from raytrain_gpt.cluster.signals import StopSignals
+
+class Interrupted(threading.Event):
+    lock = threading.Lock()
+
+    def set(self):
+        with self.lock:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().set()
+
+with StopSignals("") as signals:
+    signals.defer()
+    signals.stop = Interrupted()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.stop.is_set()
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_signal_that_comes_while_the_one_before_is_handled_locks_nothing() -> None:
+    """The second of the three comes inside the handler of the first."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=20)
+    assert ended.returncode == 130

@@ -1,0 +1,303 @@
+"""The configuration: one name for one thing, files that come back, messages that help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from raytrain_gpt.config.batch import micro_batches_per_step, padded_vocab_size
+from raytrain_gpt.config.load import load_config_file, load_preset, preset_names
+from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
+from raytrain_gpt.errors import ConfigError
+
+REFERENCE = {
+    "seq_len": 1024,
+    "global_batch_tokens": 524_288,
+    "micro_batch_sequences": 32,
+}
+
+
+def test_leaf_names_are_unique_over_all_sections() -> None:
+    names = [name for _, section in Config() for name in type(section).model_fields]
+    assert len(names) == len(set(names)) == len(FIELDS)
+
+
+def test_the_leaves_that_others_rely_on_are_there() -> None:
+    relied_on = {
+        "model": "num_layers num_heads embd_size dropout init_from",
+        "data": "data_path seq_len",
+        "optim": "peak_lr min_lr warmup_steps weight_decay schedule grad_clip",
+        "train": "max_steps global_batch_tokens micro_batch_sequences precision compile seed "
+        "log_every_steps checkpoint_every_steps keep_checkpoints",
+        "eval": "eval_every_steps eval_tokens",
+        "cluster": "num_workers min_workers use_gpu cpus_per_worker max_failures",
+        "run": "run_name storage_path resume",
+        "tracking": "mlflow_uri experiment tensorboard",
+    }
+    for section, names in relied_on.items():
+        for name in names.split():
+            assert FIELDS[name][0] == section
+
+
+def test_every_leaf_says_why_it_exists() -> None:
+    assert all(field.description for _, field in FIELDS.values())
+
+
+def test_a_configuration_comes_back_from_its_file(tmp_path: Path) -> None:
+    config = Config().updated({"peak_lr": 3e-4, "mlflow_uri": None, "sample_prompt": "é: [\n#"})
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), "utf-8")
+    assert load_config_file(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads(name: str, tmp_path: Path) -> None:
+    config = load_preset(name)
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), "utf-8")
+    assert load_config_file(tmp_path / "config.yaml") == config
+
+
+def test_quickstart_is_among_the_presets() -> None:
+    assert "quickstart" in preset_names()
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Config().train.seed = 5  # type: ignore[misc]
+
+
+def test_an_update_replaces_leaves_and_keeps_the_rest() -> None:
+    config = Config().updated({"seq_len": 64})
+    changed = config.updated({"peak_lr": 5e-4, "num_workers": 3})
+    assert (changed.optim.peak_lr, changed.cluster.num_workers) == (5e-4, 3)
+    assert changed.data.seq_len == 64
+    assert changed_fields(config.field_values(), changed.field_values()) == {
+        "peak_lr": "0.001 -> 0.0005",
+        "num_workers": "auto -> 3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("peak_lr", "1e-3", 1e-3),
+        ("peak_lr", "6.0e-4", 6e-4),
+        ("eval_tokens", "10_485_760", 10_485_760),
+        ("global_batch_tokens", "524_288", 524_288),
+        ("compile", "true", True),
+        ("activation_checkpointing", "selective", "selective"),
+        ("activation_checkpointing", "true", "full"),
+        ("activation_checkpointing", "False", "none"),
+        ("num_workers", "4", 4),
+        ("num_workers", "auto", "auto"),
+        ("use_gpu", "false", False),
+    ],
+)
+def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_path: Path) -> None:
+    for written in (text, f"'{text}'"):
+        path = tmp_path / "config.yaml"
+        path.write_text(f"{FIELDS[name][0]}: {{{name}: {written}}}")
+        read = load_config_file(path).field_values()[name]
+        assert read == value
+        assert type(read) is type(value)
+    assert Config().updated({name: text}).field_values()[name] == value
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peek_lr": 1e-3}, ["unknown", "peek_lr", "did you mean peak_lr?"]),
+        ({"batch-tokens": 1}, ["unknown", "batch-tokens"]),
+        ({"num-layers": 1}, ["did you mean num_layers?"]),
+        ({"min_lr": 1.0}, ["min_lr=1 is above peak_lr=0.001", "usual: 0.0001"]),
+        ({"num_heads": 7}, ["num_heads=7", "embd_size=128", "nearest: num_heads 4, 8"]),
+        ({"global_batch_tokens": 4100}, ["4100", "seq_len=128", "nearest: 4096, 4224"]),
+        ({"global_batch_tokens": 100}, ["100", "nearest: 128"]),
+        ({"max_steps": 0}, ["max_steps=0", "greater than or equal to 1"]),
+        ({"max_steps": "many"}, ["max_steps='many'", "integer"]),
+        ({"max_steps": 1.5}, ["max_steps=1.5", "integer"]),
+        ({"peak_lr": float("nan")}, ["peak_lr=nan", "finite"]),
+        ({"peak_lr": -1}, ["peak_lr=-1", "greater than 0"]),
+        ({"peak_lr": None}, ["peak_lr=None"]),
+        ({"beta2": 1.0}, ["beta2=1.0", "less than 1"]),
+        ({"schedule": "linear"}, ["schedule='linear'", "'cosine', 'wsd' or 'constant'"]),
+        ({"compile": "perhaps"}, ["compile='perhaps'", "boolean"]),
+        ({"seed": 2**32}, ["seed=4294967296"]),
+        ({"run_name": "../up"}, ["run_name='../up'"]),
+        ({"run_name": "two\nlines"}, ["run_name="]),
+        ({"num_workers": 0}, ["num_workers=0", "1 or more"]),
+        ({"num_workers": "all"}, ["num_workers='all'"]),
+        ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
+        ({"cpus_per_worker": 0}, ["cpus_per_worker=0"]),
+        ({"use_gpu": "maybe"}, ["use_gpu='maybe'"]),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_the_way_out(
+    values: dict[str, Any], words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, *words):
+        Config().updated(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("optim: {peek_lr: 1.0}", ["optim.peek_lr", "did you mean peak_lr?", "config.yaml"]),
+        ("train: {peak_lr: 1.0}", ["train.peak_lr", "it belongs to section optim"]),
+        ("peak_lr: 1.0", ["unknown configuration key peak_lr", "section optim"]),
+        ("optimizer: {}", ["unknown configuration key optimizer"]),
+        ("modell: {}", ["did you mean model?"]),
+        ("train: 5", ["section train", "no keys below it"]),
+        ("1: {}", ["unknown configuration key 1"]),
+        ("train: {1: 2}", ["unknown configuration key train.1"]),
+        ("", ["no sections", "model, data, optim"]),
+        ("[model]", ["no sections"]),
+        ("train: {max_steps: 5", ["config.yaml is not YAML"]),
+        ("train:\n\tmax_steps: 5\n", ["config.yaml is not YAML"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_way_out(
+    tmp_path: Path, text: str, words: list[str], raises_line
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with raises_line(ConfigError, *words):
+        load_config_file(tmp_path / "config.yaml")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, raises_line) -> None:
+    with raises_line(ConfigError, "nothing.yaml"):
+        load_config_file(tmp_path / "nothing.yaml")
+    with raises_line(ConfigError, str(tmp_path)):
+        load_config_file(tmp_path)
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xff")
+    with raises_line(ConfigError, "not YAML"):
+        load_config_file(tmp_path / "a.yaml")
+
+
+def test_an_unknown_preset_is_named_with_those_there_are(raises_line) -> None:
+    with raises_line(ConfigError, "quikstart", "did you mean quickstart?", "there are:"):
+        load_preset("quikstart")
+
+
+# --- batch arithmetic
+
+
+def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
+    config = Config().updated(REFERENCE)
+    assert config.batch_sequences == 512
+    assert micro_batches_per_step(config, world_size=4) == 4
+    assert micro_batches_per_step(config, world_size=16) == 1
+
+
+def ways_out(message: str) -> dict[str, list[int]]:
+    """Leaf -> the values that a message proposes."""
+    nearest = message.split("nearest: ")[1]
+    found = re.findall(r"(\w+) ((?:\d+, )*\d+)", nearest)
+    return {name: [int(value) for value in values.split(", ")] for name, values in found}
+
+
+@given(
+    sequences=st.integers(1, 400),
+    micro=st.integers(1, 40),
+    world_size=st.integers(1, 20),
+    seq_len=st.sampled_from([16, 100]),
+)
+def test_a_batch_divides_or_the_nearest_that_do_are_named(
+    sequences: int, micro: int, world_size: int, seq_len: int
+) -> None:
+    config = Config().updated(
+        {
+            "seq_len": seq_len,
+            "global_batch_tokens": sequences * seq_len,
+            "micro_batch_sequences": micro,
+        }
+    )
+    if sequences % (micro * world_size) == 0:
+        expected = sequences // (micro * world_size)
+        assert micro_batches_per_step(config, world_size) == expected
+        return
+    with pytest.raises(ConfigError) as caught:
+        micro_batches_per_step(config, world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"global_batch_tokens={sequences * seq_len}" in message
+    ways = ways_out(message)
+    for tokens in ways["global_batch_tokens"]:
+        assert micro_batches_per_step(config.updated({"global_batch_tokens": tokens}), world_size)
+        assert abs(tokens - sequences * seq_len) < 2 * micro * world_size * seq_len
+    for workers in ways.get("num_workers", []):
+        assert micro_batches_per_step(config, workers)
+    for other in ways.get("micro_batch_sequences", []):
+        changed = config.updated({"micro_batch_sequences": other})
+        assert micro_batches_per_step(changed, world_size)
+    for name, values, asked, divides in [
+        ("num_workers", range(1, 401), world_size, lambda w: sequences % (w * micro) == 0),
+        (
+            "micro_batch_sequences",
+            range(1, 401),
+            micro,
+            lambda m: sequences % (m * world_size) == 0,
+        ),
+    ]:
+        valid = sorted((v for v in values if divides(v)), key=lambda v, a=asked: (abs(v - a), v))
+        assert ways.get(name, []) == sorted(valid[:2])
+
+
+def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
+    config = Config().updated(
+        {"seq_len": 64, "global_batch_tokens": 1024, "micro_batch_sequences": 4}
+    )
+    with raises_line(
+        ConfigError,
+        "global_batch_tokens=1024 (16 sequences of 64) does not divide over 3 workers × 4 sequences",
+        "global_batch_tokens 768, 1536",
+        "num_workers 2, 4",
+    ):
+        micro_batches_per_step(config, world_size=3)
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(50_257, 50_304), (257, 320), (64, 64)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocab_size: int, padded: int) -> None:
+    assert padded_vocab_size(vocab_size) == padded
+
+
+# --- resume
+
+
+def test_what_is_safe_on_resume_is_no_maths() -> None:
+    maths = {
+        *("num_layers", "num_heads", "embd_size", "dropout", "seq_len", "seed", "precision"),
+        *("peak_lr", "min_lr", "warmup_steps", "schedule", "decay_fraction", "weight_decay"),
+        *("beta1", "beta2", "grad_clip", "global_batch_tokens"),
+    }
+    assert set(FIELDS) >= SAFE_ON_RESUME
+    assert not SAFE_ON_RESUME & maths
+    harmless = {
+        "max_steps",
+        "num_workers",
+        "log_every_steps",
+        "run_name",
+        "compile",
+        "data_cache_gb",
+    }
+    assert harmless <= SAFE_ON_RESUME
+
+
+def test_sections_and_leaves_have_different_names() -> None:
+    assert not set(FIELDS) & set(Config.model_fields)
+    assert parse_config({}, "nothing") == Config()
+
+
+def test_a_profile_that_does_not_fit_the_run_is_refused(raises_line) -> None:
+    assert Config().updated({"profile_steps": 3, "max_steps": 8}).train.profile_steps == 3
+    words = ("profile_steps=4", "max_steps=8", "at most 3", "9 or more")
+    with raises_line(ConfigError, *words):
+        Config().updated({"profile_steps": 4, "max_steps": 8})
+    for nonsense in (-1, 101, 1.5, "all"):
+        with raises_line(ConfigError, f"profile_steps={nonsense!r}"):
+            Config().updated({"profile_steps": nonsense})

@@ -1,0 +1,177 @@
+"""Estimates against known figures, and against each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from raytrain_gpt import cli
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.core.gpu_specs import device_of
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.estimate.cost_model import Facts, estimate
+from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+
+H200 = device_of("NVIDIA H200")
+FACTS = Facts(
+    vocab_size=50_257,
+    num_workers=1,
+    bf16=True,
+    device=None,
+    train_tokens=10**10,
+    step_time_s=None,
+    tokens_per_s=None,
+    mfu=0.4,
+    price_per_hour=None,
+    spot_price_per_hour=None,
+)
+ASKED = EstimateOptions(None, False, None, None, None, None, None, None)
+CONFIG = load_preset("gpt2-124m")
+
+
+@pytest.mark.parametrize(("num_workers", "step_time_s", "days"), [(1, 37.5, 41.4), (4, 9.5, 10.5)])
+def test_figures_of_a_run_that_was_done(num_workers: int, step_time_s: float, days: float) -> None:
+    found = estimate(CONFIG, replace(FACTS, num_workers=num_workers, step_time_s=step_time_s))
+    assert found.steps_per_epoch == 19_073
+    assert found.max_steps == 5 * 19_073 == 95_365
+    assert found.micro_batches_per_step == 16 // num_workers
+    assert found.train_s == pytest.approx(days * 86_400, rel=0.005)
+    assert found.speed is not None
+    assert found.speed.tokens_per_s == pytest.approx(524_288 / step_time_s)
+
+
+def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
+    assert estimate(CONFIG, FACTS).train_s is None
+    found = estimate(CONFIG, replace(FACTS, device=H200, num_workers=8))
+    assert found.speed is not None
+    assert found.speed.source == "table"
+    assert found.speed.tokens_per_s * found.flops_per_token == pytest.approx(8 * 989e12 * 0.4)
+    assert estimate(CONFIG, replace(FACTS, device=H200, bf16=False)).speed is None
+
+
+def test_a_measured_speed_goes_before_all_others_and_has_its_own_mfu() -> None:
+    facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
+    found = estimate(CONFIG, facts)
+    assert found.speed is not None
+    assert (found.speed.tokens_per_s, found.speed.source) == (500_000.0, "probe")
+    assert found.speed.mfu == pytest.approx(500_000 * found.flops_per_token / 989e12)
+
+
+def test_prices_are_device_hours_times_rates() -> None:
+    facts = replace(FACTS, num_workers=4, step_time_s=3600.0, price_per_hour=2.0)
+    found = estimate(CONFIG.updated({"max_steps": 10, "warmup_steps": 1}), facts)
+    assert found.device_hours == pytest.approx(40)
+    assert found.price == pytest.approx(80)
+    assert found.spot_price is None
+
+
+def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None:
+    assert H200 is not None
+    assert estimate(CONFIG, FACTS).largest == []
+    small, large = device_of("NVIDIA L4"), H200
+    assert small is not None
+    on_small, on_large = (
+        estimate(CONFIG, replace(FACTS, device=device)).largest for device in (small, large)
+    )
+    for little, much in zip(on_small, on_large, strict=True):
+        assert little.sequences <= little.sequences_recomputing
+        assert little.sequences < much.sequences
+    assert on_small[-1].sequences == 0  # the state of 1.5B parameters alone is 25 GB
+
+
+def test_a_micro_batch_fits_where_the_largest_says_so() -> None:
+    facts = replace(FACTS, device=H200)
+    largest = estimate(CONFIG, facts).largest[0].sequences
+    for sequences, fits in ((largest, True), (largest + 1, False)):
+        changed = CONFIG.updated(
+            {
+                "micro_batch_sequences": sequences,
+                "global_batch_tokens": sequences * CONFIG.data.seq_len,
+            }
+        )
+        assert estimate(changed, facts).fits is fits
+
+
+def test_auto_is_counted_for_the_device() -> None:
+    auto = CONFIG.updated({"micro_batch_sequences": "auto", "activation_checkpointing": "auto"})
+    chosen = {}
+    for name in ("L4", "h200"):
+        config, found = answer(auto, replace(ASKED, device=name), print)
+        assert found.fits
+        chosen[name] = config.micro_batch_sequences
+        assert 512 % config.micro_batch_sequences == 0
+    assert 1 < chosen["L4"] < chosen["h200"]
+    config, found = answer(auto, replace(ASKED, device="L4", vocab_size=10**9), print)
+    assert found.fits is False
+    assert (config.micro_batch_sequences, config.activation_checkpointing) == (1, "full")
+    config, _ = answer(auto, ASKED, print)
+    assert (config.micro_batch_sequences, config.activation_checkpointing) == (2, "none")
+
+
+def test_sharding_makes_room_for_larger_models() -> None:
+    small = device_of("NVIDIA L4")
+    shared = CONFIG.updated({"parallel": "fsdp"})
+    whole, alone, among_8 = (
+        estimate(config, replace(FACTS, device=small, num_workers=num_workers))
+        for config, num_workers in ((CONFIG, 8), (shared, 1), (shared, 8))
+    )
+    assert alone.memory == replace(whole.memory)
+    assert among_8.memory.moments == whole.memory.moments // 8
+    assert among_8.memory.total < whole.memory.total
+    assert whole.largest[-1].sequences_recomputing == 0 < among_8.largest[-1].sequences
+    assert among_8.checkpoint_bytes == whole.checkpoint_bytes
+
+
+def test_the_answer_says_what_is_not_known() -> None:
+    config, found = answer(CONFIG, ASKED, print)
+    printed = "\n".join(lines(config, found))
+    assert "time     not known: name a --device" in printed
+    slow = answer(CONFIG.updated({"precision": "fp32"}), replace(ASKED, device="h200"), print)
+    assert "time     not known: set --precision to bf16" in "\n".join(lines(*slow))
+    assert "124.5M parameters" in printed
+    config, found = answer(CONFIG, replace(ASKED, device="h200", price_per_hour=3.0), print)
+    printed = "\n".join(lines(config, found))
+    assert "not measured" in printed
+    assert "fits NVIDIA H200" in printed
+    assert "on demand" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "H100"}, "may be several"),
+        ({"device": "voodoo"}, "is not in the table"),
+        ({"step_time_s": 0.0}, "step_time_s=0 is not a number above 0"),
+        ({"step_time_s": float("inf")}, "step_time_s=inf is not a number"),
+        ({"step_time_s": float("nan")}, "step_time_s=nan is not a number"),
+        ({"mfu": 1.5}, "mfu=1.5 is above 1"),
+        ({"price_per_hour": -1.0}, "price_per_hour=-1 is not 0 or more"),
+        ({"vocab_size": 0}, "vocab_size=0 is not a number above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        answer(CONFIG, replace(ASKED, **changes), print)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not divide over 7 workers"):
+        estimate(CONFIG, replace(FACTS, num_workers=7))
+
+
+def test_the_command_prints_lines_and_one_object_last(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "gpt2-124m", "--num_workers", "8", "--device", "H200", "--json"]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["estimate", *flags, "--train_tokens", "10000000000"])
+    assert exit_info.value.code == 0
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("model    124.5M parameters")
+    found = json.loads(last)
+    assert found["steps_per_epoch"] == 19_073
+    assert found["speed"]["source"] == "table"
+    assert found["memory"]["total"] == sum(
+        found["memory"][part]
+        for part in ("weights", "gradients", "moments", "activations", "logits")
+    )

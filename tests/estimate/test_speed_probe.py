@@ -1,0 +1,31 @@
+"""`estimate --probe` on a real cluster: the run's own steps are timed, and nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+from raytrain_gpt.storage.location import Location
+
+pytestmark = [pytest.mark.ray, pytest.mark.models]
+
+
+def test_a_probe_times_steps_of_the_run_and_keeps_nothing(
+    cluster: str, make_config: Callable[..., Any], dataset: Path, tmp_path: Path
+) -> None:
+    asked = EstimateOptions(None, True, None, None, None, None, None, None)
+    config = make_config(num_workers=2, storage_path=str(tmp_path / "runs"))
+    config, found = answer(config, asked, print)
+    assert found.num_workers == 2
+    assert found.speed is not None
+    assert found.speed.source == "probe"
+    assert found.step_time_s == pytest.approx(12 * 32 / found.speed.tokens_per_s)
+    tokens = read_manifest(Location.of(dataset)).split_tokens("train")
+    assert found.steps_per_epoch == tokens // (12 * 32)
+    assert any("measured by the probe" in line for line in lines(config, found))
+    assert not (tmp_path / "runs").exists()

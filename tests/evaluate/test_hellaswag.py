@@ -1,0 +1,262 @@
+"""HellaSwag's file, its download, and how its examples become rows and batches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.evaluate import hellaswag
+from raytrain_gpt.evaluate.hellaswag import (
+    Choices,
+    Example,
+    downloaded,
+    encode_choices,
+    read_examples,
+)
+from tests.conftest import RaisesLine
+
+ENDINGS = ["runs away.", "sits down on it.", "sings.", "barks at the man."]
+LINE = {"ind": 4, "activity_label": "Dogs", "ctx": "A dog", "endings": ENDINGS, "label": 2}
+BYTES = load_tokenizer("bytes")
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("\n".join(texts) + "\n", "utf-8")
+    return path
+
+
+def without(*fields: str, **more: Any) -> dict[str, Any]:
+    return {**{name: value for name, value in LINE.items() if name not in fields}, **more}
+
+
+def made(num: int) -> list[Example]:
+    """Examples of many lengths."""
+    return [
+        Example("a man " * (7 * i % 40 + 1), tuple(f"{e} " * (i % 3 + 1) for e in ENDINGS), i % 4)
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("label", [2, "2"])
+def test_an_example_is_read(tmp_path: Path, label: int | str) -> None:
+    path = write(tmp_path / "a.jsonl", {**LINE, "label": label}, "", LINE)
+    assert read_examples(path) == [Example("A dog", tuple(ENDINGS), 2)] * 2
+
+
+def test_a_context_may_come_in_two_parts(tmp_path: Path) -> None:
+    parts = without("ctx", ctx_a="A dog.", ctx_b="the man")
+    path = write(tmp_path / "a.jsonl", parts, {**parts, "ctx_b": ""}, {**parts, "ctx": "A cat"})
+    assert [e.context for e in read_examples(path)] == ["A dog. the man", "A dog.", "A cat"]
+
+
+def test_the_real_file_is_read(test_data: Path | None) -> None:
+    if test_data is None:
+        pytest.skip("the real examples need RAYTRAIN_GPT_TEST_DATA")
+    examples = read_examples(test_data / "hellaswag_val_1000.jsonl")
+    assert len(examples) == 1000
+    assert examples[0].context.startswith("How to apply for a marriage license in florida.")
+    assert examples[0].endings[3].startswith("You don't have to be a resident")
+    assert examples[0].label == 3
+    assert {example.label for example in examples} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"ctx": ', ["Expecting value"]),
+        ("[1, 2]", ["list instead of an object"]),
+        (without("ctx"), ["no text in field ctx_a"]),
+        (without("ctx", ctx_a="A dog"), ["no text in field ctx_b"]),
+        (without("ctx", ctx="  "), ["no text in field ctx"]),
+        (without("endings"), ["endings has no list instead of 4"]),
+        (without(endings=ENDINGS[:3]), ["endings has 3 instead of 4"]),
+        (without(endings=[*ENDINGS[:3], " "]), ["one that is empty"]),
+        (without(endings=[*ENDINGS[:3], 7]), ["one that is empty or no text"]),
+        (without("label"), ["no label, as in a test file"]),
+        (without(label=""), ["no label, as in a test file"]),
+        (without(label=4), ["label 4 is not one of 0 to 3"]),
+        (without(label=-1), ["label -1"]),
+        (without(label="b"), ["label 'b'"]),
+        (without(label=True), ["label True"]),
+    ],
+)
+def test_a_line_that_is_no_example_is_named(
+    tmp_path: Path, raises_line: RaisesLine, line: Any, words: list[str]
+) -> None:
+    path = write(tmp_path / "a.jsonl", LINE, line)
+    with raises_line(DataError, f"{path} line 2: ", *words, "as it is published"):
+        read_examples(path)
+
+
+def test_a_file_without_examples_is_refused(tmp_path: Path, raises_line: RaisesLine) -> None:
+    with raises_line(DataError, "no examples"):
+        read_examples(write(tmp_path / "a.jsonl", ""))
+    (tmp_path / "b.jsonl").write_bytes(b'{"ctx": "\xff\xff"}\n')
+    with raises_line(DataError, "b.jsonl line 1", "utf-8"):
+        read_examples(tmp_path / "b.jsonl")
+    for missing in (tmp_path / "none.jsonl", tmp_path):
+        with raises_line(DataError, f"cannot read HellaSwag {missing}"):
+            read_examples(missing)
+
+
+def row(choices: Choices, number: int) -> tuple[bytes, bytes]:
+    """A row's text, and the end of it that is scored."""
+    tokens = choices.tokens[choices.starts[number] : choices.starts[number + 1]]
+    return bytes(tokens.tolist()), bytes(tokens[-choices.num_scored[number] :].tolist())
+
+
+def test_context_and_ending_are_tokenized_apart(gpt2: Any) -> None:
+    choices = encode_choices([Example("A dog sing", ("s", "ing away", "x", "y"), 0)], gpt2, 64)
+    assert choices.tokens[: choices.starts[1]].tolist() == [
+        *gpt2.encode_ordinary("A dog sing"),
+        *gpt2.encode_ordinary(" s"),
+    ]
+    assert choices.num_scored.tolist() == [len(gpt2.encode_ordinary(f" {e}")) for e in
+                                           ("s", "ing away", "x", "y")]  # fmt: skip
+
+
+def test_what_is_too_long_is_cut_from_the_left() -> None:
+    endings = ("is", "is here", "is not here", "went away and is not here any more")
+    examples = [Example("the small dog", endings, 0), Example("dog", ("a", "b", "c", "d"), 1)]
+    choices = encode_choices(examples, BYTES, 16)
+    assert [row(choices, i) for i in range(4)] == [
+        (b"the small dog is", b" is"),
+        (b"small dog is here", b" is here"),
+        (b"l dog is not here", b" is not here"),
+        (b"not here any more", b"ot here any more"),
+    ]
+    assert choices.num_cut == 1
+    assert encode_choices(examples, BYTES, 64).num_cut == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_batches_are_the_same_for_any_number_of_ranks(world_size: int) -> None:
+    choices = encode_choices(made(200), BYTES, 256)
+    alone = list(choices.batches(0, 1))
+    shares = [list(choices.batches(rank, world_size)) for rank in range(world_size)]
+    dealt = [shares[i % world_size][i // world_size] for i in range(len(alone))]
+    assert sum(map(len, shares)) == len(alone) > 7
+    for one, other in zip(alone, dealt, strict=True):
+        for name in ("examples", "labels", "tokens", "scored"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+    assert sorted(np.concatenate([b.examples for b in dealt]).tolist()) == list(range(200))
+
+
+def test_a_batch_holds_what_was_encoded() -> None:
+    examples = made(200)
+    choices = encode_choices(examples, BYTES, 256)
+    for batch in choices.batches(0, 1):
+        assert batch.tokens.size <= hellaswag.BATCH_TOKENS
+        assert batch.labels.tolist() == [examples[i].label for i in batch.examples]
+        places = [4 * example + ending for example in batch.examples for ending in range(4)]
+        for place, tokens, scored in zip(places, batch.tokens, batch.scored, strict=True):
+            text, ending = row(choices, place)
+            assert bytes(tokens[: len(text)].tolist()) == text
+            assert not tokens[len(text) :].any()
+            assert bytes(tokens[1:][scored].tolist()) == ending
+
+
+def test_an_example_that_is_larger_than_a_batch_is_one_alone() -> None:
+    choices = encode_choices([Example("x" * 5000, tuple(ENDINGS), 0)] * 2, BYTES, 4096)
+    assert [batch.tokens.shape for batch in choices.batches(0, 1)] == [(4, 4097)] * 2
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one content, and counts how often."""
+
+    def __init__(self, content: bytes, announced: int | None = None, status: int = 200) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.content, self.status, self.served = content, status, 0
+        self.announced = len(content) if announced is None else announced
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/data/hellaswag_val.jsonl"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.served += 1
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(self.server.announced))
+        self.end_headers()
+        self.wfile.write(self.server.content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Serves a content in place of the public address, with an empty cache."""
+    servers: list[Server] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def start(*args: Any, **kwargs: Any) -> Server:
+        servers.append(Server(*args, **kwargs))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,)).start()
+        monkeypatch.setattr(hellaswag, "URL", servers[-1].url)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+CONTENT = f"{json.dumps(LINE)}\n".encode()
+
+
+def test_the_public_file_is_fetched_once(serve: Any, tmp_path: Path) -> None:
+    server = serve(CONTENT)
+    path = downloaded()
+    assert path.path == tmp_path / "cache" / "raytrain-gpt" / "hellaswag_val.jsonl"
+    assert read_examples(path) == read_examples(downloaded())
+    assert server.served == 1
+    assert [file.name for file in path.path.parent.iterdir()] == ["hellaswag_val.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"content": b"", "status": 404}, ["cannot download", "404"]),
+        ({"content": CONTENT, "announced": 10 * len(CONTENT)}, ["cannot download", "read"]),
+        ({"content": b"<html>sign in</html>"}, ["line 1", "Expecting value"]),
+    ],
+)
+def test_what_is_not_the_file_is_not_kept(
+    serve: Any, tmp_path: Path, raises_line: RaisesLine, answer: dict[str, Any], words: list[str]
+) -> None:
+    server = serve(**answer)
+    with raises_line(DataError, server.url, *words):
+        downloaded()
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_without_network_the_way_out_is_told(serve: Any, raises_line: RaisesLine) -> None:
+    server = serve(CONTENT)
+    server.shutdown()
+    server.server_close()
+    with raises_line(DataError, server.url, "give its path instead of download"):
+        downloaded()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    serve: Any, tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    serve(CONTENT)
+    (tmp_path / "cache").write_text("a file")
+    with raises_line(DataError, str(tmp_path / "cache"), "XDG_CACHE_HOME"):
+        downloaded()

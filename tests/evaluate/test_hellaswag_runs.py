@@ -1,0 +1,238 @@
+"""HellaSwag in a run and by `eval`: the answers of `transformers` on the export, whoever asks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
+from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
+from raytrain_gpt.export.huggingface import export_checkpoint
+from raytrain_gpt.format import eval_line
+from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.worker import WorkerSpec, train_worker
+from tests.conftest import RaisesLine
+
+pytestmark = [pytest.mark.ray, pytest.mark.models]
+
+SEQ_LEN = 256
+Answers = dict[int, tuple[int, int]]
+"""Place of an example -> endings with the smallest summed loss and with the smallest per token."""
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Many forwards of a tiny model are fastest on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made_lines() -> Iterator[str]:
+    endings = ["goes away.", "sings a song.", "sits down.", "says nothing at all and is gone."]
+    for i in range(300):
+        context = " ".join(f"man {i * k % 17}" for k in range(1, 4 + i % 50))
+        row = {"ctx_a": context, "ctx_b": "he", "endings": endings, "label": str(i % 4)}
+        yield json.dumps(row)
+
+
+@pytest.fixture(scope="module")
+def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real examples where there are some, else made ones."""
+    if test_data is not None:
+        return test_data / "hellaswag_val_1000.jsonl"
+    path = tmp_path_factory.mktemp("hellaswag") / "made.jsonl"
+    path.write_text("".join(f"{line}\n" for line in made_lines()), "utf-8")
+    return path
+
+
+def telling(directory: Path) -> Callable[[WorkerSpec], None]:
+    """`train_worker` whose ranks write down what they answer."""
+
+    def train_loop(spec: WorkerSpec) -> None:
+        answers = Evaluation.answers
+
+        def told(self: Evaluation, *args: Any) -> Iterator[Any]:
+            with (directory / f"{os.getpid()}.jsonl").open("w") as file:
+                for batch in answers(self, *args):
+                    file.write(json.dumps([part.tolist() for part in batch]) + "\n")
+                    yield batch
+
+        Evaluation.answers = told  # type: ignore[method-assign, assignment]
+        train_worker(spec)
+
+    return train_loop
+
+
+def together(batches: Iterator[Any]) -> Answers:
+    """The answers of some batches, each example once."""
+    found = [answer for batch in batches for answer in zip(*batch, strict=True)]
+    answers = {int(place): (int(by_sum), int(by_mean)) for place, _, by_sum, by_mean in found}
+    assert len(answers) == len(found)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks of the run tell their answers."""
+    return tmp_path_factory.mktemp("answers")
+
+
+@pytest.fixture(scope="module")
+def run(cluster: str, make_config: Any, examples: Path, told: Path) -> RunSummary:
+    """A run of two workers, asked once."""
+    config = make_config(
+        run_name="hellaswag",
+        num_workers=2,
+        embd_size=64,
+        seq_len=SEQ_LEN,
+        global_batch_tokens=12 * SEQ_LEN,
+        checkpoint_every_steps=50,
+        eval_every_steps=50,
+        hellaswag_path=str(examples),
+    )
+    return train(config, print, telling(told))
+
+
+def last_evaluation(run: RunSummary) -> Row:
+    return [row for row in read_rows(run.run_dir.path) if "val/loss" in row][-1]
+
+
+@pytest.fixture(scope="module")
+def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What `transformers` answers on the export."""
+    assert run.checkpoint is not None
+    export = tmp_path_factory.mktemp("export") / "hf"
+    export_checkpoint(str(run.checkpoint.path), export, "fp32", print)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    answers = {}
+    for place, line in enumerate(examples.read_text("utf-8").splitlines()):
+        example = json.loads(line)
+        context = example.get("ctx") or f"{example['ctx_a']} {example['ctx_b']}"
+        before = tokenizer(context).input_ids
+        endings = [tokenizer(f" {ending}").input_ids for ending in example["endings"]]
+        rows = [torch.tensor((before + ending)[-SEQ_LEN - 1 :]) for ending in endings]
+        with torch.no_grad():
+            logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, :-1]).logits
+        losses = []
+        for row, ending, ending_logits in zip(rows, endings, logits.double(), strict=True):
+            scored = ending_logits[: len(row) - 1][-len(ending) :]
+            losses.append(
+                torch.nn.functional.cross_entropy(scored, row[-len(scored) :], reduction="none")
+            )
+        by_sum, by_mean = [loss.sum() for loss in losses], [loss.mean() for loss in losses]
+        answers[place] = (by_sum.index(min(by_sum)), by_mean.index(min(by_mean)))
+    return answers
+
+
+def scores(answers: Answers, examples: Path) -> tuple[float, float]:
+    """acc and acc_norm of some answers, from the file's labels."""
+    labels = [int(json.loads(line)["label"]) for line in examples.read_text("utf-8").splitlines()]
+    right = [[answer[how] == labels[place] for place, answer in answers.items()] for how in (0, 1)]
+    return sum(right[0]) / len(answers), sum(right[1]) / len(answers)
+
+
+def test_two_workers_answer_as_transformers_does(
+    run: RunSummary, told: Path, wanted: Answers, examples: Path
+) -> None:
+    files = list(told.iterdir())
+    assert len(files) == 2
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    answers = together(map(json.loads, lines))
+    assert answers == wanted
+    row = last_evaluation(run)
+    assert (row["hellaswag/acc"], row["hellaswag/acc_norm"]) == scores(answers, examples)
+    assert row["hellaswag/examples"] == len(wanted)
+    assert row["hellaswag/cut"] > 0
+
+
+def test_one_process_answers_as_transformers_does(
+    run: RunSummary, wanted: Answers, examples: Path
+) -> None:
+    assert run.checkpoint is not None
+    _, config, model, tokenizer, _ = open_checkpoint(run.checkpoint.path)
+    choices = read_choices(config, str(examples), tokenizer)
+    evaluation = lone_evaluation(config, model, tokenizer, None, choices)
+    assert together(evaluation.answers(choices)) == wanted
+
+
+def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
+    row = last_evaluation(run)
+    norm, acc = f"{row['hellaswag/acc_norm']:.4f}", f"{row['hellaswag/acc']:.4f}"
+    assert f"50 hellaswag {norm}" in (run.run_dir.path / "log.txt").read_text().splitlines()
+    assert eval_line(row, 50).endswith(f"bits/byte | hellaswag {norm} (acc {acc})")
+
+
+def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
+    code, out, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--json")
+    assert (code, err) == (0, "")
+    line, metrics = out.splitlines()[1], json.loads(out.splitlines()[-1])
+    norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
+    assert f"step 50 | hellaswag acc_norm {norm} | acc {metrics['hellaswag/acc']:.4f} ± " in line
+    assert f"{metrics['hellaswag/examples']} examples, {metrics['hellaswag/cut']} cut" in line
+    in_training = last_evaluation(run)
+    assert metrics["val/loss"] == pytest.approx(in_training["val/loss"], abs=1e-5)
+    for name in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr", "examples", "cut"):
+        assert metrics[f"hellaswag/{name}"] == in_training[f"hellaswag/{name}"]
+
+
+def test_without_its_dataset_a_checkpoint_is_still_asked(
+    run: RunSummary, examples: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_bytes(b"".join(examples.read_bytes().splitlines(keepends=True)[:20]))
+    data = Path(str(run.checkpoint.state.config["data"]["data_path"]))  # type: ignore[union-attr]
+    away = data.rename(tmp_path / "away")
+    try:
+        code, out, _ = run_cli("eval", run.run_dir, "--hellaswag", few, "--json")
+        assert code == 0
+        assert (
+            f"only HellaSwag is evaluated: data_path {data} does not exist" in out.splitlines()[0]
+        )
+        assert "hellaswag/acc" in (metrics := json.loads(out.splitlines()[-1]))
+        assert "val/loss" not in metrics
+        code, _, err = run_cli("eval", run.run_dir)
+        assert (code, err.count("\n")) == (2, 1)
+        code, _, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--data", data)
+        assert (code, err.count("\n")) == (2, 1)
+    finally:
+        away.rename(data)
+
+
+def test_a_broken_file_starts_nothing(
+    cluster: str, make_config: Any, storage: Path, tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}\n')
+    lines: list[str] = []
+    with raises_line(DataError, f"{broken} line 1", "endings has 3 instead of 4"):
+        train(make_config(run_name="broken", hellaswag_path=str(broken)), lines.append)
+    assert lines == []
+    assert not (storage / "broken").exists()
+
+
+def test_a_path_becomes_absolute_and_download_stays(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))
+    assert config.eval.hellaswag_path == str(tmp_path / "h.jsonl")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    download = make_config(hellaswag_path="download")
+    assert preflight.absolute_paths(download) == download
+    with raises_line(ConfigError, "hellaswag_path=h.jsonl is relative"):
+        preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))

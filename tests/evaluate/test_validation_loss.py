@@ -1,0 +1,107 @@
+"""Validation sums: each target once, however it is shared, and against a float64 rewrite."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums
+
+BYTES = torch.tensor([i % 5 + 1 if i < 99 else 0 for i in range(128)])
+"""Bytes of the tiny vocabulary's tokens; 99 closes documents, 100 and above are padding."""
+
+
+@pytest.fixture
+def sequences(made_tokens: Callable[..., Tensor]) -> Tensor:
+    """24 sequences of 17 tokens, a seventh of them `eot`."""
+    tokens = made_tokens(24, 17)
+    return torch.where(tokens % 7 == 3, 99, tokens)
+
+
+def sums(model: GPT, sequences: Tensor, micro_batch: int) -> Tensor:
+    parts = [(part[:, :-1], part[:, 1:]) for part in sequences.split(micro_batch)]
+    return evaluation_sums(model, parts, BYTES, contextlib.nullcontext)
+
+
+def rewritten(model: GPT, sequences: Tensor) -> tuple[float, int, float, int]:
+    """The four sums in float64, target by target, from the logits alone."""
+    with torch.no_grad():
+        logits = model.eval().logits(sequences[:, :-1]).double().numpy()
+    nats, text_nats, text_bytes = [], [], 0
+    for row, sequence in zip(logits, sequences.numpy(), strict=True):
+        for scores, target in zip(row, sequence[1:], strict=True):
+            nats.append(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[target])
+            if BYTES[target] > 0:
+                text_nats.append(nats[-1])
+                text_bytes += int(BYTES[target])
+    return math.fsum(nats), len(nats), math.fsum(text_nats), text_bytes
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 8, 24])
+def test_sums_are_those_of_a_float64_rewrite(
+    model: GPT, sequences: Tensor, micro_batch: int
+) -> None:
+    nats, tokens, text_nats, text_bytes = rewritten(model, sequences)
+    result = eval_result(sums(model, sequences, micro_batch))
+    assert (result.tokens, result.text_bytes) == (tokens, text_bytes) == (24 * 16, text_bytes)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+    assert result.text_nats == pytest.approx(text_nats, rel=1e-6)
+    assert result.loss == pytest.approx(nats / tokens, rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(text_nats / math.log(2) / text_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+def test_ranks_together_count_every_sequence_once(
+    model: GPT, sequences: Tensor, world_size: int
+) -> None:
+    shares = [sums(model, sequences[rank::world_size], 4) for rank in range(world_size)]
+    together, alone = (
+        eval_result(torch.stack(shares).sum(0)),
+        eval_result(sums(model, sequences, 4)),
+    )
+    assert (together.tokens, together.text_bytes) == (alone.tokens, alone.text_bytes)
+    assert together.nats == pytest.approx(alone.nats, rel=1e-6)
+    assert together.text_nats == pytest.approx(alone.text_nats, rel=1e-6)
+
+
+def test_padding_does_not_count(model: GPT, sequences: Tensor) -> None:
+    inputs = torch.cat([sequences[:, :-1], torch.zeros(3, 16, dtype=torch.int64)])
+    targets = torch.cat([sequences[:, 1:], torch.full((3, 16), -100)])
+    padded = evaluation_sums(model, [(inputs, targets)], BYTES, contextlib.nullcontext)
+    torch.testing.assert_close(padded, sums(model, sequences, 24), rtol=1e-6, atol=0)
+
+
+def test_a_rank_without_sequences_adds_nothing(model: GPT) -> None:
+    nothing = evaluation_sums(model, [], BYTES, contextlib.nullcontext)
+    assert nothing.tolist() == [0, 0, 0, 0]
+    assert nothing.dtype == torch.float64
+
+
+def test_dropout_is_off_and_no_gradient_is_kept(
+    new_model: Callable[..., GPT], sequences: Tensor
+) -> None:
+    dropping = new_model(dropout=0.5).train()
+    result = sums(dropping, sequences, 8)
+    assert torch.equal(result, sums(new_model(), sequences, 8))
+    assert not result.requires_grad
+
+
+def test_the_metrics_of_an_evaluation() -> None:
+    result = eval_result(torch.tensor([200.0, 100.0, 80 * math.log(2), 40.0]))
+    metrics = result.metrics()
+    assert metrics["val/loss"] == 2.0
+    assert metrics["val/perplexity"] == pytest.approx(math.e**2)
+    assert metrics["val/bits_per_byte"] == pytest.approx(2.0)
+    assert metrics["val/tokens"] == 100
+
+
+def test_a_huge_loss_has_an_infinite_perplexity() -> None:
+    assert eval_result(torch.tensor([1e6, 1.0, 0.0, 0.0])).perplexity == math.inf

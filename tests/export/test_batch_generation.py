@@ -1,0 +1,164 @@
+"""`sample --batch`: a line for each line, in their order, the same for any number of replicas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import MODEL_FILE
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.export.batch_generation import TASK_PROMPTS, Replica, sample_batch
+from raytrain_gpt.storage.location import Location
+from tests.conftest import RaisesLine
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+OPTIONS = SamplingOptions(8, temperature=2.0, top_k=None, seed=7)
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": f"{'word ' * (i % 9)}{i}", "id": i, "more": {"of": [i, None]}}
+    for i in range(TASK_PROMPTS + 6)
+]
+PROMPTS[3] = {"prompt": ""}
+PROMPTS[4] = {"prompt": "é 漢 \ud800"}
+"""Two tasks; those of seven and eight words are longer than the context of 32 tokens."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Location:
+    """One of a tiny model of bytes."""
+    tokenizer = load_tokenizer("bytes")
+    config = Config().updated({"num_layers": 1, "num_heads": 2, "embd_size": 16, "seq_len": 32})
+    model = GPT(GPTShape.of(config, 257))
+    model.init_weights(1)
+    state = CheckpointState(
+        step=10,
+        next_batch=10,
+        order_hash="00",
+        val_loss=None,
+        tokens_seen=0,
+        config=config.model_dump(),
+        manifest_hash="m",
+        vocab_hash="v",
+        vocab_size=257,
+        order_version=1,
+        num_workers=1,
+    )
+    draft = Catalog(Location.of(tmp_path_factory.mktemp("run"))).draft(10, "001")
+    weights = draft.add(MODEL_FILE, lambda path: save_file(model.state_dict(), path))
+    return draft.commit(state, {MODEL_FILE: weights}, {TOKENIZER_FILE: tokenizer_json(tokenizer)})
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A replica takes one thread; here the tests' own number comes back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them(
+    cluster: str, threads: None, checkpoint: Location, run_cli: RunCli, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
+    prompts.write_text("\n".join(json.dumps(row) for row in PROMPTS) + "\n\n", "utf-8")
+    flags = ["--max_new_tokens", 8, "--temperature", 2, "--top_k", 300, "--seed", 7]
+    code, shown, error = run_cli(
+        *("sample", checkpoint, "--batch", prompts, "--out", out, "--num_samples", 3), *flags
+    )
+    assert (code, error) == (0, "")
+    assert "replicas: 2" in shown
+    assert "8 prompts have more than 32 tokens" in shown
+    found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    added = [(row.pop("continuations"), row.pop("finish_reasons")) for row in found]
+    assert found == PROMPTS
+    assert {len(texts) for texts, _ in added} == {len(reasons) for _, reasons in added} == {3}
+    assert {reason for _, reasons in added for reason in reasons} <= {"stop", "length"}
+
+    alone = Replica(checkpoint, 3, OPTIONS)
+    lines = []
+    for first in range(0, len(PROMPTS), TASK_PROMPTS):
+        own = [json.dumps(row) for row in PROMPTS[first : first + TASK_PROMPTS]]
+        lines += alone({"first": first, "lines": own})["lines"]
+    assert out.read_text("utf-8").splitlines() == lines
+    assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'["prompt"]', "list instead of an object"),
+        (b'{"text": "a"}', "no text in field prompt"),
+        (b'{"prompt": 3}', "no text in field prompt"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"prompt": "a", "continuations": []}', "field continuations would be overwritten"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, bytes) else None,
+)
+def test_a_line_that_is_no_prompt_is_named_before_a_model_is_read(
+    tmp_path: Path, raises_line: RaisesLine, line: bytes, word: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b'{"prompt": "good"}\r\n\n' + line + b"\n")
+    with raises_line(DataError, f"{prompts} line 3: {word}"):
+        start("no checkpoint", prompts, tmp_path / "out.jsonl")
+
+
+def start(checkpoint: Location | str, prompts: Path, out: Path) -> None:
+    sample_batch(checkpoint, prompts, out, print, num_samples=1, max_new_tokens=8)
+
+
+def test_what_cannot_be_read_or_written_is_refused_first(
+    tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "file"
+    prompts.write_text("\n")
+    file.write_text("")
+    for out, word in (
+        (prompts, "choose another --out"),
+        (tmp_path, "is a directory"),
+        (file / "below" / "out.jsonl", "cannot write"),
+    ):
+        with raises_line(DataError, str(out), word):
+            start("no checkpoint", prompts, out)
+    with raises_line(DataError, "prompts.jsonl has no prompt"):
+        start("no checkpoint", prompts, tmp_path / "out.jsonl")
+    with raises_line(DataError, "cannot read", "missing.jsonl"):
+        start("no checkpoint", tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--prompt --batch"),
+        (["--prompt", "a", "--batch", "b", "--out", "c"], "not allowed with"),
+        (["--batch", "prompts.jsonl"], "--out FILE"),
+        (["--prompt", "a", "--out", "out.jsonl"], "--batch FILE"),
+        (["--prompt", "a", "--top_p", "1.5"], "top_p=1.5"),
+        (["--prompt", "a", "--num_samples", "0"], "num_samples=0"),
+        (["--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens=0"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_fit_are_refused_in_one_line(
+    checkpoint: Location, run_cli: RunCli, flags: list[str], word: str
+) -> None:
+    code, _, error = run_cli("sample", checkpoint, *flags)
+    assert code == 2
+    assert word in error
+    assert error.count("\n") == 1 or "usage:" in error

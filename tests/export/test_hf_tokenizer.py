@@ -1,0 +1,245 @@
+"""Tokenizers to and from Hugging Face's files: the same ids for every text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, vocab_hash
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.export.hf_tokenizer import (
+    GPT2_PATTERN,
+    HF_TOKENIZER_CONFIG_FILE,
+    HF_TOKENIZER_FILE,
+    hf_tokenizer_files,
+    read_hf_tokenizer,
+)
+from tests.data.shard_tools import TEXTS, made_text
+
+POSSESSIVE = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+"""cl100k's pattern, with all that the two dialects read differently."""
+
+WHITESPACE = [
+    " ",
+    "  ",
+    "a ",
+    "a  b",
+    "\n\n a",
+    "a\r\n\r\n",
+    "\t \n",
+    "x \u00a0y",
+    "12345 678",
+    "\x85 ",
+]
+HOSTILE = [
+    "can't CAN'T 'S 'ſ",
+    "naïve e\u0301",
+    "a\u200db",
+    "ﬁ ß ǅ",
+    "١٢٣½Ⅷ",
+    "$^\\z$\n$",
+    "aaaaaaa",
+]
+PIECES = st.sampled_from([*"ab 'S'll\n\r\t1$", "the", "model", "日", "😀", "é", "\u3000", "\u0301"])
+MADE = st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=40).map("".join))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    """A byte-level BPE that `tokenizers` itself trained, `<|endoftext|>` first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=[EOT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([made_text(20_000), Path(__file__).read_text()], trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
+    """An encoding with its ids, another pattern, a gap, and a token that merging does not make."""
+    directory = tmp_path_factory.mktemp("trained")
+    trained.save(str(directory / HF_TOKENIZER_FILE))
+    found = read_hf_tokenizer(directory)
+    assert found is not None
+    ranks = {**found._mergeable_ranks, b"quixotic": 600}
+    assert max(found._mergeable_ranks.values()) < 600
+    special = {EOT: 0, "<|pad|>": 700}
+    return tiktoken.Encoding(
+        "made", pat_str=POSSESSIVE, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+@pytest.fixture(scope="module", params=["bytes", "gpt2", "made"])
+def pair(request: pytest.FixtureRequest) -> tuple[tiktoken.Encoding, Tokenizer]:
+    """An encoding and what `tokenizers` makes of its files."""
+    name = request.param
+    encoding = load_tokenizer(name) if name == "bytes" else request.getfixturevalue(name)
+    return encoding, Tokenizer.from_str(hf_tokenizer_files(encoding, 64)[HF_TOKENIZER_FILE])
+
+
+def check_same(encoding: tiktoken.Encoding, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    for text in texts:
+        ids = encoding.encode_ordinary(text)
+        assert tokenizer.encode(text).ids == ids, repr(text)
+        assert tokenizer.decode(ids) == encoding.decode(ids)
+
+
+def test_ids_are_those_of_tiktoken(pair: tuple[tiktoken.Encoding, Tokenizer]) -> None:
+    texts = [text for name, text in TEXTS.items() if name != "eot as text"]
+    check_same(
+        *pair, [*texts, *WHITESPACE, *HOSTILE, "quixotic", " quixotic", made_text(20_000, 3)]
+    )
+
+
+@given(text=MADE)
+def test_ids_of_any_text_are_those_of_tiktoken(
+    pair: tuple[tiktoken.Encoding, Tokenizer], text: str
+) -> None:
+    check_same(*pair, [text])
+
+
+def test_ids_of_real_text_are_those_of_tiktoken(
+    pair: tuple[tiktoken.Encoding, Tokenizer], test_data: Path | None
+) -> None:
+    if test_data is None:
+        pytest.skip("real text comes with RAYTRAIN_GPT_TEST_DATA")
+    for path in sorted((test_data / "text").glob("*.txt")):
+        check_same(*pair, path.read_text("utf-8")[:100_000].splitlines(keepends=True))
+
+
+def test_a_special_token_has_its_id(pair: tuple[tiktoken.Encoding, Tokenizer]) -> None:
+    encoding, tokenizer = pair
+    for text, token_id in encoding._special_tokens.items():
+        assert tokenizer.token_to_id(text) == token_id
+    assert tokenizer.encode(f"a{EOT}b").ids == encoding.encode(f"a{EOT}b", allowed_special="all")
+
+
+def write(directory: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (directory / name).write_text(text, "utf-8")
+    return directory
+
+
+def test_what_was_written_is_read_as_the_same_tokenizer(
+    pair: tuple[tiktoken.Encoding, Tokenizer], tmp_path: Path
+) -> None:
+    encoding, _ = pair
+    read = read_hf_tokenizer(write(tmp_path, hf_tokenizer_files(encoding, 64)))
+    assert read is not None
+    assert vocab_hash(read) == vocab_hash(encoding)
+
+
+def test_known_tokenizers_are_known_by_their_tokens(tokenizer: str, tmp_path: Path) -> None:
+    """Data that was prepared with them then fits a model from elsewhere."""
+    encoding = load_tokenizer(tokenizer)
+    write(tmp_path, hf_tokenizer_files(encoding, 64))
+    (tmp_path / HF_TOKENIZER_CONFIG_FILE).unlink()
+    read = read_hf_tokenizer(tmp_path)
+    assert read is not None
+    assert vocab_hash(read) == vocab_hash(encoding)
+
+
+@pytest.mark.parametrize("form", ["new", "old", "two files"])
+def test_a_tokenizer_from_elsewhere_has_the_same_ids(
+    trained: Tokenizer, form: str, tmp_path: Path
+) -> None:
+    if form == "two files":
+        trained.model.save(str(tmp_path))
+    else:
+        content = json.loads(trained.to_str())
+        if form == "old":  # as the file of the released GPT-2
+            for part, key in (("model", "type"), ("pre_tokenizer", "use_regex")):
+                del content[part][key]
+            for key in ("byte_fallback", "ignore_merges"):
+                content["model"].pop(key, None)
+            content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
+    read = read_hf_tokenizer(tmp_path)
+    assert read is not None
+    assert read.eot_token == trained.token_to_id(EOT) == 0
+    assert (read.n_vocab, read._pat_str) == (trained.get_vocab_size(), GPT2_PATTERN)
+    check_same(read, trained, [*WHITESPACE, *HOSTILE, made_text(20_000, 5)])
+
+
+def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert read_hf_tokenizer(tmp_path) is None
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """A pre_tokenizer with a pattern of its own."""
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [cut, level]}
+
+
+def test_a_pattern_of_its_own_is_kept(trained: Tokenizer, tmp_path: Path) -> None:
+    content = json.loads(trained.to_str()) | {"pre_tokenizer": split(r" ?\p{L}+|\p{N}{1,3}|\s+|.")}
+    write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
+    read = read_hf_tokenizer(tmp_path)
+    assert read is not None
+    check_same(
+        read, Tokenizer.from_str(json.dumps(content)), ["the model 12345  x", made_text(5000)]
+    )
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c["model"].update(type="Unigram"), ["type Unigram"]),
+        (lambda c: c.update(normalizer={"type": "NFC"}), ["normalizer", "NFC"]),
+        (lambda c: c["model"].update(byte_fallback=True), ["byte_fallback"]),
+        (lambda c: c["model"]["vocab"].update(A=c["model"]["vocab"]["B"]), ["the same id"]),
+        (lambda c: c["model"].update(end_of_word_suffix="</w>"), ["end_of_word_suffix"]),
+        (lambda c: c["model"]["vocab"].pop("A"), ["no token for byte 65"]),
+        (lambda c: c["model"]["vocab"].update({"統一": 900}), ["not written as bytes"]),
+        (lambda c: c["model"]["vocab"].update(quixotic=900), ["no merge makes", "quixotic"]),
+        (lambda c: c["model"]["merges"].reverse(), ["not in the order of the ids"]),
+        (lambda c: c["added_tokens"][0].update(special=False), ["not a special one"]),
+        (lambda c: c["added_tokens"][0].update(content="</s>"), [f"no {EOT}"]),
+        (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), ["add_prefix_space"]),
+        (lambda c: c["pre_tokenizer"].update(use_regex=False), ["no pattern"]),
+        (lambda c: c.update(pre_tokenizer=split("^a|.")), ["something else to tiktoken"]),
+        (lambda c: c.update(pre_tokenizer=split(r"(?m).+|\s")), ["something else to tiktoken"]),
+        (lambda c: c.update(pre_tokenizer={"type": "Whitespace"}), ["pre_tokenizer"]),
+    ],
+)
+def test_another_kind_of_tokenizer_is_refused(
+    change: Change, words: list[str], trained: Tokenizer, tmp_path: Path, raises_line: Any
+) -> None:
+    content = json.loads(trained.to_str())
+    change(content)
+    write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
+    with raises_line(DataError, HF_TOKENIZER_FILE, "--tokenizer", *words):
+        read_hf_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_is_refused(text: str, tmp_path: Path, raises_line: Any) -> None:
+    write(tmp_path, {HF_TOKENIZER_FILE: text})
+    with raises_line(DataError, HF_TOKENIZER_FILE, "is damaged"):
+        read_hf_tokenizer(tmp_path)

@@ -1,0 +1,422 @@
+"""Weights out to Hugging Face and in again: whole or not at all, and of use at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.data.reader import read_sequences
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.tokenizer import load_tokenizer, tokenizer_json, vocab_hash
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint
+from raytrain_gpt.export import huggingface
+from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.preflight import check_init_from
+
+ROOT = Path(__file__).parents[2]
+SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=64, vocab_size=257)
+RunCli = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
+
+EVALUATED = {"step": 20, "val/loss": 2.5, "val/perplexity": 12.1825, "val/tokens": 4096}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def offline() -> Iterator[None]:
+    """What is asked of transformers must work without a network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
+def write_checkpoint(run_dir: Location, tokenizer: str = "bytes", **sizes: int) -> GPT:
+    """A checkpoint of step 20 with random weights; returns its model."""
+    encoding = load_tokenizer(tokenizer)
+    shape = dataclasses.replace(SHAPE, vocab_size=encoding.n_vocab, **sizes)
+    model = GPT(shape)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    leaves = {"num_layers": 2, "num_heads": 2, "embd_size": shape.embd_size, "seq_len": 64}
+    state = CheckpointState(
+        step=20,
+        next_batch=20,
+        order_hash="ab",
+        val_loss=2.5,
+        tokens_seen=81_920,
+        config=Config().updated(leaves | {"data_path": "/somewhere/private"}).model_dump(),
+        manifest_hash="cd",
+        vocab_hash=vocab_hash(encoding),
+        vocab_size=encoding.n_vocab,
+        order_version=1,
+        num_workers=2,
+        skipped_batches=((3, 5),),
+    )
+    draft = Catalog(run_dir).draft(20, "001")
+    weights = draft.add("model.safetensors", lambda path: save_file(model.state_dict(), path))
+    rows = [{"step": 10, "val/loss": 9.9}, EVALUATED, {"step": 20, "hellaswag/acc_norm": 0.25}]
+    texts = {
+        "tokenizer.json": tokenizer_json(encoding),
+        "rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+    }
+    draft.commit(state, {"model.safetensors": weights}, texts)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
+    """A model and its export in fp32."""
+    directory = tmp_path_factory.mktemp("exported")
+    model = write_checkpoint(Location.of(directory / "run"))
+    return model, export_checkpoint(directory / "run", directory / "hf", "fp32", print)
+
+
+@pytest.fixture
+def hf(exported: tuple[GPT, Path], tmp_path: Path) -> Path:
+    """A copy of the export that a test may spoil."""
+    for file in exported[1].iterdir():
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
+    """The one line with which a command refuses, having written nothing."""
+
+    def run(*argv: object) -> str:
+        out = tmp_path / "refused" / "out"
+        code, _, errors = run_cli(*argv, *([] if "--out" in argv else ["--out", out]))
+        assert (code, errors.count("\n")) == (2, 1), errors
+        assert errors.startswith("error: ")
+        assert not out.exists()
+        assert not out.parent.exists() or not list(out.parent.iterdir())
+        return errors
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_transformers_loads_an_export_with_the_same_logits(
+    tokenizer: str, dtype: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = write_checkpoint(Location.of(tmp_path / "run"), tokenizer)
+    out = export_checkpoint(tmp_path / "run", tmp_path / "new" / "hf", dtype, print)
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    ids = torch.randint(0, model.shape.vocab_size, (2, 64))
+    with torch.no_grad():
+        expected = model.logits(ids)[..., : model.shape.vocab_size]
+        logits = loaded.float()(ids).logits
+    limit = (1e-5 if dtype == "fp32" else 0.1) * max(1.0, expected.abs().max().item())
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max().item() <= limit
+
+    encoding, theirs = load_tokenizer(tokenizer), AutoTokenizer.from_pretrained(out)
+    text = "It's  the 1st naïve 日本 model,\n\n isn't it?\t"
+    assert theirs(text)["input_ids"] == encoding.encode_ordinary(text)
+    assert (theirs.eos_token_id, len(theirs)) == (encoding.eot_token, encoding.n_vocab)
+    assert theirs.model_max_length == 64
+    assert loaded.config.eos_token_id == encoding.eot_token
+    prompt = theirs("To be", return_tensors="pt")
+    with torch.no_grad():
+        drawn = loaded.generate(**prompt, max_new_tokens=5, do_sample=False, eos_token_id=-1)
+        best = model.logits(prompt["input_ids"])[0, -1, : model.shape.vocab_size].argmax()
+    assert drawn.shape[1] == prompt["input_ids"].shape[1] + 5
+    assert dtype == "bf16" or drawn[0, -5] == best
+
+
+def test_an_export_reads_from_a_disk_and_an_object_store(run_dir: Location, tmp_path: Path) -> None:
+    model = write_checkpoint(run_dir)
+    out = export_checkpoint(str(run_dir), tmp_path / "hf", "fp32", print)
+    tensors = load_file(out / "model.safetensors")
+    assert torch.equal(tensors["transformer.wpe.weight"], model.wpe.weight)
+    assert len(tensors["transformer.wte.weight"]) == 257
+
+
+def test_the_model_card_says_what_it_is(exported: tuple[GPT, Path]) -> None:
+    model, out = exported
+    _, front_matter, card = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front_matter)["library_name"] == "transformers"
+    num_parameters = sum(p.numel() for p in model.parameters()) - 63 * 32
+    for row in (
+        f"| parameters | {num_parameters:,} |",
+        "| vocabulary | 257 ids, tokenizer `bytes` |",
+        "| tokens seen | 81,920 |",
+        "| data (hash of its manifests) | `cd` |",
+        "| batches left out after loss spikes | 2 |",
+        "| `val/loss` | 2.5000 |",
+        "| `val/tokens` | 4,096 |",
+        "| `hellaswag/acc_norm` | 0.2500 |",
+    ):
+        assert row in card
+    assert "private" not in card
+    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert written["optim"]["peak_lr"] == 1e-3
+
+
+def test_the_model_cards_code_runs(
+    exported: tuple[GPT, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = (exported[1] / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(exported[1])
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_export_refuses_what_it_cannot_do(
+    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
+) -> None:
+    run = exported[1].parent / "run"
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").touch()
+    assert "not empty; set --out" in refused("export", run, "--out", taken)
+    assert "not empty; set --out" in refused("export", run, "--out", taken / "file")
+    assert "cannot write" in refused("export", run, "--out", taken / "file" / "below")
+    assert "set --dtype to fp32 or bf16" in refused("export", run, "--dtype", "fp8")
+    assert "local directory" in refused("export", run, "--out", "s3://bucket/hf")
+    assert "neither a checkpoint nor a run" in refused("export", tmp_path / "nowhere")
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    exported: tuple[GPT, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: Any
+) -> None:
+    run = exported[1].parent / "run"
+
+    def full(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    with raises_line(CheckpointError, "No space left on device", "make room"):
+        export_checkpoint(run, tmp_path / "hf", "fp32", print)
+    with raises_line(CheckpointError, "no space left"):
+        import_weights(exported[1], tmp_path / "checkpoint", print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_directory_is_taken(exported: tuple[GPT, Path], tmp_path: Path) -> None:
+    export_checkpoint(exported[1].parent / "run", tmp_path, "bf16", print)
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
+    assert (tmp_path / "config.json").is_file()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40, 33), (1, 1, 8, 3), (2, 12, 96, 17)], ids=str)
+def test_what_is_imported_is_exported_bit_for_bit(shape: tuple[int, ...], tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, heads, embd_size, seq_len = shape
+    config = GPT2Config(
+        vocab_size=257,
+        n_positions=seq_len,
+        n_embd=embd_size,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    _, found = import_weights(tmp_path / "hf", tmp_path / "checkpoint", print)
+    assert found == GPTShape(layers, heads, embd_size, seq_len, 257, dropout=0.1)
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "again", "fp32", print)
+    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for key, value in json.loads((tmp_path / "again" / "config.json").read_text()).items():
+        assert key in ("torch_dtype", "n_ctx") or getattr(config, key) == value, key
+    assert "imported from `hf`" in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_an_imported_checkpoint_samples_and_evaluates(
+    hf: Path, dataset: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    """With the loss that transformers finds on the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = load_file(hf / "model.safetensors")
+    # Logits far below 0, as the released GPT-2's: padded rows must not matter.
+    tensors["transformer.wte.weight"] = 4 * tensors["transformer.wte.weight"] + 1
+    tensors["transformer.ln_f.bias"] -= 2
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    place = tmp_path / "checkpoint"
+    code, out, errors = run_cli("import", hf, "--out", place)
+    assert (code, errors) == (0, "")
+    assert f"next: raytrain-gpt sample {place}" in out
+    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 2)
+    assert (code, out.count("To be")) == (0, 2)
+    code, _, errors = run_cli("eval", place)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "was imported" in errors
+    assert "--data" in errors
+
+    _, metrics = evaluate_checkpoint(place, print, data=dataset, eval_tokens=1024)
+    manifest = read_manifest(dataset)
+    rows, _ = read_sequences(dataset, manifest, "val", 64, np.arange(16))
+    ids = torch.from_numpy(np.asarray(rows).astype(np.int64))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(hf).eval()(ids[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert logits.max() < 0
+    assert metrics["val/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_an_import_goes_to_an_object_store(
+    exported: tuple[GPT, Path], remote_dir: Location, run_cli: RunCli
+) -> None:
+    place = remote_dir / "gpt2"
+    code, _, errors = run_cli("import", exported[1], "--out", place)
+    assert (code, errors) == (0, "")
+    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 1)
+    assert (code, out.count("To be")) == (0, 1)
+    code, _, errors = run_cli("import", exported[1], "--out", place)
+    assert code == 2
+    assert "not empty" in errors
+
+
+def test_a_file_of_weights_needs_to_be_told_its_heads(
+    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
+) -> None:
+    model, out = exported
+    file = out / "model.safetensors"
+    assert "heads of 64; set --num_heads" in refused("import", file)
+    lines: list[str] = []
+    place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
+    assert shape == SHAPE
+    assert lines[0] == "tokenizer bytes, as there is none with the weights: by the 257 ids"
+    weights = load_file(place.path / "model.safetensors")
+    assert torch.equal(weights["wte.weight"][:257], model.wte.weight[:257])
+
+
+def test_the_context_can_be_cropped(
+    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
+) -> None:
+    model, out = exported
+    place, shape = import_weights(out, tmp_path / "checkpoint", print, seq_len=16)
+    assert shape.seq_len == 16
+    weights = load_file(place.path / "model.safetensors")
+    assert torch.equal(weights["wpe.weight"], model.wpe.weight[:16])
+    for seq_len in (65, 0):
+        line = refused("import", out, "--seq_len", seq_len)
+        assert "set --seq_len to 1 to 64" in line
+
+
+def change_config(hf: Path, **changes: object) -> None:
+    content = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(content | changes))
+
+
+def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path: Path) -> None:
+    assert "does not exist" in refused("import", tmp_path / "nowhere")
+    assert "copy it to a local directory" in refused("import", "s3://bucket/hf")
+    assert "file of weights (.safetensors" in refused("import", hf / "README.md")
+    assert "leave --num_heads out" in refused("import", hf, "--num_heads", 4)
+    line = refused("import", hf, "--tokenizer", "nonsense")
+    assert "unknown tokenizer nonsense" in line
+    change_config(hf, n_head=4)
+    (hf / "config.json").write_text((hf / "config.json").read_text().replace("gelu_new", "silu"))
+    assert "activation_function 'silu'" in refused("import", hf)
+    change_config(hf, activation_function="gelu_new", n_positions=65)
+    assert "config.json" in refused("import", hf)
+    (hf / "config.json").unlink()
+    assert "has no config.json" in refused("import", hf)
+
+
+def test_a_tokenizer_of_another_size_is_refused(
+    hf: Path, refused: Refused, gpt2: object, tmp_path: Path
+) -> None:
+    line = refused("import", hf, "--tokenizer", "gpt2")
+    assert "gpt2 has 50257 ids" in line
+    assert "have 257; name the one" in line
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (hf / name).unlink()
+    change_config(hf, vocab_size=256)
+    tensors = load_file(hf / "model.safetensors")
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:256].clone()
+    save_file(tensors, hf / "model.safetensors")
+    assert "no tokenizer, and none is known by its 256 ids" in refused("import", hf)
+
+
+def test_init_from_refuses_what_does_not_fit(
+    exported: tuple[GPT, Path],
+    make_config: Callable[..., Config],
+    dataset: Path,
+    tmp_path: Path,
+    raises_line: Any,
+) -> None:
+    place, _ = import_weights(exported[1], tmp_path / "checkpoint", print)
+    manifest = read_manifest(dataset)
+    config = make_config(init_from=str(place), seq_len=32)
+    assert check_init_from(config, manifest) == config
+    with raises_line(ConfigError, "seq_len=128", "at most 64"):
+        check_init_from(config.updated({"seq_len": 128, "global_batch_tokens": 1536}), manifest)
+    with raises_line(ConfigError, "num_heads=4", "set num_heads to 2"):
+        check_init_from(config.updated({"num_heads": 4}), manifest)
+    with raises_line(CheckpointError, "h.1.attn.c_attn.bias", "configuration it was trained with"):
+        check_init_from(config.updated({"num_layers": 1}), manifest)
+    for source in (exported[1], exported[1] / "model.safetensors"):
+        hugging_face = config.updated({"init_from": str(source)})
+        with raises_line(CheckpointError, f"raytrain-gpt import {source} --out", "use CHECKPOINT"):
+            check_init_from(hugging_face, manifest)
+    other = manifest.model_copy(update={"vocab_hash": "other"})
+    with raises_line(DataError, "prepare the data with the same tokenizer"):
+        check_init_from(config, other)
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_training_starts_from_imported_weights_with_a_shorter_context(
+    cluster: str, exported: tuple[GPT, Path], make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    model, out = exported
+    place, _ = import_weights(out, tmp_path / "checkpoint", print)
+    still = {"peak_lr": 1e-9, "min_lr": 1e-9, "max_steps": 1, "weight_decay": 0.0}
+    summary = train(
+        make_config(run_name="from-import", init_from=str(place), seq_len=32, **still), print
+    )
+    assert summary.checkpoint is not None
+    weights = load_file(summary.checkpoint.path.path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        rows = {"wpe.weight": 32, "wte.weight": 257}.get(name, len(parameter))
+        assert torch.allclose(weights[name][:rows], parameter[:rows], rtol=0, atol=1e-7), name
+
+
+@pytest.mark.models
+def test_lm_eval_runs_on_an_export(exported: tuple[GPT, Path], tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf_home"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", "sentences"]
+    command += ["--model_args", f"pretrained={exported[1]}", "--batch_size", "32"]
+    command += ["--include_path", "examples/lm_eval", "--output_path", str(tmp_path / "results")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]["sentences"]
+    assert 0 <= found["acc,none"] <= 1
+    assert re.search(r"\|sentences\|", done.stdout)

@@ -1,0 +1,89 @@
+"""The lines of `prepare`: how far, how fast, and when it will be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.data.prepare_plan import Plan, make_plan
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.ingest import prepare as prepare_module
+from raytrain_gpt.ingest.prepare import _Progress
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(prepare_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Ten tasks of equal size."""
+    for i in range(10):
+        (tmp_path / f"{i}.txt").write_text("a line of text\n" * 100)
+    made = make_plan([str(tmp_path)], load_tokenizer("bytes"))
+    return replace(made, tasks=tuple((i, i + 1) for i in range(10)))
+
+
+def test_a_line_has_share_rates_and_eta(plan: Plan, clock: Clock) -> None:
+    lines: list[str] = []
+    progress = _Progress("prepare", plan, set(), lines.append)
+    for task in (3, 0, 7, 1):
+        clock.now += 5
+        progress.add(task, documents=1_000, tokens=250_000)
+    assert lines[-1] == "prepare  40% | 4.0k documents, 200/s | 1.0M tokens, 50.0k/s | eta 30s"
+    clock.now += 5
+    progress.end()
+    assert lines[-1] == "prepare done in 25s | 4.0k documents, 160/s | 1.0M tokens, 40.0k/s"
+
+
+def test_what_was_done_before_counts_as_done_and_not_as_speed(plan: Plan, clock: Clock) -> None:
+    lines: list[str] = []
+    progress = _Progress("prepare", plan, set(range(8)), lines.append)
+    for task in range(7):
+        progress.add(task, documents=100, tokens=1_000)
+    assert lines == []
+    clock.now += 4
+    progress.add(7, documents=100, tokens=1_000)
+    # Nothing is new yet, so nothing is known of how long the rest takes.
+    assert lines == ["prepare  80% | 800 documents, 0/s | 8.0k tokens, 0/s"]
+    clock.now += 16
+    progress.add(8, documents=100, tokens=1_000)
+    assert lines[1:] == ["prepare  90% | 900 documents, 5/s | 9.0k tokens, 50/s | eta 20s"]
+    clock.now += 20
+    progress.add(9, documents=100, tokens=1_000)
+    progress.end()
+    assert lines[2:] == [
+        "prepare done in 40s, 8 tasks before | 1.0k documents, 5/s | 10.0k tokens, 50/s"
+    ]
+
+
+def test_lines_come_every_few_seconds_and_hashing_has_no_tokens(plan: Plan, clock: Clock) -> None:
+    lines: list[str] = []
+    progress = _Progress("hash", plan, set(), lines.append)
+    for task in range(10):
+        clock.now += 0.5
+        progress.add(task, documents=10)
+    assert lines == [
+        "hash  40% | 40 documents, 20/s | eta 3s",
+        "hash  80% | 80 documents, 20/s | eta 1s",
+    ]
+
+
+def test_no_time_at_all_is_no_division_by_zero(plan: Plan, clock: Clock) -> None:
+    lines: list[str] = []
+    _Progress("prepare", plan, set(range(10)), lines.append).end()
+    assert len(lines) == 1

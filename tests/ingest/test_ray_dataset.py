@@ -1,0 +1,44 @@
+"""What a reading task makes of a chunk; the order of rows is the runs' to show."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.mixture import read_mixture
+from raytrain_gpt.data.tokenize import prepare_here
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, num_readers, rank_rows
+from raytrain_gpt.storage.location import Location
+from tests.s3 import S3Server
+
+
+@pytest.mark.parametrize(
+    ("world_size", "readers"), [(1, 2), (8, 2), (47, 2), (48, 3), (64, 4), (512, 32)]
+)
+def test_more_ranks_have_more_readers(world_size: int, readers: int) -> None:
+    assert num_readers(world_size) == readers
+
+
+def test_what_is_read_of_a_store_is_kept_for_every_dataset_of_a_mixture(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    s3.make_bucket("ingest")
+    parts = []
+    for name in ("a", "b"):
+        source = tmp_path / f"{name}.txt"
+        source.write_text(f"a line of {name}\n" * 500)
+        parts.append((Location.of(f"s3://ingest/{name}"), Fraction(1, 2)))
+        prepare_here([str(source)], parts[-1][0], "bytes", val_fraction=0.1)
+    values = {"seq_len": 16, "global_batch_tokens": 128, "data_cache_gb": 0.001}
+    spec = IngestSpec.of(Config().updated(values), read_mixture(parts), world_size=2)
+    ids = spec.order().batch_ids(0)[None]
+    rows = rank_rows(spec, "train", 0, ids)
+    with s3.recorded() as asked:
+        assert rank_rows(spec, "train", 0, ids) == rows
+    assert asked == []
+    kept = [path for path in (tmp_path / "cache").rglob("*/*/*/*/*") if path.is_file()]
+    assert len(kept) == 2

@@ -1,0 +1,77 @@
+"""Before anything starts: addresses and options."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.serve.engine import Engine
+from raytrain_gpt.serve.server import ServeOptions, check_address
+from tests.conftest import RaisesLine
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_named(raises_line: RaisesLine, taken: int) -> None:
+    with raises_line(ConfigError, f"127.0.0.1 port {taken}", "already in use", "--port"):
+        check_address("127.0.0.1", taken)
+
+
+def test_others_may_reach_it_only_with_a_key(
+    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    for host in ("0.0.0.0", "::", "192.0.2.1", "a-machine"):
+        with raises_line(ConfigError, f"host={host}", KEY_VARIABLE):
+            check_address(host, 8000)
+    monkeypatch.setenv(KEY_VARIABLE, "some-key")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    check_address("0.0.0.0", port)
+    check_address("localhost", port)
+
+
+def test_replicas_answer_nobody_without_the_key_that_they_should_have(
+    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert not ServeOptions().limits.needs_key
+    for host in ("0.0.0.0", "::", "a-machine"):
+        assert ServeOptions(host=host).limits.needs_key
+    monkeypatch.setenv(KEY_VARIABLE, "some-key")
+    limits = ServeOptions().limits
+    assert limits.needs_key
+    monkeypatch.delenv(KEY_VARIABLE)
+    with raises_line(ConfigError, KEY_VARIABLE):
+        build_app(cast(Engine, None), limits)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"port": 0}, "--port"),
+        ({"port": 65536}, "--port"),
+        ({"max_batch": 0}, "--max_batch"),
+        ({"max_queue": -1}, "--max_queue"),
+        ({"max_new_tokens": 0}, "--max_new_tokens"),
+        ({"num_replicas": 0}, "--num_replicas"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    raises_line: RaisesLine, values: dict[str, int], word: str
+) -> None:
+    with raises_line(ConfigError, word):
+        ServeOptions(**values)

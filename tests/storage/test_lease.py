@@ -1,0 +1,531 @@
+"""One live writer: real processes that hold, are killed, are frozen, and come at the same moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.errors import ClusterError, StorageError
+from raytrain_gpt.storage import lease as lease_module
+from raytrain_gpt.storage.lease import EXPIRY_S, LEASE_FILE, Holder, held_lease, live_holder
+from raytrain_gpt.storage.location import Location
+from tests.conftest import RaisesLine
+from tests.s3 import S3Server
+
+FAST: dict[str, Any] = {"heartbeat_s": 0.05, "expiry_s": 1.0, "settle_s": 0.0}
+BETWEEN_BEATS_S = 1.0
+"""Long enough to freeze a process that just got the lease before it writes again."""
+WAIT_S = 30.0
+"""For what happens at once, so that a test which fails ends."""
+
+HOLD = """
+import json, socket, sys
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.storage import lease
+url, elsewhere, times = json.loads(sys.argv[1])
+if elsewhere:
+    lease._boot_id = lambda: "another boot"
+    socket.gethostname = lambda: "elsewhere"
+def say(line):
+    print(line, flush=True)
+say("ready")
+sys.stdin.readline()
+try:
+    with lease.held_lease(Location.of(url), "run x", say, **times) as held:
+        say("held")
+        if elsewhere:
+            held.lost.wait()
+            say("lost")
+        sys.stdin.readline()
+except ClusterError as error:
+    say(f"refused: {error}")
+"""
+
+
+class Process:
+    """A process that takes a lease when told, and leaves it when told again."""
+
+    def __init__(self, location: Location, elsewhere: bool, **times: float) -> None:
+        arguments = json.dumps([str(location), elsewhere, {**FAST, **times}])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def line(self) -> str:
+        """The next line it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """Freeze it, and wait until it is."""
+        self.send(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def kill(self, collect: bool = True) -> None:
+        """Kill it, and wait until it is dead; uncollected it stays a zombie."""
+        self.send(signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        if collect:
+            self._process.wait()
+
+    def wait(self) -> None:
+        """Wait until it has ended by itself."""
+        assert self._process.wait(WAIT_S) == 0
+
+    def close(self) -> None:
+        """End it whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process; `held=True` waits until it has the lease."""
+    started: list[Process] = []
+
+    def go(
+        location: Location, *, elsewhere: bool = False, held: bool = True, **times: float
+    ) -> Process:
+        process = Process(location, elsewhere, **times)
+        started.append(process)
+        assert process.line() == "ready"
+        if held:
+            process.go_on()
+            assert process.line() == "held"
+        return process
+
+    yield go
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> Location:
+    """The lease file of a run that is not there yet."""
+    return Location.of(tmp_path / "x" / LEASE_FILE)
+
+
+def elsewhere(**changes: Any) -> Holder:
+    """A holder on a machine that this one cannot look into."""
+    return replace(Holder.this_process("another"), host="elsewhere", boot_id="b", **changes)
+
+
+def dead() -> Holder:
+    """A holder of this machine whose process is gone and whose number was given to another one."""
+    return replace(Holder.this_process("another"), process_started=1)
+
+
+def token_in(location: Location) -> str:
+    holder = Holder.parse(location.read_text())
+    assert holder is not None
+    return holder.token
+
+
+def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
+    assert live_holder(location) is None
+    with held_lease(location, "run x", **FAST) as lease:
+        assert live_holder(location) is not None
+        lease.check()
+        assert not lease.lost.is_set()
+    assert not location.exists()
+    assert live_holder(location) is None
+
+
+def test_an_error_leaves_no_lease(location: Location) -> None:
+    with pytest.raises(KeyboardInterrupt), held_lease(location, "run x", **FAST):
+        raise KeyboardInterrupt
+    assert not location.exists()
+
+
+def test_a_process_of_this_host_is_refused_at_once(
+    location: Location, start: Start, raises_line: RaisesLine
+) -> None:
+    holder = start(location)
+    words = ["run x is in use", f"process {holder.pid} on", " UTC); stop that one first"]
+    with raises_line(ClusterError, *words), held_lease(location, "run x"):
+        pass
+    assert f"process {holder.pid} on" in str(live_holder(location))
+    holder.go_on()
+    holder.wait()
+    with held_lease(location, "run x"):
+        pass
+
+
+def test_a_frozen_process_of_this_host_keeps_its_lease(
+    location: Location, start: Start, raises_line: RaisesLine
+) -> None:
+    holder = start(location, heartbeat_s=BETWEEN_BEATS_S)
+    holder.stop()
+    with raises_line(ClusterError, f"process {holder.pid} on"), held_lease(location, "run x"):
+        pass
+
+
+def test_the_same_process_is_refused(location: Location, raises_line: RaisesLine) -> None:
+    with held_lease(location, "run x") as lease:
+        with raises_line(ClusterError, f"process {os.getpid()} on"), held_lease(location, "run x"):
+            pass
+        assert not lease.lost.is_set()
+        assert location.exists()
+
+
+@pytest.mark.parametrize("collect", [True, False], ids=["gone", "zombie"])
+def test_a_killed_process_needs_no_hand(location: Location, start: Start, collect: bool) -> None:
+    holder = start(location)
+    holder.kill(collect)
+    assert location.exists()
+    assert live_holder(location) is None
+    lines: list[str] = []
+    with held_lease(location, "run x", lines.append):  # with an expiry of a minute
+        assert f"process {os.getpid()} on" in str(live_holder(location))
+    (line,) = lines
+    assert line.startswith(f"run x was held by process {holder.pid} on")
+    assert line.endswith("which is gone; taking over")
+
+
+def test_a_process_number_that_was_given_again_is_not_the_holder(location: Location) -> None:
+    location.write_text(dead().to_json())
+    assert live_holder(location) is None
+    with held_lease(location, "run x"):
+        pass
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_of_ten_processes_at_once_one_gets_it(
+    location: Location, start: Start, left_behind: bool
+) -> None:
+    if left_behind:
+        location.write_text(dead().to_json())
+    processes = [start(location, held=False, heartbeat_s=10) for _ in range(10)]
+    for process in processes:
+        process.go_on()
+    lines = [process.line() for process in processes]
+    lines = [
+        process.line() if "which is gone" in line else line
+        for process, line in zip(processes, lines, strict=True)
+    ]
+    assert lines.count("held") == 1
+    winner = processes[lines.index("held")]
+    refusals = [line for line in lines if line != "held"]
+    assert all(f"run x is in use (process {winner.pid} on" in line for line in refusals)
+
+
+def test_a_process_elsewhere_that_beats_is_not_disturbed(
+    location: Location, start: Start, raises_line: RaisesLine
+) -> None:
+    holder = start(location, elsewhere=True)
+    lines: list[str] = []
+    with (
+        raises_line(ClusterError, f"in use (process {holder.pid} on elsewhere since"),
+        held_lease(location, "run x", lines.append, expiry_s=WAIT_S),
+    ):
+        pass
+    assert "taking over in 30 s unless it shows signs of life" in lines[0]
+    assert f"process {holder.pid} on elsewhere" in str(live_holder(location))
+
+
+def test_a_frozen_process_elsewhere_is_replaced_and_notices(
+    location: Location, start: Start
+) -> None:
+    holder = start(location, elsewhere=True, heartbeat_s=BETWEEN_BEATS_S)
+    holder.stop()
+    lines: list[str] = []
+    began = time.monotonic()
+    with held_lease(location, "run x", lines.append, **FAST) as lease:
+        assert time.monotonic() - began >= FAST["expiry_s"]
+        holder.send(signal.SIGCONT)
+        assert holder.line() == "lost"
+        holder.go_on()
+        holder.wait()
+        lease.check()
+        assert f"process {os.getpid()} on" in str(live_holder(location))
+    assert lines
+    for line in lines:
+        assert line.startswith(f"run x was held by process {holder.pid} on elsewhere since")
+
+
+@pytest.mark.parametrize("skew_s", [-1e6, 1e6])
+def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
+    location.write_text(elsewhere(beat_at=time.time() + skew_s).to_json())
+    began = time.monotonic()
+    with held_lease(location, "run x", **FAST):
+        assert time.monotonic() - began >= FAST["expiry_s"]
+
+
+def test_a_list_goes_by_the_time_of_the_last_beat(location: Location) -> None:
+    location.write_text(elsewhere(beat_at=time.time() - EXPIRY_S / 2).to_json())
+    assert " on elsewhere since" in str(live_holder(location))
+    location.write_text(elsewhere(beat_at=time.time() - EXPIRY_S - 1).to_json())
+    assert live_holder(location) is None
+
+
+DAMAGED = [b"", b"{", b"\xff\x00", b"[]", b'{"token": "t"}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_lease_expires(location: Location, content: bytes) -> None:
+    location.write_bytes(content)
+    assert live_holder(location) is None
+    lines: list[str] = []
+    with held_lease(location, "run x", lines.append, **FAST):
+        pass
+    assert lines[0].startswith("run x was held by an unknown process; taking over in 1 s")
+
+
+@pytest.mark.parametrize("left", [elsewhere().to_json(), "{"], ids=["elsewhere", "damaged"])
+def test_a_lease_that_changes_while_it_is_watched_is_in_use(
+    location: Location, raises_line: RaisesLine, left: str
+) -> None:
+    location.write_text(left)
+
+    def move(_line: str) -> None:
+        location.write_text(elsewhere(beat=1).to_json())
+
+    with raises_line(ClusterError, "in use (process"), held_lease(location, "run x", move, **FAST):
+        pass
+    assert token_in(location) == "another"
+
+
+def test_a_lease_that_is_left_while_it_is_watched_is_taken_at_once(location: Location) -> None:
+    location.write_text(elsewhere().to_json())
+    began = time.monotonic()
+    with held_lease(location, "run x", lambda _: location.remove(), settle_s=0):
+        assert time.monotonic() - began < EXPIRY_S / 2
+
+
+def test_time_in_which_nobody_could_look_does_not_count(
+    location: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of the storage the holder gets its whole time again."""
+    location.write_text(elsewhere().to_json())
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = lease_module._Watch("run x", lines.append, 60.0)
+    for at, line in [(0, 60), (20, 40), (40, 20), (90, 60), (120, 30), (149, 1)]:
+        now[0] = at
+        assert not watch.is_free(location.read_text(), at)
+        assert f"in {line} s" in lines[-1]
+    now[0] = 150
+    assert watch.is_free(location.read_text(), 150)
+
+
+def replaced(location: Location) -> None:
+    location.write_text(elsewhere().to_json())
+
+
+def removed(location: Location) -> None:
+    location.remove()
+
+
+def removed_with_its_directory(location: Location) -> None:
+    location.parent.remove()
+
+
+@pytest.mark.parametrize("change", [replaced, removed, removed_with_its_directory])
+def test_a_lost_lease_is_noticed_and_left_alone(
+    location: Location, change: Callable[[Location], None], raises_line: RaisesLine
+) -> None:
+    with held_lease(location, "run x", pytest.fail, **FAST) as lease:
+        change(location)
+        assert lease.lost.wait(WAIT_S)
+        with raises_line(ClusterError, "run x was taken over", str(location)):
+            lease.check()
+    assert location.exists() == (change is replaced)
+    assert location.parent.exists() == (change is not removed_with_its_directory)
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), StorageError("gone"), ClusterError("gone")])
+def test_an_outage_is_not_a_loss(
+    location: Location, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write, failures, works = Location.write_text, [error] * 3, threading.Event()
+
+    def write_if_it_works(where: Location, text: str) -> None:
+        if failures:
+            raise failures.pop()
+        write(where, text)
+        works.set()
+
+    monkeypatch.setattr(Location, "write_text", write_if_it_works)
+    with held_lease(location, "run x", **FAST) as lease:
+        assert works.wait(WAIT_S)
+        lease.check()
+    assert not location.exists()
+
+
+def test_what_stops_the_beat_for_good_counts_as_a_loss(
+    location: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with held_lease(location, "run x", **FAST) as lease:
+        monkeypatch.setattr(Location, "write_text", None)
+        assert lease.lost.wait(WAIT_S)
+
+
+def test_a_lease_that_cannot_be_removed_is_told_and_hides_no_error(
+    location: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Location) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Location, "remove", refuse)
+    lines: list[str] = []
+    with pytest.raises(KeyError), held_lease(location, "run x", lines.append):
+        raise KeyError
+    assert len(lines) == 1
+    assert f"could not remove {location}" in lines[0]
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+) -> None:
+    (tmp_path / "file").touch()
+    location = Location.of(tmp_path / "file" / "x" / LEASE_FILE)
+    with raises_line(ClusterError, f"cannot write {location}"), held_lease(location, "run x"):
+        pass
+
+    def refuse(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(lease_module, "_opened", refuse)
+    location, lines = Location.of(tmp_path / LEASE_FILE), list[str]()
+    with (
+        raises_line(ClusterError, str(location), "Read-only file system"),
+        held_lease(location, "run x", lines.append),
+    ):
+        pass
+    assert not lines
+
+
+def test_a_lease_that_cannot_be_read_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+    with raises_line(ClusterError, f"cannot read {tmp_path}", "Is a directory"):
+        live_holder(Location.of(tmp_path))
+
+
+def outcome(location: Location, gone: threading.Event, **options: Any) -> str:
+    """`held`, or the refusal; a holder holds until `gone`."""
+    try:
+        with held_lease(location, "run x", **{**FAST, **options}):
+            assert gone.wait(WAIT_S)
+            return "held"
+    except ClusterError as error:
+        gone.set()
+        return str(error)
+
+
+def check_one_of_two(location: Location, **options: Any) -> None:
+    gone = threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        two = [threads.submit(outcome, location, gone, **options) for _ in range(2)]
+        held, refused = sorted((one.result() for one in two), key=len)
+    assert held == "held"
+    assert f"run x is in use (process {os.getpid()} on" in refused
+    assert not location.exists()
+
+
+def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts whose locks do not meet find no lease at the same moment: one file is made."""
+    both = threading.Barrier(2)
+    read = lease_module._read
+
+    def read_together(where: Location) -> str | None:
+        text = read(where)
+        if text is None and threading.current_thread().name != "lease":
+            both.wait(WAIT_S)
+        return text
+
+    monkeypatch.setattr(lease_module, "_locked", lambda _: False)
+    monkeypatch.setattr(lease_module, "_read", read_together)
+    check_one_of_two(location)
+
+
+@pytest.fixture
+def object_lease(s3: S3Server, tmp_path: Path) -> Location:
+    """A lease file in an object store, with a prefix of its own."""
+    s3.make_bucket("leases")
+    return Location.of(f"s3://leases/{tmp_path.name}/{LEASE_FILE}")
+
+
+def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Location) -> None:
+    """Both find a dead holder and write; each sees what stands there when it looks again."""
+    both = threading.Barrier(2)
+    object_lease.write_text(dead().to_json())
+    check_one_of_two(
+        object_lease, log=lambda _: both.wait(WAIT_S), settle_s=2.0, heartbeat_s=WAIT_S
+    )
+
+
+def test_in_an_object_store_a_killed_process_needs_no_hand(
+    object_lease: Location, start: Start, raises_line: RaisesLine
+) -> None:
+    here = start(object_lease)
+    with (
+        raises_line(ClusterError, f"(process {here.pid} on"),
+        held_lease(object_lease, "run x", **FAST),
+    ):
+        pass
+    here.kill()
+    with held_lease(object_lease, "run x", settle_s=0):
+        pass
+
+
+def test_in_an_object_store_a_beat_keeps_the_lease(
+    object_lease: Location, start: Start, raises_line: RaisesLine
+) -> None:
+    there = start(object_lease, elsewhere=True)
+    with (
+        raises_line(ClusterError, f"(process {there.pid} on elsewhere"),
+        held_lease(object_lease, "run x", expiry_s=WAIT_S),
+    ):
+        pass
+
+
+def test_in_an_object_store_a_frozen_process_is_replaced_and_notices(
+    object_lease: Location, start: Start
+) -> None:
+    there = start(object_lease, elsewhere=True, heartbeat_s=BETWEEN_BEATS_S)
+    there.stop()
+    with held_lease(object_lease, "run x", **FAST) as lease:
+        there.send(signal.SIGCONT)
+        assert there.line() == "lost"
+        lease.check()
+
+
+def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: Location) -> None:
+    with held_lease(object_lease, "run x", heartbeat_s=0.2, settle_s=0) as lease:
+        before = object_lease.read_text()
+        s3.stop()
+        try:
+            assert not lease.lost.wait(1.0)
+        finally:
+            s3.start()
+        while object_lease.read_text() == before:
+            lease.check()
+    assert not object_lease.exists()

@@ -1,0 +1,607 @@
+"""Locations: the same behaviour on a disk and in an object store, and outages of the latter."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.order import Ids
+from raytrain_gpt.data.preparation import start
+from raytrain_gpt.data.prepare_plan import make_plan
+from raytrain_gpt.data.reader import read_sequences
+from raytrain_gpt.data.shards import (
+    MANIFEST_FILE,
+    read_manifest,
+    read_row_group,
+)
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.verify import check_shard, check_shards, check_tokenizer
+from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.object_files import CHUNK_BYTES, UPLOAD_BYTES
+from tests.conftest import RaisesLine
+from tests.data.shard_tools import TEXTS, made_text, write_dataset, write_jsonl, write_parquet
+from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
+
+OUTAGE_S = 2.0
+BUCKET = "bucket"
+
+
+@pytest.fixture(scope="module")
+def stored(s3: S3Server) -> S3Server:
+    s3.make_bucket(BUCKET)
+    return s3
+
+
+@pytest.fixture
+def remote(stored: S3Server, request: pytest.FixtureRequest) -> Iterator[Location]:
+    """A place of the test's own in the object store, which is reached again afterwards."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
+    yield Location.of(f"s3://{BUCKET}/{name}", retry_for_s=30)
+    stored.start()
+    stored.thaw()
+    stored.accept_keys()
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    """A directory that is not there yet."""
+    if request.param == "local":
+        return Location.of(tmp_path / "place")
+    found: Location = request.getfixturevalue("remote")
+    return found
+
+
+@pytest.fixture
+def after() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Calls a function in `OUTAGE_S`."""
+    timers: list[threading.Timer] = []
+
+    def start_timer(call: Callable[[], None]) -> None:
+        timers.append(threading.Timer(OUTAGE_S, call))
+        timers[-1].start()
+
+    yield start_timer
+    for timer in timers:
+        timer.join()
+
+
+def put_tree(directory: Path, place: Location) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            (place / str(path.relative_to(directory))).upload(path)
+
+
+# The value
+
+
+def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    place = Location.of(tmp_path / "facts.json")
+    with place._unfinished() as first:
+        first.write_bytes(b"first, which is longer")
+        place.write_bytes(b"second")
+        assert place.read_bytes() == b"second"
+    assert place.read_bytes() == b"first, which is longer"
+    assert place.parent.names() == ["facts.json"]
+
+
+def test_a_local_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    location = Location.of("a/../b/")
+    assert location == Location.of(tmp_path / "b") == Location.of(location)
+    assert location.is_local
+    assert location.path == tmp_path / "b"
+    assert str(location) == location.url == str(tmp_path / "b")
+    assert (location / "c/d").path == tmp_path / "b" / "c" / "d"
+    assert location.parent == Location.of(tmp_path)
+    assert location.name == "b"
+    assert Location.of("/").parent == Location.of("/")
+    assert str(Location.of("/") / "a") == "/a"
+
+
+def test_a_url_is_cut_into_bucket_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    location = Location.of("s3://bucket//a/b/")
+    assert str(location) == "s3://bucket/a/b"
+    assert (location / "c").url == "s3://bucket/a/b/c"
+    assert (location.name, location.parent.url) == ("b", "s3://bucket/a")
+    assert location.parent.parent == location.parent.parent.parent == Location.of("s3://bucket")
+    assert not location.is_local
+    assert location.endpoint is None
+    with pytest.raises(RuntimeError, match="no local path"):
+        _ = location.path
+
+
+def test_the_endpoint_comes_from_the_variables_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://general:1")
+    assert Location.of("s3://b/x").endpoint == "http://general:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://special:1")
+    assert Location.of("s3://b/x").endpoint == "http://special:1"
+    assert (Location.of("s3://b", endpoint="http://own:1") / "x").endpoint == "http://own:1"
+    assert Location.of("gs://b/x").endpoint is None
+    assert Location.of("/x").endpoint is None
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "file:///x", "s3://", "s3:///"])
+def test_a_url_that_means_nothing_is_one_line(url: str, raises_line: RaisesLine) -> None:
+    with raises_line(ConfigError, url, "s3://bucket/prefix"):
+        Location.of(url)
+
+
+# Files and directories
+
+
+def test_what_is_written_is_read(place: Location) -> None:
+    for name, content in {"a": b"", "b": b"\x00\xff", "c": os.urandom(10_000)}.items():
+        file = place / "deep/er" / name
+        file.write_bytes(content)
+        assert file.read_bytes() == content
+        assert file.size_bytes() == len(content)
+        assert file.sha256() == hashlib.sha256(content).hexdigest()
+        assert file.exists()
+        assert file.is_file()
+        file.write_bytes(b"other")
+        assert file.read_bytes() == b"other"
+    for text in TEXTS.values():
+        (place / "text").write_text(text)
+        assert (place / "text").read_text() == text
+
+
+def test_names_are_sorted_and_of_one_level(place: Location) -> None:
+    assert place.names() == []
+    for name in ("b/x", "a", "b/y/z", "c.txt"):
+        (place / name).write_text(name)
+    assert place.names() == ["a", "b", "c.txt"]
+    assert (place / "b").names() == ["x", "y"]
+    assert (place / "a").names() == []
+    assert (place / "b").exists()
+    assert not (place / "b").is_file()
+    assert place.files() == [("a", 1), ("b/x", 3), ("b/y/z", 5), ("c.txt", 5)]
+
+
+def test_what_is_missing_is_missing(place: Location) -> None:
+    (place / "directory" / "file").write_text("x")
+    for name in ("nothing", "direct"):
+        missing = place / name
+        assert not missing.exists()
+        assert not missing.is_file()
+        assert missing.names() == []
+        assert missing.files() == []
+        missing.remove()
+        for read in (missing.read_bytes, missing.size_bytes, missing.sha256, missing.open):
+            with pytest.raises(FileNotFoundError):
+                read()
+
+
+def test_a_file_or_tree_is_removed_and_what_is_beside_it_stays(place: Location) -> None:
+    for name in ("a", "b/x", "b/y/z", "bb"):
+        (place / name).write_text("x")
+    (place / "a").remove()
+    (place / "b").remove()
+    assert place.names() == ["bb"]
+    place.remove()
+    assert place.names() == []
+    assert not place.exists()
+
+
+def test_a_file_goes_up_and_down_whole(place: Location, tmp_path: Path) -> None:
+    for num_bytes in (0, 1, CHUNK_BYTES + 1, UPLOAD_BYTES + 1):
+        source = tmp_path / "source"
+        source.write_bytes(np.random.default_rng(num_bytes).bytes(num_bytes))
+        file = place / f"{num_bytes}"
+        file.upload(source)
+        assert file.size_bytes() == num_bytes
+        assert abs(file.modified_s() - time.time()) < 60
+        target = tmp_path / "new" / "target"
+        file.download(target)
+        assert target.read_bytes() == source.read_bytes()
+        assert file.sha256() == hashlib.sha256(source.read_bytes()).hexdigest()
+        assert [path.name for path in target.parent.iterdir()] == ["target"]
+    with pytest.raises(FileNotFoundError):
+        (place / "missing").download(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_failed_local_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Location.of(tmp_path / "file")
+    file.write_text("old")
+
+    def no_fsync(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_fsync)
+    with pytest.raises(OSError, match="No space"):
+        file.write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert file.read_text() == "old"
+
+
+def test_an_open_file_is_read_anywhere(place: Location) -> None:
+    (place / "f").write_bytes(bytes(range(100)))
+    with (place / "f").open() as file:
+        assert file.size() == 100
+        assert file.read(3) == b"\x00\x01\x02"
+        file.seek(90)
+        assert file.read() == bytes(range(90, 100))
+        assert file.read_at(2, 50) == b"\x32\x33"
+
+
+def test_only_disks_have_free_bytes(place: Location) -> None:
+    place.mkdir()
+    free = place.free_bytes()
+    assert (free is not None and free > 0) == place.is_local
+
+
+USE_IN_ANOTHER_PROCESS = """
+import pickle, sys
+location, (filesystem, path) = pickle.load(sys.stdin.buffer)
+assert (location / "f").read_text() == "there"
+with filesystem.open_input_stream(f"{path}/f") as stream:
+    assert stream.read() == b"there"
+with filesystem.open_output_stream(f"{path}/g") as stream:
+    stream.write(b"and back")
+"""
+
+
+def test_a_location_and_its_filesystem_work_in_another_process(place: Location) -> None:
+    (place / "f").write_text("there")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_ENDPOINT")}
+    command = [sys.executable, "-c", USE_IN_ANOTHER_PROCESS]
+    content = pickle.dumps((place, place.ray_filesystem()))
+    subprocess.run(command, input=content, env=clean, check=True)
+    assert (place / "g").read_text() == "and back"
+    assert pickle.loads(pickle.dumps(place)) == place
+    assert len({place, pickle.loads(pickle.dumps(place))}) == 1
+    assert pickle.loads(pickle.dumps(place.ray_filesystem())) == place.ray_filesystem()
+
+
+def test_the_filesystem_for_ray_does_what_ray_asks_of_one(place: Location, tmp_path: Path) -> None:
+    filesystem, path = place.ray_filesystem()
+    filesystem.create_dir(f"{path}/t")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "back").mkdir()
+    (tmp_path / "tree" / "a").write_text("a")
+    pafs.copy_files(str(tmp_path / "tree"), f"{path}/t", destination_filesystem=filesystem)
+    assert place.files() == [("t/a", 1)]
+    pafs.copy_files(f"{path}/t", str(tmp_path / "back"), source_filesystem=filesystem)
+    assert (tmp_path / "back" / "a").read_text() == "a"
+    (info,) = filesystem.get_file_info(pafs.FileSelector(f"{path}/t"))
+    assert (info.base_name, info.size) == ("a", 1)
+    assert filesystem.get_file_info(f"{path}/x").type == pafs.FileType.NotFound
+    filesystem.delete_file(f"{path}/t/a")
+    filesystem.delete_dir_contents(path)
+    filesystem.delete_dir(path)
+    assert place.names() == []
+
+
+# Outages
+
+
+def uses(file: Location) -> dict[str, Callable[[], object]]:
+    return {
+        "read": file.read_bytes,
+        "write": lambda: file.write_bytes(b"content"),
+        "list": file.parent.names,
+        "look": file.exists,
+        "open": lambda: file.open().close(),
+        "remove": (file.parent / "other").remove,
+        "hash": file.sha256,
+    }
+
+
+USES = sorted(uses(Location("s3://none/none")))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_short_outage_costs_only_time(
+    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None], use: str
+) -> None:
+    file = remote / "file"
+    file.write_bytes(b"content")
+    stored.stop()
+    after(stored.start)
+    started = time.monotonic()
+    uses(file)[use]()
+    assert time.monotonic() - started > OUTAGE_S / 2
+    assert file.read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_long_outage_ends_in_one_line(
+    stored: S3Server, remote: Location, use: str, raises_line: RaisesLine
+) -> None:
+    file = replace(remote, retry_for_s=0.5) / "file"
+    file.write_bytes(b"content")
+    stored.stop()
+    words = ("retry_for_s=0.5", "checkpoint is intact", "same command goes on", "connect")
+    with raises_line(StorageError, remote.url, *words):
+        uses(file)[use]()
+
+
+def test_no_secret_is_in_the_error(stored: S3Server, remote: Location) -> None:
+    stored.stop()
+    with pytest.raises(StorageError) as caught:
+        replace(remote, retry_for_s=0).read_bytes()
+    assert ACCESS_KEY not in str(caught.value)
+    assert SECRET_KEY not in str(caught.value)
+
+
+def test_a_stalled_store_costs_only_time(
+    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
+) -> None:
+    remote.write_text("x")
+    stored.freeze()
+    after(stored.thaw)
+    started = time.monotonic()
+    assert remote.read_text() == "x"
+    assert time.monotonic() - started > OUTAGE_S / 2
+
+
+def test_a_store_that_stays_frozen_is_given_up(
+    stored: S3Server, remote: Location, raises_line: RaisesLine
+) -> None:
+    stored.freeze()
+    with raises_line(StorageError, remote.url, "retry_for_s=1", "Timeout"):
+        replace(remote, retry_for_s=1).exists()
+
+
+def test_an_upload_cut_off_anywhere_is_whole_or_absent(
+    stored: S3Server, remote: Location, tmp_path: Path
+) -> None:
+    source = tmp_path / "big"
+    source.write_bytes(np.random.default_rng(0).bytes(2 * UPLOAD_BYTES))
+    for i in range(4):
+        file = replace(remote, retry_for_s=0) / str(i)
+        with ThreadPoolExecutor(1) as thread:
+            upload = thread.submit(file.upload, source)
+            time.sleep(0.1 * 2**i)  # not for synchronisation: any moment has to be good
+            stored.stop()
+            failed = upload.exception() is not None
+        stored.start()
+        assert file.exists() != failed
+        if not failed:
+            assert file.size_bytes() == source.stat().st_size
+
+
+def test_an_upload_goes_on_after_an_outage(
+    stored: S3Server,
+    remote: Location,
+    tmp_path: Path,
+    after: Callable[[Callable[[], None]], None],
+) -> None:
+    source = tmp_path / "big"
+    source.write_bytes(np.random.default_rng(0).bytes(UPLOAD_BYTES))
+    stored.stop()
+    after(stored.start)
+    (remote / "big").upload(source)
+    assert (remote / "big").sha256() == Location.of(source).sha256()
+
+
+def test_an_open_file_is_read_on_after_an_outage(
+    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
+) -> None:
+    remote.write_bytes(bytes(100))
+    with remote.open() as file:
+        assert file.read(10) == bytes(10)
+        stored.stop()
+        after(stored.start)
+        assert file.read() == bytes(90)
+
+
+def test_our_errors_come_out_of_arrow_as_they_are(
+    stored: S3Server, remote: Location, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "p")
+    file = replace(remote, retry_for_s=0) / "p"
+    file.upload(tmp_path / "p")
+    filesystem, path = file.ray_filesystem()
+    with file.open() as opened:
+        stored.stop()
+        with pytest.raises(StorageError):
+            pq.ParquetFile(opened)
+        with pytest.raises(StorageError):
+            filesystem.open_input_file(path)
+        with pytest.raises(StorageError), filesystem.open_output_stream(path) as stream:
+            stream.write(b"x")
+
+
+# Access
+
+
+@pytest.mark.parametrize("use", sorted(set(USES) - {"remove"}))
+def test_a_missing_bucket_is_one_line_at_once(
+    stored: S3Server, use: str, raises_line: RaisesLine
+) -> None:
+    file = Location.of("s3://not-there/directory/file")
+    with raises_line(ClusterError, "not-there", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"):
+        uses(file)[use]()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_wrong_keys_are_one_line_at_once_and_not_in_it(
+    stored: S3Server, remote: Location, use: str
+) -> None:
+    file = remote / "file"
+    file.write_text("x")
+    stored.refuse_keys()
+    with pytest.raises(ClusterError) as caught:
+        uses(file)[use]()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert BUCKET in message
+    assert "AWS_SECRET_ACCESS_KEY" in message
+    assert SECRET_KEY not in message
+    assert ACCESS_KEY not in message
+
+
+# Datasets
+
+
+def test_a_dataset_is_the_same_from_and_to_a_store(remote: Location, tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    (sources / "sub").mkdir(parents=True)
+    texts = [made_text(2000, seed) for seed in range(40)] + list(TEXTS.values())
+    (sources / "z.txt").write_text(made_text(5000))
+    write_jsonl(sources / "sub" / "a.jsonl", texts)
+    write_parquet(sources / "sub-b.parquet", texts[:20], rows=7)
+    (sources / "ignored.csv").write_text("x")
+    put_tree(sources, remote / "sources")
+
+    options = {"row_group_tokens": 1025, "shard_tokens": 20_000, "val_fraction": 0.1}
+    local = prepare_here([str(sources)], tmp_path / "out", "bytes", **options)
+    out = remote / "out"
+    stored = prepare_here([str(remote / "sources")], out, "bytes", **options)
+    assert stored.hash == local.hash
+    assert out.names() == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for shard in local.shards:
+        assert (out / shard.path).read_bytes() == (tmp_path / "out" / shard.path).read_bytes()
+        check_shard(out, stored, shard, content=True)
+    check_tokenizer(out, stored)
+    assert read_manifest(out) == stored
+    assert prepare_here([str(remote / "sources")], out, "bytes", **options) == stored
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*.jsonl", "**/*.jsonl", "*/a.jsonl", "sub/**", "?.jsonl", "[ab]/*.jsonl", "sub/**/*"],
+)
+def test_a_glob_finds_in_a_store_what_it_finds_on_a_disk(
+    remote: Location, tmp_path: Path, pattern: str
+) -> None:
+    for name in (
+        "a.jsonl",
+        "b.jsonl",
+        "bb.jsonl",
+        ".hidden.jsonl",
+        "sub/a.jsonl",
+        "sub/deep/c.jsonl",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path, [name] * 3)
+    for name in ("a/x.jsonl", ".git/y.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        write_jsonl(tmp_path / name, [name])
+    put_tree(tmp_path, remote)
+
+    def found(source: str) -> list[tuple[str, list[str]]]:
+        pieces = find_pieces([source], "text")
+        return [(p.name, [d.text for d in read_documents(p, "text")]) for p in pieces]
+
+    assert found(f"{remote}/{pattern}") == found(f"{tmp_path}/{pattern}")
+
+
+def test_pieces_of_a_stored_file_are_read_as_those_of_a_local_one(
+    remote: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain_gpt.data.sources._JSONL_PIECE_BYTES", 97)
+    write_jsonl(tmp_path / "a.jsonl", [made_text(60, seed) for seed in range(30)])
+    (remote / "a.jsonl").upload(tmp_path / "a.jsonl")
+    local, stored = (
+        find_pieces([s], "text") for s in (str(tmp_path / "a.jsonl"), f"{remote}/a.jsonl")
+    )
+    assert len(local) == len(stored) > 10
+    for ours, theirs in zip(stored, local, strict=True):
+        assert list(read_documents(ours, "text")) == list(read_documents(theirs, "text"))
+
+
+def test_a_missing_source_is_one_line(remote: Location, raises_line: RaisesLine) -> None:
+    with raises_line(DataError, f"{remote}/none", "does not exist"):
+        find_pieces([f"{remote}/none"], "text")
+    with raises_line(ClusterError, "not-there"):
+        find_pieces(["s3://not-there/*.txt"], "text")
+    with raises_line(DataError, "does not exist", "raytrain-gpt prepare"):
+        read_manifest(remote)
+
+
+def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
+    encoding = load_tokenizer("bytes")
+    plan = make_plan([source], encoding)
+    assert start(remote, plan, encoding) is None
+    first = run_task(remote, plan, 0)
+    shard = remote / "train-00000.parquet"
+    mark = bytes(shard.size_bytes())
+    shard.write_bytes(mark)  # a task that is done is not done again
+    assert start(remote, plan, encoding) is None
+    assert run_task(remote, plan, 0) == first
+    assert shard.read_bytes() == mark
+    shard.remove()  # but one whose shard was lost is
+    assert run_task(remote, plan, 0) == first
+    assert shard.sha256() == first["shards"][0]["sha256"]
+    other = make_plan([source], encoding, val_fraction=0.2)
+    assert start(remote, other, encoding) is None
+    assert remote.names() == ["tokenizer.json", "unfinished"]
+
+
+def test_a_stored_dataset_that_lost_a_shard_is_mended(remote: Location, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [made_text(1000, seed) for seed in range(200)])
+    whole = prepare_here([source], remote, "bytes")
+    names = remote.names()
+    (remote / whole.shards[0].path).remove()
+    assert prepare_here([source], remote, "bytes") == whole
+    assert remote.names() == names
+    check_shards(remote, whole, content=True)
+
+
+def all_ids(manifest_counts: Ids) -> Ids:
+    ids: Ids = np.random.default_rng(0).permutation(int(manifest_counts.sum()))
+    return np.append(ids, -1)
+
+
+def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
+    stored: S3Server,
+    remote: Location,
+    tmp_path: Path,
+    after: Callable[[Callable[[], None]], None],
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[330, 100, 65], row_group_tokens=33)
+    put_tree(tmp_path / "d", remote)
+    ids = all_ids(manifest.row_group_sequences("train", 8))
+    expected = read_sequences(tmp_path / "d", manifest, "train", 8, ids)
+    stored.stop()
+    after(stored.start)
+    for found, wanted in zip(
+        read_sequences(remote, manifest, "train", 8, ids), expected, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_reading_gives_up_after_a_long_outage(
+    stored: S3Server, remote: Location, tmp_path: Path
+) -> None:
+    manifest = write_dataset(tmp_path / "d", train=[66])
+    put_tree(tmp_path / "d", remote)
+    impatient = replace(remote, retry_for_s=0)
+    read_row_group(impatient, manifest, manifest.shards[0], 0)
+    stored.stop()
+    with pytest.raises(StorageError):
+        read_row_group(impatient, manifest, manifest.shards[0], 0)
+    with pytest.raises(StorageError):
+        read_manifest(impatient)
+    stored.start()
+    (remote / MANIFEST_FILE).remove()
+    with pytest.raises(DataError, match="no finished dataset"):
+        read_manifest(remote)

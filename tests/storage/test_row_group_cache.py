@@ -1,0 +1,263 @@
+"""The cache of row groups: full up to its limit and no more, shared, and never believed unchecked."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain_gpt.storage.row_group_cache import (
+    DROPPED,
+    IN_USE_S,
+    RECOUNT_AFTER_S,
+    UNFINISHED,
+    USED_FILE,
+    RowGroupCache,
+)
+
+SHARD = "5a" * 32
+BYTES = 1000
+FILE_BYTES = BYTES + 32
+
+
+def content(index: int) -> memoryview:
+    """What is put for a row group."""
+    return memoryview(np.random.default_rng(index).bytes(BYTES))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> RowGroupCache:
+    """Has room for nine row groups."""
+    return RowGroupCache(tmp_path / "deep" / "row_groups", "here", 10_000)
+
+
+def kept(cache: RowGroupCache, count: int = 100) -> list[int]:
+    """Indices of what is there."""
+    found = {index: cache.get(SHARD, index) for index in range(count)}
+    assert all(tokens in (None, content(index)) for index, tokens in found.items())
+    return [index for index, tokens in found.items() if tokens is not None]
+
+
+def fill(cache: RowGroupCache, indices: range) -> None:
+    for index in indices:
+        cache.put(SHARD, index, content(index))
+
+
+def check_used(directory: Path) -> int:
+    """Bytes of all row groups, which is what is written down, and nothing else is there."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    used = json.loads((directory / USED_FILE).read_text())["num_bytes"]
+    assert used == sum(path.stat().st_size for path in files if path.name != USED_FILE)
+    assert not list(directory.glob(f"{UNFINISHED}*"))
+    return int(used)
+
+
+def last_read(cache: RowGroupCache, seconds_ago: float) -> None:
+    then = time.time() - seconds_ago
+    os.utime(cache.directory / cache.dataset, (then, then))
+
+
+def test_what_was_put_is_found(cache: RowGroupCache) -> None:
+    assert cache.get(SHARD, 3) is None
+    assert not cache.directory.exists()
+    cache.put(SHARD, 3, content(3))
+    assert cache.get(SHARD, 3) == content(3)
+    assert cache.get(SHARD, 4) is None
+    assert cache.get("6b" * 32, 3) is None
+    assert replace(cache, dataset="other").get(SHARD, 3) is None
+    assert check_used(cache.directory) == FILE_BYTES
+
+
+def test_a_full_cache_stays_as_it_is(cache: RowGroupCache) -> None:
+    fill(cache, range(30))
+    fill(cache, range(30))
+    assert kept(cache) == list(range(9))
+    assert check_used(cache.directory) == 9 * FILE_BYTES <= cache.limit_bytes
+
+
+def test_a_row_group_larger_than_the_cache_is_not_kept(cache: RowGroupCache) -> None:
+    fill(replace(cache, limit_bytes=FILE_BYTES - 1), range(2))
+    assert kept(cache) == []
+
+
+def test_other_datasets_make_room_the_oldest_first_unless_they_are_in_use(
+    cache: RowGroupCache,
+) -> None:
+    old, older, in_use = (replace(cache, dataset=name) for name in ("old", "older", "in use"))
+    for other in (in_use, old, older):
+        fill(other, range(3))
+    last_read(old, IN_USE_S + 100)
+    last_read(older, IN_USE_S + 200)
+    fill(cache, range(2))
+    assert (kept(cache), kept(older)) == ([0, 1], [])
+    assert check_used(cache.directory) == 8 * FILE_BYTES
+    fill(cache, range(30))
+    assert kept(cache) == list(range(6))
+    assert (kept(old), kept(in_use)) == ([], [0, 1, 2])
+    assert check_used(cache.directory) == 9 * FILE_BYTES
+
+
+def test_a_dataset_that_is_read_is_in_use(cache: RowGroupCache) -> None:
+    other = replace(cache, dataset="other")
+    fill(other, range(9))
+    last_read(other, IN_USE_S + 100)
+    assert other.get(SHARD, 0) is not None
+    fill(cache, range(3))
+    assert (len(kept(other)), kept(cache)) == (9, [])
+
+
+def test_a_lower_limit_takes_nothing_from_those_who_read(cache: RowGroupCache) -> None:
+    other = replace(cache, dataset="other")
+    fill(other, range(4))
+    fill(cache, range(5))
+    lower = replace(cache, limit_bytes=3 * FILE_BYTES)
+    fill(lower, range(50, 60))
+    assert check_used(cache.directory) == 9 * FILE_BYTES
+    last_read(other, IN_USE_S + 100)
+    fill(lower, range(50, 60))
+    assert (kept(other), kept(cache)) == ([], list(range(5)))
+    assert not list(cache.directory.glob(f"{DROPPED}*"))
+
+
+def test_what_a_killed_process_dropped_is_removed_by_the_next(cache: RowGroupCache) -> None:
+    fill(replace(cache, dataset="other"), range(4))
+    (cache.directory / "other").rename(cache.directory / f"{DROPPED}1")
+    fill(cache, [1])
+    assert not (cache.directory / f"{DROPPED}1").exists()
+
+
+def flipped_bit(path: Path) -> None:
+    kept = bytearray(path.read_bytes())
+    kept[500] ^= 1
+    path.write_bytes(kept)
+
+
+def flipped_hash_bit(path: Path) -> None:
+    kept = bytearray(path.read_bytes())
+    kept[0] ^= 1
+    path.write_bytes(kept)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def only_the_hash(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:32])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flipped_bit, flipped_hash_bit, truncated, only_the_hash, empty])
+def test_what_is_damaged_is_not_found_and_can_be_put_again(
+    cache: RowGroupCache, damage: Callable[[Path], None]
+) -> None:
+    fill(cache, range(3))
+    damage(cache.directory / cache.dataset / SHARD / "1")
+    assert kept(cache) == [0, 2]
+    cache.put(SHARD, 1, content(1))
+    assert kept(cache) == [0, 1, 2]
+
+
+def test_what_was_removed_by_hand_is_noticed(cache: RowGroupCache) -> None:
+    fill(cache, range(9))
+    for index in range(4):
+        (cache.directory / cache.dataset / SHARD / str(index)).unlink()
+    unfinished = cache.directory / f"{UNFINISHED}of a killed process"
+    unfinished.touch()
+    os.utime(unfinished, (0, 0))
+    fill(cache, range(20, 30))
+    assert kept(cache) == [4, 5, 6, 7, 8]
+    used = json.loads((cache.directory / USED_FILE).read_text())
+    (cache.directory / USED_FILE).write_text(json.dumps({**used, "counted": 0}))
+    fill(cache, range(20, 30))
+    assert kept(cache) == [4, 5, 6, 7, 8, 20, 21, 22, 23]
+    check_used(cache.directory)
+    assert (
+        time.time() - RECOUNT_AFTER_S
+        < json.loads((cache.directory / USED_FILE).read_text())["counted"]
+    )
+
+
+@pytest.mark.parametrize("written", ["", "{", "3", '{"num_bytes": 1}'])
+def test_without_its_count_everything_is_counted(cache: RowGroupCache, written: str) -> None:
+    fill(cache, range(5))
+    (cache.directory / USED_FILE).write_text(written)
+    fill(cache, range(30))
+    assert kept(cache) == list(range(9))
+    assert check_used(cache.directory) == 9 * FILE_BYTES
+
+
+FILLING = """
+import sys
+from pathlib import Path
+from raytrain_gpt.storage.row_group_cache import RowGroupCache
+from test_row_group_cache import SHARD, content
+
+cache = RowGroupCache(Path(sys.argv[1]), "here", int(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
+for index in range(300):
+    found = cache.get(SHARD, index)
+    assert found is None or found == content(index)
+    if found is None:
+        cache.put(SHARD, index, content(index))
+"""
+
+
+@pytest.mark.parametrize("room", [1000, 100])
+def test_several_processes_share_it(tmp_path: Path, room: int) -> None:
+    cache = RowGroupCache(tmp_path / "row_groups", "here", room * FILE_BYTES)
+    command = [sys.executable, "-c", FILLING, str(cache.directory), str(cache.limit_bytes)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, b"")
+    assert len(kept(cache, 300)) == min(room, 300)
+    assert check_used(cache.directory) == min(room, 300) * FILE_BYTES
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    cache = RowGroupCache(tmp_path / "file" / "row_groups", "here", 10_000)
+    fill(cache, range(5))
+    assert kept(cache) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"cannot keep row groups in {cache.directory}: Not a directory" in caplog.text
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    cache: RowGroupCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(cache, range(3))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES // 2, limits[1]))
+        fill(cache, range(3, 9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept(cache) == [0, 1, 2]
+    assert check_used(cache.directory) == 3 * FILE_BYTES
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,0 +1,355 @@
+"""Sources over HTTP and on the HF hub: the same documents as from a disk, whatever the server can do."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_gpt.data import sources
+from raytrain_gpt.data.bad_documents import BAD_FILE
+from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.imports import read_ids
+from raytrain_gpt.data.prepare_plan import make_plan
+from raytrain_gpt.data.shards import mending
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.tokenize import prepare_here
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.data.verify import check_shard
+from raytrain_gpt.errors import ConfigError, DataError, StorageError
+from raytrain_gpt.redact import redacted
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.object_files import RetriedHandler
+from tests.ports import free_port
+from tests.web import HUB_COMMIT, HUB_TOKEN, HubServer, WebServer
+
+TEXTS = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(300)]
+JSON_LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def parquet(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, row_group_size=40)
+    return file.getvalue()
+
+
+def npy() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.arange(30_000, dtype=np.uint16) % 257)
+    return file.getvalue()
+
+
+FILES = {
+    "a.txt": TEXTS[0].encode(),
+    "a.jsonl": JSON_LINES,
+    "a.jsonl.gz": gzip.compress(JSON_LINES),
+    "a.jsonl.zst": pa.compress(JSON_LINES, codec="zstd", asbytes=True),
+    "a.parquet": parquet(pa.table({"id": range(300), "text": TEXTS})),
+    "a.bin": (np.arange(30_000, dtype=np.uint16) % 257).tobytes(),
+    "a.npy": npy(),
+    "ids.parquet": parquet(pa.table({"input_ids": [[i % 257, 256] for i in range(300)]})),
+}
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    server = WebServer()
+    server.files |= FILES
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub that HF_ENDPOINT names."""
+    server = HubServer()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+
+
+def read(*names: str) -> list[tuple[str, int, str]]:
+    return [
+        (piece.name, document.position, document.text)
+        for piece in find_pieces(list(names), "text")
+        for document in read_documents(piece, "text")
+    ]
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_web_server_becomes_the_same_shards(
+    tmp_path: Path, web: WebServer, name: str, has_ranges: bool
+) -> None:
+    web.has_ranges = has_ranges
+    (tmp_path / name).write_bytes(FILES[name])
+    local = prepare_here([str(tmp_path / name)], tmp_path / "local", "bytes", val_fraction=0.1)
+    fetched = prepare_here([f"{web.url}/{name}"], tmp_path / "out", "bytes", val_fraction=0.1)
+    assert fetched.hash == local.hash
+    for shard in fetched.shards:
+        check_shard(tmp_path / "out", fetched, shard, content=True)
+
+
+def test_only_what_is_needed_is_fetched(web: WebServer) -> None:
+    pieces = find_pieces([f"{web.url}/a.parquet"], "text")
+    assert len(pieces) == 8
+    web.requests.clear()
+    assert [d.text for d in read_documents(pieces[3], "text")] == TEXTS[120:160]
+    assert all(part is not None for _, _, part, _ in web.requests)
+
+
+def test_a_server_without_ranges_and_sizes_is_read_whole(web: WebServer) -> None:
+    web.has_ranges = web.says_size = False
+    for name in ("a.jsonl", "a.parquet"):
+        assert len(find_pieces([f"{web.url}/{name}"], "text")) == 1
+        assert [text for _, _, text in read(f"{web.url}/{name}")] == TEXTS
+
+
+def test_a_web_address_may_have_a_query_that_changes(web: WebServer) -> None:
+    encoding = load_tokenizer("bytes")
+    plans = [make_plan([f"{web.url}/a.jsonl?signature={i}"], encoding) for i in range(2)]
+    assert {piece.name for plan in plans for piece in plan.pieces} == {"a.jsonl"}
+    assert plans[0].hash == plans[1].hash
+
+
+def test_the_report_of_bad_documents_has_no_query(tmp_path: Path, web: WebServer) -> None:
+    web.files["a.jsonl"] += b"no JSON\n"
+    url = f"{web.url}/a.jsonl"
+    prepare_here([f"{url}?signature=secret"], tmp_path / "out", "bytes", max_bad_documents=1)
+    (line,) = (tmp_path / "out" / BAD_FILE).read_text().splitlines()
+    assert json.loads(line)["path"] == url
+
+
+def test_no_query_is_written_or_logged(
+    tmp_path: Path, web: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = f"{web.url}/a.jsonl?X-Amz-Signature=secret&other=hidden", tmp_path / "out"
+    web.failures += [503]
+    assert prepare_here([source], out, "bytes").source["sources"] == [f"{web.url}/a.jsonl"]
+    assert "a.jsonl, trying again" in caplog.text
+    assert "secret" not in caplog.text
+    assert "hidden" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("a.jsonl", 403), ("none.jsonl", None), ("*.jsonl", None), ("a.csv", None), ("a.bin", None)],
+)
+def test_no_query_is_in_an_error(web: WebServer, path: str, status: int | None) -> None:
+    web.files |= {"a.csv": b"a", "a.bin": b"odd"}
+    web.failures += [status] if status else []
+    with pytest.raises(DataError, match=r"source|refused") as caught:
+        find_pieces([f"{web.url}/{path}?sig=secret"], "text")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
+def test_a_file_that_is_gone_meanwhile_is_told_without_the_query(web: WebServer, name: str) -> None:
+    piece = find_pieces([f"{web.url}/{name}?sig=secret"], "text")[0]
+    is_text = piece.ids is None
+    found = read_documents(piece, "text") if is_text else read_ids(piece, load_tokenizer("bytes"))
+    del web.files[name]
+    with pytest.raises(DataError, match=name) as caught:
+        list(found)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_signature_of_azure_is_hidden() -> None:
+    assert redacted("https://h/a?sv=1&sig=a%2Fb&se=2") == "https://h/a?sv=1&sig=***&se=2"
+    assert redacted("https://h/a?design=1") == "https://h/a?design=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (
+            "https://u:pw@host/a.jsonl",
+            ["https://host/a.jsonl", "user or password", "leave them out"],
+        ),
+        ("https://u:pw@host/*.jsonl", ["https://host/*.jsonl", "user or password"]),
+        ("https://u:pw#1@host/a.jsonl", ["https://host/a.jsonl", "without user and password"]),
+        ("http://h/my file.jsonl", ["h/my file.jsonl", "percent-encode it, as %20"]),
+        ("http://h/a.jsonl?q=a b", ["h/a.jsonl has a character", "percent-encode it, as %20"]),
+        ("http://h/日本.jsonl", ["h/日本.jsonl", "percent-encode it, as %E6%97%A5"]),
+        ("http://h/a\nb.jsonl", ["h/a%0Ab.jsonl", "percent-encode it, as %0A"]),
+        ("http://bücher.example/a.jsonl", ["http://bücher.example/a.jsonl", "xn--"]),
+        ("http:///a.jsonl", ["http:///a.jsonl names no host", "https://HOST"]),
+        ("http://h:port/a.jsonl", ["http://h:port/a.jsonl is no web address", "HOST:PORT"]),
+        ("http://[::1/a.jsonl", ["http://[::1/a.jsonl is no web address"]),
+    ],
+)
+def test_an_address_that_cannot_be_asked_for_is_refused_at_once(
+    url: str, words: list[str], raises_line
+) -> None:
+    with raises_line(DataError, *words):
+        find_pieces([url], "text")
+    with pytest.raises(DataError) as caught:
+        find_pieces([url], "text")
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_server_that_fails_for_a_while_is_asked_again(web: WebServer, has_ranges: bool) -> None:
+    web.has_ranges = has_ranges
+    web.failures += [503, 0, 429, 500]
+    assert [text for _, _, text in read(f"{web.url}/a.jsonl")] == TEXTS
+    assert not web.failures
+
+
+def test_a_server_that_is_gone_is_said_to_be(raises_line) -> None:
+    url = f"http://127.0.0.1:{free_port()}/a.jsonl"
+    with raises_line(StorageError, url, "out of reach"):
+        Location(url, retry_for_s=0.3).open()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nothing.jsonl", ["nothing.jsonl does not exist"]),
+        ("*.jsonl", ["wildcard", "name each"]),
+        ("a.csv", ["a.csv is of an unknown kind", ".jsonl.zst"]),
+        ("empty.jsonl", ["no text in"]),
+        ("empty.jsonl.gz", ["empty.jsonl.gz has 0 bytes"]),
+    ],
+)
+def test_what_a_web_server_does_not_have_is_said(
+    web: WebServer, path: str, words: list[str], raises_line
+) -> None:
+    web.files |= {"a.csv": b"a", "empty.jsonl": b"", "empty.jsonl.gz": b""}
+    with raises_line(DataError, *words):
+        find_pieces([f"{web.url}/{path}"], "text")
+
+
+def test_a_refusal_is_not_tried_again(web: WebServer, raises_line) -> None:
+    web.failures += [403]
+    with raises_line(DataError, "a.jsonl is refused with HTTP status 403"):
+        find_pieces([f"{web.url}/a.jsonl"], "text")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(web: WebServer, raises_line) -> None:
+    file = RetriedHandler("http", None, 1.0).reader(f"{web.url.removeprefix('http://')}/a.jsonl")
+    web.files["a.jsonl"] += b"\n"
+    with raises_line(DataError, "a.jsonl changed while it was read"):
+        file.read_at(10, 0)
+
+
+@pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "hf://models/owner/data", "hf://datasets/a"])
+def test_another_scheme_or_no_dataset_is_refused(url: str, raises_line) -> None:
+    with raises_line(ConfigError, url):
+        find_pieces([url], "text")
+
+
+@pytest.mark.parametrize("url", ["https://host/out", "hf://datasets/owner/data/out"])
+def test_nothing_is_written_to_the_web(tmp_path: Path, url: str, raises_line) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with raises_line(ConfigError, url, "s3://"):
+        prepare_here([str(tmp_path / "a.txt")], url, "bytes")
+
+
+# --- the hub
+
+
+def on_hub(hub: HubServer) -> str:
+    hub.files |= {f"data/{name}": content for name, content in FILES.items()}
+    hub.files |= {"README.md": b"about", "data/more/b.jsonl": JSON_LINES}
+    return "hf://datasets/owner/data"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_on_the_hub_becomes_the_same_shards(
+    tmp_path: Path, hub: HubServer, name: str
+) -> None:
+    source = f"{on_hub(hub)}/data/{name}"
+    (tmp_path / name).write_bytes(FILES[name])
+    local = prepare_here([str(tmp_path / name)], tmp_path / "local", "bytes", val_fraction=0.1)
+    fetched = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.1)
+    assert fetched.hash == local.hash
+    assert fetched.source["hub_commits"] == [f"owner/data@{HUB_COMMIT}"]
+    pinned = f"hf://datasets/owner/data@{HUB_COMMIT}/data/{name}"
+    assert f"prepare {pinned} --out" in mending(tmp_path / "out", fetched)
+    assert prepare_here([pinned], tmp_path / "out", "bytes", val_fraction=0.1) == fetched
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("data/*.jsonl", ["data/a.jsonl"]),
+        ("data/**/*.jsonl", ["a.jsonl", "more/b.jsonl"]),
+        ("**/b.jsonl", ["data/more/b.jsonl"]),
+        ("data/more", ["b.jsonl"]),
+        ("data/more/b.jsonl", ["b.jsonl"]),
+    ],
+)
+@pytest.mark.parametrize("revision", ["", "@main", f"@{HUB_COMMIT}"])
+def test_globs_and_directories_on_the_hub_are_pinned_to_a_commit(
+    hub: HubServer, source: str, names: list[str], revision: str
+) -> None:
+    pieces = find_pieces([f"{on_hub(hub)}{revision}/{source}"], "text")
+    found = list(dict.fromkeys(piece.name for piece in pieces))
+    assert [name.rpartition("/")[2] for name in found] == [n.rpartition("/")[2] for n in names]
+    assert all(f"owner/data@{HUB_COMMIT}/" in piece.path for piece in pieces)
+
+
+def test_a_private_dataset_is_read_with_the_token(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, raises_line
+) -> None:
+    source = f"{on_hub(hub)}/data/a.jsonl"
+    hub.private = True
+    with raises_line(DataError, "datasets/owner/data", "private or gated", "HF_TOKEN"):
+        find_pieces([source], "text")
+    monkeypatch.setenv("HF_TOKEN", HUB_TOKEN)
+    assert [text for _, _, text in read(source)] == TEXTS
+
+
+def test_a_hub_that_fails_for_a_while_is_asked_again(hub: HubServer) -> None:
+    hub.failures += [503, 429]
+    assert [text for _, _, text in read(f"{on_hub(hub)}/data/a.jsonl")] == TEXTS
+    assert not hub.failures
+
+
+def test_a_hub_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch, raises_line) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    place = replace(Location.of_source("hf://datasets/owner/data/a.jsonl"), retry_for_s=0.3)
+    with raises_line(StorageError, "hf://datasets/owner/data/a.jsonl", "out of reach"):
+        place.pinned()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("hf://datasets/owner/other/a.jsonl", "no such dataset or revision"),
+        ("hf://datasets/owner/data@old/data/a.jsonl", "no such dataset or revision"),
+        ("hf://datasets/owner/data/data/nothing.jsonl", "does not exist"),
+        ("hf://datasets/owner/data/nothing/*.jsonl", "does not exist"),
+        ("hf://datasets/owner/data/data/*.csv", "does not exist"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said(
+    hub: HubServer, source: str, words: str, raises_line
+) -> None:
+    on_hub(hub)
+    with raises_line(DataError, words, "hf://datasets/owner"):
+        find_pieces([source], "text")
+
+
+def test_what_names_no_dataset_is_said_by_every_version_of_the_hubs_library(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, raises_line
+) -> None:
+    assert find_pieces([f"{on_hub(hub)}/data/a.jsonl"], "text")  # the library is loaded
+    monkeypatch.delattr("huggingface_hub.errors.HfUriError", raising=False)  # older ones lack it
+    with raises_line(DataError, "own er!", "names no dataset"):
+        find_pieces(["hf://datasets/own er!/data/a.jsonl"], "text")

@@ -1,0 +1,317 @@
+"""The trials of a sweep file are a pure function of it, and none starts that is not possible."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import FIELDS, changed_fields
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.sweep.space import Drawn
+from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from raytrain_gpt.sweep.trial_plan import (
+    base_config,
+    check_sweep,
+    planned_trials,
+    tied_values,
+    trial_config,
+)
+
+TUNE_CONFIGS = sorted((Path(__file__).parents[2] / "tune_configs").glob("*.yaml"))
+
+LR = {"loguniform": [1e-3, 1e-2]}
+TIED = {"min_lr": {"expression": "peak_lr / 10"}}
+BATCHES = {"grid": [1024, 2048]}
+PBT = {"kind": "pbt", "perturb_every_tokens": 8192, "mutate": ["peak_lr"]}
+
+
+def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
+    """A small sweep over a space."""
+    fields = {
+        "sweep_name": "small",
+        "base": {"preset": "quickstart"},
+        "overrides": {"num_workers": 1, "min_workers": None},
+        "space": space,
+        "budget_tokens": 81_920,
+        "report_every_tokens": 4096,
+    }
+    return Sweep.model_validate({**fields, **changes})
+
+
+def test_a_grid_is_crossed_in_the_order_of_the_file() -> None:
+    sweep = sweep_of(
+        {"seed": {"grid": [1, 2]}, "dropout": {"grid": [0.0, 0.1, 0.2]}, **TIED},
+    )
+    expected = [
+        {"seed": seed, "dropout": dropout}
+        for seed, dropout in itertools.product([1, 2], [0, 0.1, 0.2])
+    ]
+    assert planned_trials(sweep) == expected
+
+
+def test_every_draw_is_tried_at_every_point_of_the_grid() -> None:
+    space = {"peak_lr": LR, "global_batch_tokens": BATCHES, "beta2": {"choice": [0.9, 0.99]}}
+    trials = planned_trials(sweep_of(space, num_trials=6))
+    assert [list(trial) for trial in trials] == [list(space)] * 6
+    assert [trial["global_batch_tokens"] for trial in trials] == [1024, 2048] * 3
+    rates = [trial["peak_lr"] for trial in trials]
+    assert rates[::2] == rates[1::2]
+    assert len(set(rates)) == 3
+
+
+def test_the_draws_of_a_seed_stay_the_same_for_ever() -> None:
+    sweep = sweep_of(
+        {"weight_decay": {"uniform": [0.0, 1.0]}, "num_layers": {"randint": [1, 100]}},
+        num_trials=3,
+    )
+    trials = [(round(t["weight_decay"], 6), t["num_layers"]) for t in planned_trials(sweep)]
+    assert trials == [(0.563722, 82), (0.487387, 79), (0.048115, 8)]
+
+
+@given(
+    seed=st.integers(0, 2**40),
+    num_trials=st.integers(1, 20),
+    more=st.integers(0, 20),
+    low=st.floats(1e-5, 1e-3),
+)
+def test_a_plan_is_pure_and_more_of_it_leaves_the_rest_as_it_is(
+    seed: int, num_trials: int, more: int, low: float
+) -> None:
+    space = {"peak_lr": {"loguniform": [low, 1e-2]}, "num_layers": {"randint": [1, 4]}}
+    sweep = sweep_of(space, num_trials=num_trials, sweep_seed=seed)
+    trials = planned_trials(sweep)
+    assert trials == planned_trials(sweep.model_copy())
+    assert len(trials) == num_trials
+    assert all(low <= t["peak_lr"] <= 1e-2 and t["num_layers"] in range(1, 5) for t in trials)
+    longer = sweep_of(space, num_trials=num_trials + more, sweep_seed=seed)
+    assert planned_trials(longer)[:num_trials] == trials
+    wider = sweep_of(
+        {"dropout": {"uniform": [0, 0.5]}, **space}, num_trials=num_trials, sweep_seed=seed
+    )
+    assert [{n: t[n] for n in space} for t in planned_trials(wider)] == trials
+
+
+def test_seeds_and_leaves_have_draws_of_their_own() -> None:
+    space = {name: {"uniform": [0.0, 0.5]} for name in ("dropout", "weight_decay")}
+    trials = [
+        trial
+        for seed in (0, 1)
+        for trial in planned_trials(sweep_of(space, num_trials=50, sweep_seed=seed))
+    ]
+    values = [value for trial in trials for value in trial.values()]
+    assert len(set(values)) == len(values)
+    assert 0.2 < sum(values) / len(values) < 0.3
+
+
+def test_optuna_has_no_plan() -> None:
+    assert planned_trials(sweep_of({"peak_lr": LR}, searcher="optuna", num_trials=4)) == []
+
+
+def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> None:
+    sweep = sweep_of({"peak_lr": {"grid": [5e-3, 6e-3]}}, overrides={"num_workers": 1, "seed": 3})
+    changed = changed_fields(
+        load_preset("quickstart").field_values(), base_config(sweep).field_values()
+    )
+    assert changed == {
+        "peak_lr": "0.003 -> 0.005",
+        "max_steps": "250 -> 40",
+        "eval_every_steps": "125 -> 2",
+        "checkpoint_every_steps": "125 -> 2",
+        "seed": "1337 -> 3",
+        "num_workers": "2 -> 1",
+        "spike_detection": "True -> False",
+        "run_name": "quickstart -> small",
+    }
+    rescued = sweep_of({"peak_lr": {"grid": [5e-3]}}, overrides={"spike_detection": True})
+    assert base_config(rescued).spikes.spike_detection
+
+
+def test_trials_are_not_evaluated_beside_their_training() -> None:
+    sweep = sweep_of({"peak_lr": LR, **TIED}, num_trials=2)
+    sweep = sweep.model_copy(update={"overrides": {**sweep.overrides, "eval_mode": "async"}})
+    with pytest.raises(ConfigError, match="set eval_mode to inline in overrides"):
+        base_config(sweep)
+
+
+def test_a_base_whose_own_values_do_not_fit_is_fine_where_every_trial_does() -> None:
+    fixed = {"seq_len": 96, "peak_lr": 1e-5, "warmup_steps": 5, "micro_batch_sequences": 10}
+    sweep = sweep_of(
+        {"global_batch_tokens": {"grid": [960, 1920]}, **TIED},
+        overrides={**fixed, "num_workers": 1},
+        budget_tokens=96_000,
+        report_every_tokens=9600,
+    )
+    assert [c.batch_sequences for c in check_sweep(sweep, num_workers=1)] == [10, 20]
+
+
+def test_trials_have_equal_tokens_whatever_their_batch() -> None:
+    sweep = sweep_of({"global_batch_tokens": BATCHES, "peak_lr": LR, **TIED}, num_trials=4)
+    configs = check_sweep(sweep, num_workers=1)
+    assert len(configs) == 4
+    for config in configs:
+        batch = config.train.global_batch_tokens
+        assert config.train.max_steps * batch == sweep.budget_tokens
+        assert config.eval.eval_every_steps * batch == sweep.report_every_tokens
+        assert config.train.checkpoint_every_steps == config.eval.eval_every_steps
+
+
+def test_values_tied_to_a_trial_follow_its_own() -> None:
+    space = {
+        **TIED,
+        "peak_lr": LR,
+        "warmup_steps": {"expression": "max(budget_tokens / 81920, max_steps / 16)"},
+        "global_batch_tokens": BATCHES,
+    }
+    sweep = sweep_of(space, num_trials=2)
+    base = base_config(sweep)
+    values = {"peak_lr": 5e-3, "global_batch_tokens": 1024}
+    config = trial_config(sweep, base, values)
+    assert config.optim.min_lr == pytest.approx(5e-4)
+    assert config.optim.warmup_steps == 5
+    tied = tied_values(sweep, values, config)
+    assert list(tied) == list(space)
+    assert tied == {name: config.field_values()[name] for name in space}
+    unchanged = set(FIELDS) - set(changed_fields(base.field_values(), config.field_values()))
+    assert {"num_workers", "run_name", "seed"} <= unchanged
+
+
+@pytest.mark.parametrize(
+    ("space", "changes", "words"),
+    [
+        (
+            {"global_batch_tokens": {"grid": [1024, 1536]}},
+            {},
+            ["budget_tokens=81920", "steps of 1024, 1536 tokens", "nearest: 79872, 82944"],
+        ),
+        (
+            {"global_batch_tokens": {"choice": [1024, 8192]}},
+            {"num_trials": 2},
+            ["report_every_tokens=4096", "1024, 8192", "nearest: 8192"],
+        ),
+        (
+            {"peak_lr": {"grid": [1e-3]}},
+            {"overrides": {"global_batch_tokens": 1000}},
+            ["budget_tokens=81920", "steps of 1000 tokens", "nearest: 81000, 82000"],
+        ),
+        (
+            {"global_batch_tokens": {"grid": [512, 1024]}},
+            {},
+            ["global_batch_tokens=512", "does not divide over 1 workers × 8", "nearest"],
+        ),
+        (
+            {"seq_len": {"grid": [128, 96]}},
+            {},
+            ["seq_len=96", "global_batch_tokens=2048 is not a multiple of seq_len=96"],
+        ),
+        (
+            {"num_heads": {"grid": [4, 3]}},
+            {},
+            ["a trial with num_heads=3", "num_heads=3 does not divide embd_size=128"],
+        ),
+        (
+            {"peak_lr": {"grid": [1e-3, 1e-4]}},
+            {},
+            ["peak_lr=1e-4 is not possible", "min_lr=0.0003 is above peak_lr=0.0001"],
+        ),
+        (
+            {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "schedule * 2"}},
+            {},
+            ["uses schedule='cosine'", "not a number"],
+        ),
+        (
+            {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "1 / dropout"}},
+            {},
+            ["no value at dropout=0", "division by zero"],
+        ),
+        (
+            {"peak_lr": {"grid": [1e-3]}},
+            {"overrides": {"warmup_steps": 40}},
+            ["warmup_steps=40 is not below its 40 steps", "expression: max_steps / 20"],
+        ),
+        ({"peak_lr": {"grid": [1e-3]}}, {"base": {"preset": "quickstar"}}, ["did you mean"]),
+        ({"peak_lr": {"grid": [1e-3]}}, {"base": {"config": "no.yaml"}}, ["cannot read"]),
+    ],
+)
+def test_a_trial_that_is_not_possible_is_one_line(
+    space: dict[str, Any], changes: dict[str, Any], words: list[str], raises_line
+) -> None:
+    sweep = sweep_of(space, **changes)
+    with raises_line(ConfigError, *words):
+        check_sweep(sweep, num_workers=1)
+
+
+def test_every_batch_divides_over_the_workers(raises_line) -> None:
+    sweep = sweep_of({"global_batch_tokens": BATCHES})
+    assert len(check_sweep(sweep, num_workers=1)) == 2
+    with raises_line(ConfigError, "a trial with global_batch_tokens=1,024", "2 workers × 8"):
+        check_sweep(sweep, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({"peak_lr": {"loguniform": [1e-4, 1e-2]}}, ["min_lr=0.0003 is above peak_lr=0.0001"]),
+        (
+            {"min_lr": {"uniform": [0, 5e-3]}, "peak_lr": {"uniform": [1e-3, 1e-2]}},
+            ["min_lr=0.005 is above peak_lr=0.001"],
+        ),
+        ({"embd_size": {"randint": [64, 128]}}, ["does not divide embd_size"]),
+        ({"global_batch_tokens": {"choice": [2048, 512]}}, ["does not divide over 1 workers"]),
+    ],
+)
+def test_what_optuna_may_come_to_is_tried_out_before(
+    space: dict[str, Any], words: list[str], raises_line
+) -> None:
+    with raises_line(ConfigError, "a trial with", *words):
+        check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
+
+
+def test_a_large_space_is_tried_out_in_part() -> None:
+    leaves = [n for n, (section, _) in FIELDS.items() if section in ("optim", "spikes", "model")]
+    space = {
+        name: {"choice": [FIELDS[name][1].default]}
+        for name in leaves
+        if FIELDS[name][1].default is not None
+    }
+    space |= {f: {"uniform": [0.1, 0.9]} for f in ("beta1", "beta2", "dropout", "decay_fraction")}
+    space |= {"weight_decay": {"choice": [i / 500 for i in range(500)]}}
+    space |= {"seed": {"choice": list(range(500))}, "warmup_steps": {"choice": [1, 2]}}
+    assert check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1) == []
+
+
+def test_what_pbt_may_come_to_is_tried_out_before(raises_line) -> None:
+    space = {"peak_lr": {"uniform": [1e-4, 1e-2]}}
+    sweep = sweep_of(space, num_trials=2, scheduler=PBT)
+    assert all(trial["peak_lr"] > 3e-4 for trial in planned_trials(sweep))
+    with raises_line(ConfigError, "peak_lr=1e-4", "min_lr=0.0003 is above peak_lr=0.0001"):
+        check_sweep(sweep, num_workers=1)
+    assert len(check_sweep(sweep_of({**space, **TIED}, num_trials=2, scheduler=PBT), 1)) == 2
+
+
+@pytest.mark.parametrize("path", TUNE_CONFIGS, ids=lambda path: path.stem)
+def test_the_sweeps_that_come_with_the_product_are_possible(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    sweep = load_sweep(path, {})
+    assert {*sweep.overrides, *sweep.space} <= set(FIELDS)
+    num_workers = base_config(sweep).cluster.num_workers
+    assert isinstance(num_workers, int), "say the number of workers of a trial"
+    configs = check_sweep(sweep, num_workers)
+    assert len(configs) == len(planned_trials(sweep))
+    assert sweep.searcher == "optuna" or len(configs) > 1
+    assert path.read_text("utf-8").startswith("# ")
+    assert f"raytrain-gpt tune tune_configs/{path.name}" in path.read_text("utf-8")
+
+
+def test_there_is_a_sweep_for_each_way_to_search() -> None:
+    sweeps = [load_sweep(path, {}) for path in TUNE_CONFIGS]
+    assert {"asha", "pbt"} <= {sweep.scheduler.kind for sweep in sweeps}
+    assert {sweep.searcher for sweep in sweeps} == {"random", "optuna"}
+    assert any(isinstance(d, Drawn) for sweep in sweeps for d in sweep.space.values())

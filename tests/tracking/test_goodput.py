@@ -1,0 +1,329 @@
+"""Goodput follows from rows alone: these tests make attempts up and know every number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.goodput import (
+    END_EVENTS,
+    LOST_TO,
+    goodput,
+    read_attempts,
+    short_duration,
+)
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, Row, log_lines, merge_rows
+
+STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
+
+
+def event(kind: str, step: int, time: float, **more: Any) -> Row:
+    return {"step": step, "event": kind, "time": time, **more}
+
+
+def steps(first: int, last: int) -> list[Row]:
+    timing = {"perf/step_time_s": STEP_S, "perf/data_wait_s": WAIT_S}
+    return [{"step": s, "train/loss": 1.0, **timing} for s in range(first, last + 1)]
+
+
+def evaluation(step: int) -> Row:
+    return {"step": step, "val/loss": 1.0, "perf/eval_s": EVAL_S}
+
+
+def begin(number: int, step: int, time: float, session: str = "a", lost_steps: int = 0) -> Row:
+    lost = {"lost_steps": lost_steps, "lost_s": lost_steps * STEP_S}
+    return event("attempt", step, time, attempt=number, num_workers=2, session=session, **lost)
+
+
+def checkpoint(step: int, time: float) -> Row:
+    timing = {"perf/checkpoint_blocked_s": BLOCKED_S, "perf/checkpoint_write_s": 3.0}
+    return event("checkpoint", step, time, **timing)
+
+
+def unbroken() -> list[Row]:
+    """8 s start-up, 40 steps of 0.5 s, an evaluation, a checkpoint and 1.75 s of something else."""
+    return [
+        begin(1, 0, 100.0),
+        event("start", 0, 108.0),
+        *steps(1, 40),
+        evaluation(40),
+        checkpoint(40, 131.0),
+        event("finished", 40, 132.0),
+    ]
+
+
+def restarted(end: str | None, session: str = "a") -> list[Row]:
+    """20 steps, of which 10 are thrown away; the second attempt begins at 130 and does steps 11 to 30."""
+    ended = [] if end is None else [event(end, 10, 120.0)]
+    return [
+        begin(1, 0, 100.0),
+        event("start", 0, 108.0),
+        checkpoint(10, 113.5),
+        *ended,
+        begin(2, 10, 130.0, session, lost_steps=10),
+        event("resume", 10, 136.0),
+        *steps(1, 30),
+        event("finished", 30, 150.0),
+    ]
+
+
+def test_an_unbroken_run() -> None:
+    result = goodput(unbroken())
+    assert result.elapsed_s == 32.0
+    assert result.effective_s == 40 * (STEP_S - WAIT_S) == 15.0
+    assert result.effective_fraction == 15 / 32
+    assert result.lost_to == {
+        "startup": STARTUP_S,
+        "restarts": 0.0,
+        "repeated_steps": 0.0,
+        "evaluation": EVAL_S,
+        "checkpoints": BLOCKED_S,
+        "data_wait": 5.0,
+        "other": 1.75,
+    }
+    assert (result.num_attempts, result.restarts, result.restarts_by_cause) == (1, 0, {})
+    assert (result.lost_steps, result.not_running_s, result.checkpoint_write_s) == (0, 0.0, 3.0)
+    assert result.summary() == (
+        "goodput 46.9% of 32s training | no restart | no step repeated | lost to: start-up 8.0s, "
+        "evaluation 2.0s, checkpoints 0.2s, waiting for data 5.0s, other 1.8s"
+    )
+
+
+@pytest.mark.parametrize("end", [e for e in END_EVENTS if e != "finished"])
+def test_a_restart_in_one_command_costs_the_time_between(end: str) -> None:
+    result = goodput(restarted(end))
+    assert result.elapsed_s == 50.0
+    assert result.not_running_s == 0.0
+    assert result.effective_s == 30 * (STEP_S - WAIT_S)
+    assert result.lost_to["startup"] == 8.0 + 6.0
+    assert result.lost_to["restarts"] == 10.0
+    assert result.lost_to["repeated_steps"] == 5.0
+    assert result.restarts_by_cause == {end: 1}
+    assert result.lost_steps == 10
+    assert result.rolled_back_steps == (10 if end == "rolled_back" else 0)
+
+
+def test_time_between_commands_is_no_training_time() -> None:
+    result = goodput(restarted("stopped", session="b"))
+    assert result.elapsed_s == 20.0 + 20.0
+    assert result.not_running_s == 10.0
+    assert result.lost_to["restarts"] == 0.0
+    assert result.restarts == 1
+    assert "not running for 10s between commands" in result.summary()
+
+
+def test_a_finished_run_that_goes_on_was_extended() -> None:
+    assert goodput(restarted("finished", session="b")).restarts_by_cause == {"extended": 1}
+
+
+def test_a_killed_driver_ended_after_all_that_it_did() -> None:
+    # 10 kept steps, 10 thrown away, one checkpoint: 108 + 20 * 0.5 + 0.25.
+    rows = restarted(None, session="b")
+    assert [attempt.end_s for attempt in read_attempts(rows)] == [118.25, 150.0]
+    result = goodput(rows)
+    assert result.elapsed_s == 18.25 + 20.0
+    assert result.not_running_s == 11.75
+    assert result.restarts_by_cause == {"killed": 1}
+
+
+def test_a_killed_driver_ended_before_the_next_attempt_began() -> None:
+    rows = [begin(1, 0, 0.0), event("start", 0, 1.0), *steps(1, 10), begin(2, 10, 3.0, "b")]
+    assert [attempt.end_s for attempt in read_attempts(rows)] == [3.0, 3.0]
+
+
+def test_a_killed_start_up_is_known_to_its_last_event() -> None:
+    result = goodput([begin(1, 0, 0.0), begin(2, 0, 50.0, "b"), event("failed", 0, 57.0)])
+    assert (result.elapsed_s, result.not_running_s) == (7.0, 50.0)
+    assert result.lost_to["startup"] == 7.0
+    assert result.effective_fraction == 0.0
+
+
+def test_a_run_that_is_going_on() -> None:
+    rows = unbroken()[:-1]
+    assert goodput(rows).elapsed_s == 31.0  # its last event
+    assert goodput([*rows, *steps(41, 60)]).elapsed_s == 8.0 + 30.0 + EVAL_S + BLOCKED_S
+    assert goodput(rows[:2]).summary() == (
+        "goodput 0.0% of 8.0s training | no restart | no step repeated | lost to: start-up 8.0s"
+    )
+    assert goodput(rows[:1]).effective_fraction is None
+
+
+@pytest.mark.parametrize("rows", [[], steps(1, 9), [event("failed", 0, 3.0)]])
+def test_nothing_is_known_without_a_start(rows: list[Row]) -> None:
+    result = goodput(rows)
+    assert result.effective_fraction is None
+    assert result.summary().startswith("goodput unknown | no restart | no step repeated")
+    json.dumps(result.facts(), allow_nan=False)
+
+
+def test_rows_of_before_the_attempt_event() -> None:
+    rows = [
+        event("start", 0, 100.0, num_workers=2),
+        event("checkpoint", 10, 105.5, seconds=0.5),
+        event("failed", 10, 110.0, error="x"),
+        event("failed", 10, 115.0, error="before its first step"),
+        event("resume", 10, 200.0, num_workers=2),
+        event("resume", 20, 300.0, num_workers=2),
+        *({"step": s, "train/loss": None, "perf/step_time_s": STEP_S} for s in range(1, 41)),
+    ]
+    result = goodput(rows)
+    assert result.elapsed_s == 10.0 + 10 * STEP_S + 20 * STEP_S
+    assert result.effective_s == 40 * STEP_S
+    assert result.lost_to == {**dict.fromkeys(LOST_TO, 0.0), "checkpoints": 0.5, "other": 4.5}
+    assert result.restarts_by_cause == {"failed": 1, "unknown": 1}
+    assert result.not_running_s == 90.0 + 95.0
+
+
+def test_null_and_missing_numbers_are_zero() -> None:
+    bare = {"step": 1, "train/loss": None, "perf/step_time_s": None}
+    rows = [{"step": 0, "event": "attempt", "time": 1.0}, event("start", 0, 2.0), bare]
+    assert (
+        goodput([*rows, event("checkpoint", 1, 3.0), {"step": 1, "val/loss": None}]).elapsed_s == 2
+    )
+
+
+def test_a_rollback_tells_its_steps_and_batches() -> None:
+    rows = [
+        begin(1, 0, 0.0),
+        event("start", 0, 1.0),
+        *(event("spike", s, 2.0) for s in (12, 13)),
+        event("nonfinite", 14, 2.0),
+        event("rolled_back", 14, 3.0),
+        event("rollback", 10, 3.5, first_batch=11, stop_batch=14),
+        begin(2, 10, 4.0, lost_steps=4),
+        event("preempted", 10, 5.0),
+        event("rollback", 10, 5.5, first_batch=13, stop_batch=15),
+        begin(3, 10, 6.0, lost_steps=3),
+        event("resume", 10, 7.0),
+    ]
+    result = goodput(rows)
+    assert (result.lost_steps, result.rolled_back_steps) == (7, 4)
+    assert (result.bad_steps, result.skipped_batches) == (3, 4)
+    assert (
+        "2 restarts (1 rolled back, 1 preempted) | 7 steps repeated (4 of them rolled back) | "
+        in (result.summary())
+    )
+    assert " | 3 bad steps | 4 batches skipped" in result.summary()
+
+
+@pytest.mark.parametrize(
+    ("end", "same_session", "killed_startups", "lost_steps"),
+    itertools.product((None, "failed", "hung", "rolled_back"), (True, False), (0, 2), (0, 3)),
+)
+def test_a_grid_of_attempts_adds_up(
+    end: str | None, same_session: bool, killed_startups: int, lost_steps: int
+) -> None:
+    # 12 attempts of 10 kept steps; each does `lost_steps` more that the next one throws away.
+    num_attempts, gap_s, rows, now_s, number = 12, 5.0, [], 1000.0, 0
+    begun_s, steps_s = now_s, (10 + lost_steps) * STEP_S
+    for done in range(0, num_attempts * 10, 10):
+        lost = lost_steps if done else 0
+        for begins_training in (*[False] * killed_startups, True):
+            number += 1
+            session = "a" if same_session else str(number)
+            rows.append(begin(number, done, now_s, session, lost))
+            lost = 0
+            if begins_training:
+                rows.append(event("start" if done == 0 else "resume", done, now_s + STARTUP_S))
+                now_s += STARTUP_S + steps_s + EVAL_S + BLOCKED_S
+                rows += [*steps(done + 1, done + 10), evaluation(done + 10)]
+                rows.append(checkpoint(done + 10, now_s - steps_s / 2))
+                if end is not None or done == num_attempts * 10 - 10:
+                    rows.append(event(end or "finished", done + 10, now_s))
+            now_s += gap_s
+    random.Random(0).shuffle(rows)
+    result = goodput(merge_rows(rows, [], 10**6))
+
+    between = number - 1
+    lost_last = lost_steps * STEP_S  # nobody came after the last attempt to say what it lost
+    # Attempts killed in start-up are not known to have lasted at all, only the gaps around them.
+    busy_s = num_attempts * (STARTUP_S + steps_s + EVAL_S + BLOCKED_S)
+    assert result.elapsed_s + result.not_running_s == pytest.approx(now_s - gap_s - begun_s)
+    assert result.elapsed_s == pytest.approx(busy_s + same_session * between * gap_s)
+    assert result.not_running_s == pytest.approx((not same_session) * between * gap_s)
+    assert result.effective_s == num_attempts * 10 * (STEP_S - WAIT_S)
+    assert result.lost_to == pytest.approx(
+        {
+            "startup": num_attempts * STARTUP_S,
+            "restarts": same_session * between * gap_s,
+            "repeated_steps": (num_attempts - 1) * lost_last,
+            "evaluation": num_attempts * EVAL_S,
+            "checkpoints": num_attempts * BLOCKED_S,
+            "data_wait": num_attempts * 10 * WAIT_S,
+            "other": lost_last,
+        }
+    )
+    assert result.effective_s + sum(result.lost_to.values()) == pytest.approx(result.elapsed_s)
+    assert result.restarts == between == sum(result.restarts_by_cause.values())
+    expected = {"killed": num_attempts * killed_startups} if killed_startups else {}
+    expected[end or "killed"] = expected.get(end or "killed", 0) + num_attempts - 1
+    assert result.restarts_by_cause == expected
+    assert result.lost_steps == (num_attempts - 1) * lost_steps
+    assert result.rolled_back_steps == (end == "rolled_back") * result.lost_steps
+
+
+def test_facts_are_json() -> None:
+    facts = goodput(restarted("failed")).facts()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert facts["effective_fraction"] == 11.25 / 50
+    assert set(facts["lost_to"]) == set(LOST_TO)
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"),
+    [(0, "0.0s"), (0.34, "0.3s"), (9.96, "10s"), (25.4, "25s"), (750, "12m 30s")],
+)
+def test_short_durations(value_s: float, text: str) -> None:
+    assert short_duration(value_s) == text
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (event("resume", 100, 1.0), "100 resume"),
+        (event("failed", 7, 1.0, error="OSError: no\nspace"), "7 failed OSError: no space"),
+        (event("failed", 7, 1.0), "7 failed"),
+        (event("spike", 117, 1.0, loss=8.3, loss_zscore=9.1), "117 spike loss 8.3000 z 9.1"),
+        (
+            event(
+                "spike", 9, 1.0, loss=3.0, loss_zscore=None, grad_norm=40.0, grad_norm_zscore=12.0
+            ),
+            "9 spike loss 3.0000 norm 40.00 z 12.0",
+        ),
+        (
+            event("nonfinite", 9, 1.0, loss=None, grad_norm=2.0),
+            "9 nonfinite loss not finite norm 2.00",
+        ),
+        (
+            event("rollback", 120, 1.0, to_step=100, first_batch=112, stop_batch=123),
+            "120 rollback to step 100, batches 112 to 122 skipped",
+        ),
+        (
+            event("rollback", 100, 1.0, first_batch=5, stop_batch=7),
+            "100 rollback batches 5 to 6 skipped",
+        ),
+    ],
+)
+def test_events_say_their_details_in_the_log(row: Row, line: str) -> None:
+    assert log_lines(row) == [line]
+
+
+def test_runs_show_tells_it(tmp_path: Path) -> None:
+    from raytrain_gpt.tracking.runs import runs_command
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / CONFIG_FILE).write_text(Config().to_yaml(), "utf-8")
+    rows = restarted("failed")
+    (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    lines: list[str] = []
+    runs_command("show", ["run"], Location.of(tmp_path), True, lines.append)
+    assert goodput(rows).summary() in lines
+    assert json.loads(lines[-1])["goodput"] == goodput(rows).facts()

@@ -1,0 +1,440 @@
+"""The report is built from files alone: these tests write such files, without Ray or a model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.charts import MAX_POINTS, running_mean, thinned
+from raytrain_gpt.tracking.report import (
+    MAX_SAMPLE_SETS,
+    RunStory,
+    write_comparison,
+    write_report,
+)
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
+from raytrain_gpt.tracking.step_time import KINDS, Operator, TimeUse
+from raytrain_gpt.tracking.sync import RunSync
+
+PROMPT = "<b>def</b> "
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+def start(event: str, step: int, time: float, **more: Any) -> Row:
+    return {"step": step, "event": event, "time": time, "attempt": 1, "num_workers": 2, **more}
+
+
+def step_row(step: int, **changed: Any) -> Row:
+    row = {
+        "step": step,
+        "train/loss": 5.0 - step / 100,
+        "optim/lr": 1e-3,
+        "optim/grad_norm": 1.0 + step % 3,
+        "perf/tokens_per_s": 13_000.0,
+        "perf/step_time_s": 0.25,
+        "perf/data_wait_s": 0.025,
+        "perf/mfu": None,
+        "data/epoch": 0,
+        "data/tokens_seen": 4096 * step,
+        "data/order_hash": f"{step:016x}",
+    }
+    return {**row, **{key.replace("__", "/"): value for key, value in changed.items()}}
+
+
+def eval_row(step: int, loss: float | None) -> Row:
+    values = {"val/perplexity": 18.3, "val/bits_per_byte": 4.25}
+    values |= {"hellaswag/acc": 0.271, "hellaswag/acc_norm": 0.2875, "hellaswag/examples": 1000}
+    return {"step": step, "val/loss": loss, **values, "perf/eval_s": 3.0}
+
+
+def make_run(
+    path: Path,
+    rows: list[Row],
+    samples: dict[int, list[str]] | None = None,
+    checkpoint: int | None = None,
+    manifest_hash: str = "aaaa",
+    **leaves: Any,
+) -> RunSync:
+    path.mkdir(parents=True)
+    config = Config().updated({"max_steps": 60, "sample_prompt": PROMPT, **leaves})
+    (path / CONFIG_FILE).write_text(config.to_yaml(), "utf-8")
+    (path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    sets = {
+        at: "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))
+        for at, texts in (samples or {}).items()
+    }
+    text = "".join(f"=== step {step} ===\n{lines}\n" for step, lines in sets.items())
+    (path / SAMPLES_FILE).write_text(text, "utf-8")
+    if checkpoint is not None:
+        state = CheckpointState(
+            step=checkpoint, next_batch=checkpoint, order_hash=f"{checkpoint:016x}", val_loss=2.5,
+            tokens_seen=0, config={}, manifest_hash=manifest_hash, vocab_hash="v", vocab_size=257,
+            order_version=1, num_workers=2,
+        )  # fmt: skip
+        Catalog(Location.of(path)).draft(checkpoint, "001").commit(state, {}, {})
+    return RunSync(Location.of(path))
+
+
+def steps(last: int) -> list[Row]:
+    return [step_row(step) for step in range(1, last + 1)]
+
+
+@pytest.fixture
+def full_run(tmp_path: Path) -> RunSync:
+    rows = [
+        start("start", 0, 1.0),
+        *steps(30),
+        eval_row(30, 3.5),
+        start("checkpoint", 30, 2.0, seconds=0.5),
+        start("resume", 30, 3.0, num_workers=4),
+        *(step_row(step) for step in range(31, 61)),
+        eval_row(60, 2.5),
+        start("checkpoint", 60, 4.0, seconds=0.5),
+    ]
+    texts = [PROMPT + "<script>alert('x')</script>\n    return", "no prompt </pre>"]
+    return make_run(tmp_path / "full", rows, {30: texts, 60: texts}, checkpoint=60)
+
+
+def page(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+class Checker(HTMLParser):
+    """Collects ids and what a browser would load, and checks that elements are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.tags: set[str] = set()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("href", "xlink:href", "src", "srcset", "data", "action"):
+                self.references.append(value or "")
+            self.references += re.findall(r"url\(([^)]*)\)", value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(path: Path) -> Checker:
+    checker = Checker()
+    checker.feed(page(path))
+    assert checker.open == []
+    return checker
+
+
+def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: RunSync) -> None:
+    path = write_report(full_run)
+    assert path == full_run.work_dir / "report.html"
+    checker = checked(path)
+    assert not {"script", "link", "img", "iframe", "base", "object"} & checker.tags
+    assert "http://" not in page(path)
+    assert "https://" not in page(path)
+    assert "@import" not in page(path)
+    assert len(set(checker.ids)) == len(checker.ids) > 0
+    assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
+    assert page(path).count("<figure>") == 7
+
+
+def test_numbers_of_a_finished_run(full_run: RunSync) -> None:
+    html = page(write_report(full_run))
+    for text in (
+        "<h1>full</h1>", "at step 60 of 60", "2, then 4 workers", "4.4000", "2.5000", "4.2500",
+        "245.8k", "13.0k", "250 ms a step", "15s", "HellaSwag", "0.2875",
+        "acc 0.2710, 1,000 examples", "chance 0.25", "GPT-2 124M 0.2955",
+        "60 (newest, best)", f"{60:016x}", "manifest hash", "1–30", "31–60", "peak_lr",
+    ):  # fmt: skip
+        assert text in html, text
+    assert "not finished" not in html
+    assert "metrics.jsonl" not in html  # the checkpoint's hash agrees with the row's
+
+
+def test_text_from_the_run_is_escaped(full_run: RunSync) -> None:
+    html = page(write_report(full_run))
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\n    return" in html
+    assert "<mark>&lt;b&gt;def&lt;/b&gt; </mark>" in html
+    assert "no prompt &lt;/pre&gt;" in html
+    assert "<b>def" not in html
+
+
+def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
+    names = ("<i>$x_$", "_b&")
+    runs = [make_run(tmp_path / name, [*steps(40), eval_row(40, 3.0)]) for name in names]
+    path = write_comparison(runs, tmp_path / "out" / "both.html")
+    checked(path)
+    assert "&lt;i&gt;$x_$" in page(path)
+    assert "<i>" not in page(path)
+    assert "_b&amp;" in page(path)
+
+
+def test_a_resume_is_marked_in_every_chart(full_run: RunSync) -> None:
+    html = page(write_report(full_run))
+    assert "resumed after step 30" in html
+    assert html.count('class="resume"') == 6  # all but the second half, which begins at step 31
+
+
+def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
+    events = [start("start", 0, 1.0), start("resume", 40, 2.0), start("resume", 20, 3.0)]
+    run = make_run(tmp_path / "run", [*events, *steps(60)])
+    story = RunStory(run)
+    assert [(a["step"], a["until"]) for a in story.attempts()] == [(0, 20), (40, 20), (20, 60)]
+    assert story.charts()[0].marks == [20]
+    assert "<td>none</td>" in page(write_report(run))
+
+
+def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
+    def attempt(step: int, time: float, lost_steps: int = 0) -> Row:
+        lost = {"lost_steps": lost_steps, "lost_s": lost_steps * 0.25}
+        return start("attempt", step, time, session="a", **lost)
+
+    rows = [
+        attempt(0, 100.0),
+        start("start", 0, 105.0),
+        start("checkpoint", 20, 110.0, **{"perf/checkpoint_blocked_s": 0.5}),
+        start("failed", 25, 115.0, error="<OSError>: gone"),
+        attempt(20, 120.0, lost_steps=5),
+        start("preempted", 20, 122.0),
+        attempt(20, 125.0),
+        start("resume", 20, 130.0, num_workers=4),
+        start("spike", 41, 136.0),
+        start("nonfinite", 42, 136.5),
+        start("rollback", 40, 137.0, to_step=40, first_batch=40, stop_batch=42),
+        start("rolled_back", 42, 137.0),
+        attempt(40, 140.0, lost_steps=2),
+        start("resume", 40, 145.0),
+        start("hung", 50, 150.0),
+        attempt(50, 151.0),
+        start("resume", 50, 155.0),
+        start("checkpoint", 60, 159.0, **{"perf/checkpoint_write_s": 1.5}),
+        start("finished", 60, 160.0),
+        *steps(60),
+        eval_row(60, 2.5),
+    ]
+    run = make_run(tmp_path / "run", rows, checkpoint=60)
+    story = RunStory(run)
+    html = page(write_report(run))
+    checker = checked(run.work_dir / "report.html")
+    assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
+    assert [(a["event"], a["step"], a["until"], a["ended"]) for a in story.attempts()] == [
+        ("start", 0, 20, "failed <OSError>: gone"),
+        ("no step", 20, 20, "preempted"),
+        ("resume", 20, 40, "rolled_back"),
+        ("resume", 40, 50, "hung"),
+        ("resume", 50, 60, "finished"),
+    ]
+    for text in (
+        "<b>22.5%</b> of 1m 0s", "4 restarts (1 failed, 1 preempted, 1 rolled back, 1 hung)",
+        "7 steps repeated (2 of them rolled back)", "failed &lt;OSError&gt;: gone",
+        "2, first 41; rollback to step 40, batches 40 to 41 skipped", "rolled back</td>", "1.50 s",
+    ):  # fmt: skip
+        assert text in html, text
+    widths = [width for *_, width in story.time_parts()]
+    assert sum(widths) == pytest.approx(100)
+    assert html.count("</title></rect>") == sum(width > 0 for width in widths)
+    assert story.charts()[0].marks == [20, 40, 50]
+
+
+def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
+    rows = [start("attempt", 0, 1.0, session="a"), start("start", 0, 2.0), *steps(7)]
+    story = RunStory(make_run(tmp_path / "run", rows))
+    assert story.attempts()[0]["ended"] == ""
+    rows = [*rows, start("attempt", 0, 9.0, session="b")]
+    run = make_run(tmp_path / "killed", rows)
+    story = RunStory(run)
+    assert [a["ended"] for a in story.attempts()] == ["killed", ""]
+    checked(write_report(run))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [start("start", 0, 1.0)],
+        steps(1),
+        [start("start", 0, 1.0), *steps(7)],
+        [step_row(step, train__loss=None, optim__grad_norm=None) for step in range(1, 50)],
+        [*steps(40), eval_row(40, None)],
+        [eval_row(0, 3.0)],
+    ],
+    ids=[
+        "nothing",
+        "started",
+        "one step",
+        "no evaluation",
+        "null losses",
+        "null eval",
+        "only eval",
+    ],
+)
+def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
+    run = make_run(tmp_path / "run", rows)
+    checked(write_report(run))
+    html = page(run.work_dir / "report.html")
+    assert "not finished" in html
+    assert ">nan" not in html
+    assert ("not evaluated yet" in html) == (not any("val/loss" in row for row in rows))
+    checked(write_comparison([run, run], tmp_path / "both.html"))
+
+
+def test_an_empty_directory_has_a_report(tmp_path: Path) -> None:
+    checked(write_report(RunSync(Location.of(tmp_path))))
+    assert "There is no config.yaml" in page(tmp_path / "report.html")
+
+
+def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    rows = [step_row(s, train__loss=None if 20 < s <= 25 else 3.0) for s in range(1, 41)]
+    html = page(write_report(make_run(tmp_path / "run", rows)))
+    assert "not finite in 5 steps, first in step 21" in html
+
+
+def test_a_checkpoint_that_disagrees_is_told(tmp_path: Path) -> None:
+    rows = [step_row(step, data__order_hash="f" * 16) for step in range(1, 11)]
+    assert "≠ metrics.jsonl" in page(write_report(make_run(tmp_path / "run", rows, checkpoint=10)))
+
+
+def test_samples_are_spread_over_a_long_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps(3), {step: [f"at {step}"] for step in range(1, 101)})
+    sets = RunStory(run).samples()
+    assert len(sets) == MAX_SAMPLE_SETS
+    assert (sets[0], sets[-1]) == ((1, ["at 1"]), (100, ["at 100"]))
+
+
+def test_waiting_is_related_to_the_time_of_the_same_steps(tmp_path: Path) -> None:
+    # Step times are means between two flushes (here of 2 steps); a step's wait is its own.
+    rows = [step_row(s, perf__step_time_s=t, perf__data_wait_s=w)
+            for s, t, w in ((1, 0.2, 0.3), (2, 0.2, 0.0), (3, 0.4, 0.0), (4, 0.4, 0.08))]  # fmt: skip
+    chart = RunStory(make_run(tmp_path / "run", rows)).charts()[-1]
+    np.testing.assert_allclose(chart.curves[0].values, [75, 75, 10, 10])
+
+
+def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
+    losses = {"val/loss/web": 3.0, "val/loss/code": None}
+    rows = [*steps(4), {**eval_row(2, 3.5), **losses}, {**eval_row(4, 3.4), **losses}]
+    charts = {chart.title: chart for chart in RunStory(make_run(tmp_path / "run", rows)).charts()}
+    code, web = charts["Validation loss by dataset"].curves
+    assert (code.label, web.label) == ("code", "web")
+    np.testing.assert_array_equal(code.values, [np.nan, np.nan])
+    np.testing.assert_array_equal(web.values, [3.0, 3.0])
+    assert web.steps.tolist() == [2, 4]
+
+
+def test_profiles_are_shown(tmp_path: Path) -> None:
+    operators = [Operator("<aten::mm>", "matmul", 0.08, 48)]
+    kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
+    uses = [TimeUse(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
+    profiles = [
+        {
+            **start("profile", use.first_step + 1, 1e9 + i, trace=f"profile/{i}.json.gz"),
+            **use.facts(),
+        }
+        for i, use in enumerate(uses)
+    ]
+    rows = [step_row(s, perf__tokens_per_s=None if s in (5, 6, 7) else 1e4) for s in range(1, 41)]
+    path = write_report(make_run(tmp_path / "run", [*rows, *profiles]))
+    ids = checked(path).ids
+    assert len(ids) == len(set(ids))
+    html = page(path)
+    for words in ("steps 6 to 7, 100.0 ms a step", "steps 26 to 27", "profile/1.json.gz", "75.0%"):
+        assert words in html
+    assert "&lt;aten::mm&gt;" in html
+    assert ">nan" not in html
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(size=(3, 100_000))
+    rows = [
+        step_row(i + 1, train__loss=5 + a, optim__grad_norm=2 + b, perf__tokens_per_s=1e4 + 100 * c)
+        for i, (a, b, c) in enumerate(noise.T.tolist())
+    ]
+    path = write_report(make_run(tmp_path / "run", rows, max_steps=100_000))
+    assert path.stat().st_size < 1_000_000
+
+
+def test_thinning_keeps_extremes_and_gaps() -> None:
+    at = np.arange(100_000, dtype=np.float64)
+    values = np.sin(at)
+    values[[70_003, 80_000]] = 99, np.nan
+    kept, thin = thinned(at, values, MAX_POINTS)
+    assert len(kept) <= MAX_POINTS + 1
+    assert thin[kept == 70_003] == 99
+    assert np.isnan(thin).sum() == 1
+    assert (np.diff(kept) > 0).all()
+    np.testing.assert_array_equal(thinned(at[:5], values[:5], MAX_POINTS), (at[:5], values[:5]))
+
+
+def test_running_mean_leaves_out_what_is_not_finite() -> None:
+    values = np.array([1.0, 3.0, np.nan, 5.0, np.nan, np.nan, np.nan])
+    expected = [1.0, 2.0, 2.0, 4.0, 5.0, 5.0, np.nan]
+    np.testing.assert_allclose(running_mean(values, 3), expected)
+
+
+def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
+    same = make_run(tmp_path / "same", [*steps(50), eval_row(50, 3.0)], checkpoint=50, peak_lr=2e-3)
+    other_order = [step_row(s, data__order_hash=f"{s + (s > 9):016x}") for s in range(1, 51)]
+    other = make_run(tmp_path / "other", other_order, checkpoint=50)
+    elsewhere = make_run(tmp_path / "elsewhere", steps(50), checkpoint=50, manifest_hash="bbbb")
+    unsaved = make_run(tmp_path / "unsaved", steps(50))
+    runs = [full_run, same, other, elsewhere, unsaved]
+    path = write_comparison(runs, tmp_path / "comparison.html")
+    html = page(path)
+    assert len(set(checked(path).ids)) > 0
+    assert "data/order_hash at step 50, the last in common" in html
+    verdicts = re.findall(r"<td>((?:yes|no|same order)[^<]*)</td>", html)
+    assert verdicts == [
+        "yes",
+        "yes",
+        "no, differs from step 10 on",
+        "no, same order of other data",
+        "same order; dataset not known before a checkpoint",
+    ]
+    differing = html[html.index("Differing configuration") :]
+    assert "<td>peak_lr</td>" in differing
+    assert "0.002" in differing
+    assert "run_name" not in differing
+    assert "seed" not in differing
+    # Five train curves with five different pairs of colour and dash, each with its key.
+    figure = html[html.index("Train loss") : html.index("</figure>")]
+    keys = re.findall(
+        r'stroke="(var\(--c\d\))" stroke-width="[\d.]+" stroke-dasharray="(.*?)"', figure
+    )
+    assert len(set(keys)) == len(runs)
+    for run in runs:
+        assert f"</svg>{run.run_dir.name}</span>" in figure
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / place / "run", steps(5)) for place in ("a", "b")]
+    html = page(write_comparison(runs, tmp_path / "both.html"))
+    assert all(f"<th>{run.run_dir}</th>" in html for run in runs)
+
+
+def test_importing_it_is_cheap() -> None:
+    code = (
+        "import sys, raytrain_gpt.tracking.report\n"
+        "print({'matplotlib', 'torch', 'ray', 'mlflow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

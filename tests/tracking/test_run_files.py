@@ -1,0 +1,205 @@
+"""A run's text files stay one continuous record over restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.errors import StorageError
+from raytrain_gpt.format import amount, duration, eval_line, step_line
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import RunFiles, merge_rows, read_rows, read_samples
+from raytrain_gpt.tracking.sync import RunSync
+from tests.s3 import S3Server
+
+
+def train_row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "train/loss": 1.0 / step, **more}
+
+
+def test_rows_above_the_resumed_step_are_replaced_and_lost_ones_filled_in() -> None:
+    written = [train_row(1), train_row(2), {"step": 2, "val/loss": 3.0}, train_row(5)]
+    saved = [train_row(2, note="saved"), train_row(3), train_row(4)]
+    merged = merge_rows(written, saved, step=4)
+    assert [row["step"] for row in merged] == [1, 2, 2, 3, 4]
+    assert "note" not in merged[1]
+    assert "val/loss" in merged[2]
+
+
+def test_events_stay_for_ever() -> None:
+    event = {"step": 9, "event": "start", "time": 1.0}
+    assert merge_rows([event, train_row(9)], [], step=3) == [event]
+
+
+def test_files_go_on_where_they_were(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, 0, [])
+    files.add_rows([train_row(1), train_row(2), {"step": 2, "val/loss": 2.5}, train_row(3)])
+    files.add_samples(2, "0: 'two'")
+    files.add_samples(3, "0: 'three'")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/lo')
+
+    files = RunFiles(tmp_path, 2, [])
+    files.add_rows([train_row(3)])
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 2, 3]
+    assert read_samples(tmp_path) == [(2, "0: 'two'")]
+    assert (tmp_path / "log.txt").read_text().splitlines() == [
+        "1 train 1.000000",
+        "2 train 0.500000",
+        "2 val 2.5000",
+        "3 train 0.333333",
+    ]
+
+
+def test_a_value_that_is_not_finite_is_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        RunFiles(tmp_path, 0, []).add_rows([{"step": 1, "train/loss": float("nan")}])
+
+
+def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path: Path) -> None:
+    evaluation = {"step": 1, "val/loss": None, "val/perplexity": None, "val/bits_per_byte": None}
+    files = RunFiles(tmp_path, 0, [])
+    files.add_rows([{"step": 1, "train/loss": None}, evaluation])
+    assert RunFiles(tmp_path, 1, []).kept_rows == [{"step": 1, "train/loss": None}, evaluation]
+    assert (tmp_path / "log.txt").read_text() == ""
+    assert "val loss not finite" in eval_line(evaluation, 10)
+
+
+def test_the_console_line_has_the_form_of_the_specification() -> None:
+    row = {
+        "step": 19074,
+        "train/loss": 3.445,
+        "optim/lr": 5.51e-4,
+        "optim/grad_norm": 0.85,
+        "perf/tokens_per_s": 55188.2,
+        "perf/step_time_s": 9.5,
+        "perf/mfu": 0.412,
+        "data/epoch": 1,
+    }
+    assert step_line(row, 95365) == (
+        "step 19074/95365 | epoch 1 | loss 3.4450 | lr 5.51e-04 | norm 0.85 | 9500 ms | "
+        "55,188 tok/s | mfu 41.2% | eta 8d 9h"
+    )
+
+
+def test_durations_and_amounts_read_well() -> None:
+    assert [duration(s) for s in (0, 59, 200, 3600, 724000)] == [
+        "0s",
+        "59s",
+        "3m 20s",
+        "1h 0m",
+        "8d 9h",
+    ]
+    assert [amount(n) for n in (12, 850_688, 124_475_904, 9.9e9)] == [
+        "12",
+        "850.7k",
+        "124.5M",
+        "9.9B",
+    ]
+
+
+def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, 0, [])
+    assert (files.lost_steps, files.lost_s) == (0, 0)
+    timed = [train_row(step, **{"perf/step_time_s": 0.25}) for step in range(1, 9)]
+    event = {"step": 7, "event": "checkpoint", "time": 1.0, "perf/checkpoint_write_s": 3.0}
+    evaluation = {"step": 8, "val/loss": 2.0, "perf/eval_s": 9.0}
+    files.add_rows([*timed[:7], event, timed[7], evaluation])
+    saved = [train_row(5), train_row(9, **{"perf/step_time_s": 100.0})]
+
+    files = RunFiles(tmp_path, 5, saved)
+    assert (files.lost_steps, files.lost_s) == (3, 0.75)
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4, 5, 7]
+    again = RunFiles(tmp_path, 5, saved)
+    assert (again.lost_steps, again.lost_s) == (0, 0)
+
+
+def test_a_lost_step_without_a_time_is_a_step_all_the_same(tmp_path: Path) -> None:
+    RunFiles(tmp_path, 0, []).add_rows(
+        [
+            train_row(1),
+            train_row(2),
+            train_row(3, **{"perf/step_time_s": None}),
+            train_row(4, **{"perf/step_time_s": 0.5}),
+        ]
+    )
+    files = RunFiles(tmp_path, 1, [])
+    assert (files.lost_steps, files.lost_s) == (3, 0.5)
+
+
+def run_with_files(run_dir: Location) -> RunSync:
+    """The local side of a run with one row, a configuration and events of TensorBoard; pushed."""
+    sync = RunSync(run_dir).pull()
+    RunFiles(sync.work_dir, 0, []).add_rows([train_row(1)])
+    (sync.work_dir / "config.yaml").write_text("train: {}\n")
+    (sync.work_dir / "tensorboard").mkdir()
+    (sync.work_dir / "tensorboard" / "events.1").write_bytes(b"\0\1")
+    sync.push()
+    return sync
+
+
+def test_a_run_on_a_disk_is_worked_on_where_it_is(tmp_path: Path) -> None:
+    sync = run_with_files(Location.of(tmp_path / "run"))
+    assert sync.work_dir == tmp_path / "run"
+    before = {path: path.stat().st_mtime_ns for path in sync.work_dir.rglob("*")}
+    sync.pull().push()
+    assert {path: path.stat().st_mtime_ns for path in sync.work_dir.rglob("*")} == before
+
+
+def test_files_of_a_run_in_an_object_store_come_and_go(remote_dir: Location) -> None:
+    sync = run_with_files(remote_dir)
+    assert (remote_dir / "config.yaml").read_text() == "train: {}\n"
+    assert (remote_dir / "tensorboard" / "events.1").read_bytes() == b"\0\1"
+    elsewhere = RunSync(remote_dir).pull()
+    assert elsewhere.work_dir != sync.work_dir
+    assert elsewhere.work_dir.name == remote_dir.name
+    assert read_rows(elsewhere.work_dir) == [train_row(1)]
+    assert (elsewhere.work_dir / "config.yaml").read_text() == "train: {}\n"
+    assert not (elsewhere.work_dir / "tensorboard").exists()  # only added to, never read
+
+    RunFiles(elsewhere.work_dir, 1, []).add_rows([train_row(2)])
+    elsewhere.push()
+    assert read_rows(RunSync(remote_dir).pull().work_dir) == [train_row(1), train_row(2)]
+    assert (remote_dir / "tensorboard" / "events.1").read_bytes() == b"\0\1"
+
+
+def test_a_run_that_is_not_there_yet_is_pulled_as_nothing(run_dir: Location) -> None:
+    sync = RunSync(run_dir).pull()
+    assert list(sync.work_dir.iterdir()) == []
+
+
+def test_only_changed_files_are_pushed_again(
+    remote_dir: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = run_with_files(remote_dir)
+    uploaded: list[str] = []
+    upload = Location.upload
+
+    def counted(location: Location, source: Path) -> None:
+        uploaded.append(source.name)
+        upload(location, source)
+
+    monkeypatch.setattr(Location, "upload", counted)
+    sync.push()
+    assert uploaded == []
+    RunFiles(sync.work_dir, 1, []).add_rows([train_row(2)])
+    (sync.work_dir / "samples.txt").unlink()
+    sync.push()
+    assert uploaded == ["log.txt", "metrics.jsonl"]
+
+
+def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> None:
+    run_dir = replace(bucket, retry_for_s=0.0) / "made-up-for"
+    sync = run_with_files(run_dir)
+    RunFiles(sync.work_dir, 1, []).add_rows([train_row(2)])
+    s3.stop()
+    try:
+        with pytest.raises(StorageError, match="out of reach"):
+            sync.push()
+    finally:
+        s3.start()
+    sync.push()
+    assert read_rows(RunSync(run_dir).pull().work_dir) == [train_row(1), train_row(2)]

@@ -1,0 +1,188 @@
+"""`auto` for the memory: what is kept, what the nodes have, what is said, and real runs with it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.cluster.ray_cluster import Node, Resources
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.memory import training_memory
+from raytrain_gpt.core.memory_fit import Fit
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train import auto_memory
+from raytrain_gpt.train.auto_memory import (
+    PROCESS_BYTES,
+    counted_config,
+    decided,
+    fit_memory,
+    kept_fit,
+    on_cpu,
+)
+from raytrain_gpt.train.launch import train
+
+VOCAB_SIZE = 257
+
+
+def config(**values: object) -> Config:
+    sizes = {
+        "num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": 32,
+        "global_batch_tokens": 24 * 32, "micro_batch_sequences": "auto",
+        "activation_checkpointing": "auto", "use_gpu": False, "cpus_per_worker": 2,
+    }  # fmt: skip
+    return Config().updated({**sizes, **values})
+
+
+def state(trained: Config, num_workers: int) -> CheckpointState:
+    return CheckpointState(
+        step=20,
+        next_batch=20,
+        order_hash="00",
+        val_loss=None,
+        tokens_seen=0,
+        config=trained.model_dump(),
+        manifest_hash="00",
+        vocab_hash="00",
+        vocab_size=VOCAB_SIZE,
+        order_version=1,
+        num_workers=num_workers,
+    )
+
+
+def nodes(*found: Node) -> Resources:
+    return Resources(found, ours=False)
+
+
+BEFORE = Fit(4, "selective", 0).applied(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "kept"),
+    [
+        ({}, 2, Fit(4, "selective", 0)),
+        ({"micro_batch_sequences": 4}, 2, Fit(4, "selective", 0)),
+        ({"micro_batch_sequences": 6}, 2, None),
+        ({"activation_checkpointing": "full"}, 2, None),
+        ({}, 1, None),
+        ({"compile": True}, 2, None),
+        ({"parallel": "fsdp"}, 2, None),
+        ({"use_gpu": True}, 2, None),
+        ({"global_batch_tokens": 20 * 32}, 2, None),
+    ],
+)
+def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
+    changes: dict[str, object], world_size: int, kept: Fit | None
+) -> None:
+    assert kept_fit(config(**changes), world_size, state(BEFORE, num_workers=2)) == kept
+
+
+def test_numbers_stay_and_nobody_is_asked() -> None:
+    given = config(micro_batch_sequences=6, activation_checkpointing="none")
+    assert fit_memory(given, 2, VOCAB_SIZE, pytest.fail) == given
+    fewer = fit_memory(
+        config(micro_batch_sequences=8, activation_checkpointing="none"), 4, 1, print
+    )
+    assert fewer.micro_batch_sequences == 6
+
+
+def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
+    def limit(world_size: int, *found: Node) -> float:
+        return on_cpu(config(), world_size, VOCAB_SIZE, nodes(*found)).limit_bytes
+
+    one = limit(1, Node(8, 0, 16e9))
+    assert 12e9 < one < 14e9
+    assert limit(1, Node(8, 0, 16e9), Node(8, 0, 8e9)) < one / 1.9
+    assert limit(1, Node(8, 0, 16e9), Node(1, 0, 1e9)) == one  # too few CPUs for a worker
+    assert limit(2, Node(8, 0, 16e9)) == pytest.approx(limit(1, Node(8, 0, 8e9)))
+    assert limit(9, Node(8, 0, 16e9)) == limit(4, Node(8, 0, 16e9)) < 4e9
+    evaluated = on_cpu(config(eval_mode="async"), 1, VOCAB_SIZE, nodes(Node(8, 0, 16e9)))
+    assert evaluated.limit_bytes == limit(2, Node(8, 0, 16e9))
+    assert math.isinf(limit(2, Node(8, 0)))
+
+
+def test_much_memory_needs_no_recomputing_and_little_is_one_line(
+    raises_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    there = nodes(Node(8, 0, 64e9))
+    monkeypatch.setattr(auto_memory.ray_cluster, "resources", lambda: there)
+    fitted = fit_memory(config(), 2, VOCAB_SIZE, lines.append)
+    assert (fitted.micro_batch_sequences, fitted.activation_checkpointing) == (12, "none")
+    assert lines[0].startswith(
+        "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none ("
+    )
+    assert lines[0].endswith(" a worker, counted)")
+    there = nodes(Node(8, 0, PROCESS_BYTES))
+    ways = ("with activation_checkpointing=full", "parallel to fsdp", "1 × 32 tokens")
+    with raises_line(ClusterError, *ways):
+        fit_memory(config(), 2, VOCAB_SIZE, lines.append)
+    with raises_line(ClusterError, "6 × 32 tokens", "set micro_batch_sequences to auto or"):
+        fit_memory(config(micro_batch_sequences=6), 2, VOCAB_SIZE, lines.append)
+    assert len(lines) == 1
+
+
+def test_counting_alone_gives_the_largest_that_fits_and_where_nothing_does_the_least() -> None:
+    sizes = {"num_layers": 8, "embd_size": 256, "seq_len": 128, "global_batch_tokens": 64 * 128}
+    wanted = config(use_gpu=True, **sizes)
+    shape = GPTShape.of(wanted, VOCAB_SIZE)
+    room_for_32 = training_memory(shape, 32, False, "none").total
+    for limit_bytes, expected in (
+        (math.inf, (64, "none")),
+        (room_for_32, (32, "none")),
+        (room_for_32 - 1, (16, "none")),
+        (0, (1, "full")),
+    ):
+        found = counted_config(wanted, 1, shape, False, limit_bytes, on_gpu=True)
+        assert (found.micro_batch_sequences, found.activation_checkpointing) == expected
+
+
+def test_what_is_not_auto_is_not_said_to_be() -> None:
+    half = config(micro_batch_sequences=6)
+    assert decided(half, 2, Fit(6, "none", 0)) == (
+        "micro_batch_sequences 6 of 12, activation_checkpointing auto: none"
+    )
+
+
+def weights(run_dir: Location) -> bytes:
+    newest = Catalog(run_dir).complete()[-1]
+    return (newest.path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_a_run_with_auto_goes_on_as_the_unbroken_one_and_fits_another_world_size_anew(
+    cluster: str, make_config: Callable[..., Config]
+) -> None:
+    auto = {
+        "micro_batch_sequences": "auto", "activation_checkpointing": "auto", "num_workers": 2,
+        "max_steps": 20, "checkpoint_every_steps": 10, "eval_every_steps": 10, "dropout": 0.1,
+    }  # fmt: skip
+    lines: list[str] = []
+    whole = train(make_config(**auto, run_name="auto"), lines.append)
+    assert sum(line.startswith("micro_batch_sequences auto: 6 of 6") for line in lines) == 1
+
+    copy = Location.of(whole.run_dir.path.with_name("auto-resumed"))
+    shutil.copytree(whole.run_dir.path, copy.path)
+    newest = Catalog(copy).complete()[-1]
+    assert newest.state.config["train"]["micro_batch_sequences"] == 6
+    newest.path.remove()
+    lines.clear()
+    train(make_config(**auto, run_name="auto-resumed"), lines.append)
+    assert any(line.endswith("as the checkpoint of step 10 had it") for line in lines)
+    assert [line for line in lines if line.startswith("changed")] == [
+        "changed since then: run_name auto -> auto-resumed"
+    ]
+    assert weights(copy) == weights(whole.run_dir)
+
+    lines.clear()
+    longer = {**auto, "num_workers": 1, "max_steps": 30, "eval_mode": "async"}
+    train(make_config(**longer, run_name="auto-resumed"), lines.append)
+    assert any(line.startswith("micro_batch_sequences auto: 12 of 12") for line in lines)
+    assert Catalog(copy).complete()[-1].evaluated_row is not None

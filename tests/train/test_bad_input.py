@@ -1,0 +1,259 @@
+"""Every wrong input is one line with the value, the limit and the way out; nothing is begun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import parse_config
+from raytrain_gpt.data.shards import read_manifest, write_manifest
+from raytrain_gpt.data.tokenize import prepare_here
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.evaluate.inference import validation_feed
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.preflight import absolute_paths
+from tests.conftest import RaisesLine
+from tests.runs import CLUSTER_CPUS, flags
+
+pytestmark = pytest.mark.ray
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def refused(
+    cluster: str, run_cli: RunCli, make_config: Callable[..., Any], storage: Path
+) -> Callable[..., str]:
+    """The one line with which `train` refuses some changed flags."""
+
+    def run(*extra: str, **changes: object) -> str:
+        arguments = flags(make_config(run_name="refused", **changes))
+        code, _, errors = run_cli("train", *arguments, *extra)
+        assert code == 2, errors
+        assert errors.startswith("error: ")
+        assert errors.count("\n") == 1
+        assert not list((storage / "refused").glob("checkpoints/*"))
+        return errors
+
+    return run
+
+
+def test_unknown_key(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "did you mean peak_lr?" in refused("--peak_rl=1e-3")
+    assert "did you mean warmup_steps?" in refused("--warmup-step", "3")
+
+
+def test_unknown_key_in_a_file(run_cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {num_layer: 3}\n")
+    code, _, errors = run_cli("train", "--config", path)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "did you mean num_layers?" in errors
+
+
+def test_values_that_do_not_fit_each_other(refused: Callable[..., str]) -> None:
+    assert "min_lr=1 is above peak_lr=0.001" in refused("--min_lr=1")
+    line = refused("--micro_batch_sequences=5")
+    assert "does not divide over 1 workers × 5 sequences" in line
+    assert "global_batch_tokens 320, 480" in line
+    assert "micro_batch_sequences 4, 6" in line
+    assert "nearest: 352, 384" in refused("--global_batch_tokens=383")
+
+
+def test_missing_data_path(refused: Callable[..., str], tmp_path: Path) -> None:
+    line = refused(f"--data_path={tmp_path / 'nowhere'}")
+    assert "does not exist" in line
+    assert "raytrain-gpt prepare" in line
+
+
+def test_changed_manifest(refused: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    content = json.loads((copy / "manifest.json").read_text())
+    content["shards"][0]["tokens"] -= 1
+    (copy / "manifest.json").write_text(json.dumps(content))
+    assert "was changed" in refused(f"--data_path={copy}")
+
+
+def test_changed_shard(refused: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    shard = copy / "train-00000.parquet"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    assert "train-00000.parquet was changed" in refused(f"--data_path={copy}")
+
+
+def test_token_outside_the_vocabulary(
+    refused: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    """Also where the manifest was made to agree with the file."""
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    manifest = read_manifest(copy)
+    shard = manifest.shards[0]
+    tokens = pq.read_table(copy / shard.path)["tokens"].to_numpy().copy()
+    tokens[70] = 60000
+    schema = pa.schema([pa.field("tokens", pa.uint16(), nullable=False)])
+    table = pa.table({"tokens": tokens.astype(np.uint16)}, schema=schema)
+    pq.write_table(table, copy / shard.path, row_group_size=manifest.row_group_tokens)
+    entry = shard.model_copy(
+        update={
+            "sha256": Location.of(copy / shard.path).sha256(),
+            "file_bytes": (copy / shard.path).stat().st_size,
+        }
+    )
+    shards = (entry, *manifest.shards[1:])
+    write_manifest(copy, manifest.model_copy(update={"shards": shards}))
+    line = refused(f"--data_path={copy}")
+    assert "token id 60000" in line
+    assert "ends at 256" in line
+
+
+def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = tmp_path / "small.txt"
+    text.write_text("a few words\n" * 20)
+    prepare_here([str(text)], tmp_path / "small", "bytes", val_fraction=0.3)
+    line = refused(f"--data_path={tmp_path / 'small'}")
+    assert "fewer than the 12 of one global batch" in line
+    assert "set global_batch_tokens to at most" in line
+
+
+def test_too_few_resources(refused: Callable[..., str]) -> None:
+    line = refused("--num_workers=6", "--micro_batch_sequences=2")
+    assert f"({CLUSTER_CPUS} CPUs and 0 GPUs on 1 nodes" in line
+    assert "1 CPU must stay free for data" in line
+    assert "set num_workers to at most 5" in line
+    assert "the cluster has 0 GPUs" in refused("--use_gpu=true")
+
+
+def test_another_tokenizer_than_the_models(
+    refused: Callable[..., str],
+    straight: Callable[[int], Any],
+    run_cli: RunCli,
+    tmp_path: Path,
+    gpt2: object,
+) -> None:
+    (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
+    prepare_here([str(tmp_path / "text.txt")], tmp_path / "gpt2", "gpt2", val_fraction=0.2)
+    run_dir = straight(1).run_dir
+    line = refused(f"--init_from={run_dir}", f"--data_path={tmp_path / 'gpt2'}")
+    assert "prepare the data with the same tokenizer" in line
+    code, _, errors = run_cli("eval", run_dir, "--data", tmp_path / "gpt2")
+    assert code == 2
+    assert "the data's tokenizer (gpt2" in errors
+
+
+def test_data_that_took_the_place_of_what_was_trained_on(
+    straight: Callable[[int], Any], raises_line: RaisesLine, tmp_path: Path
+) -> None:
+    checkpoint = Catalog(straight(1).run_dir).complete()[-1]
+    (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
+    other = prepare_here(
+        [str(tmp_path / "text.txt")], tmp_path / "other", "bytes", val_fraction=0.2
+    )
+    config = parse_config(checkpoint.state.config, "its configuration")
+    config = config.updated({"data_path": str(tmp_path / "other")})
+    hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
+    with raises_line(DataError, *hashes, "give the data to validate on by --data"):
+        validation_feed(checkpoint, config, torch.device("cpu"), data=None, eval_tokens=None)
+
+
+def test_changed_maths_on_resume(
+    run_cli: RunCli, straight: Callable[[int], Any], make_config: Callable[..., Any]
+) -> None:
+    straight(1)
+    config = make_config(run_name="straight-1", peak_lr=2e-3, seed=5, max_steps=60, compile=False)
+    code, _, errors = run_cli("train", *flags(config))
+    assert code == 2
+    assert "peak_lr 0.001 -> 0.002" in errors
+    assert "seed 1337 -> 5" in errors
+    assert "max_steps" not in errors
+
+
+def test_resume_never_refuses_a_name_with_checkpoints(
+    run_cli: RunCli, straight: Callable[[int], Any], make_config: Callable[..., Any]
+) -> None:
+    straight(1)
+    config = make_config(run_name="straight-1", resume="never", max_steps=60)
+    code, _, errors = run_cli("train", *flags(config))
+    assert code == 2
+    assert "resume=never" in errors
+
+
+def test_relative_paths_in_a_submitted_job(
+    monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, dataset: Path
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    code, _, errors = run_cli("train", f"--data_path={dataset}")
+    assert code == 2
+    assert "storage_path=runs is relative" in errors
+
+
+def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    places = {"storage_path": "/mnt/runs/", "data_path": "/d/a=0.7, s3://b/c=0.3"}
+    config = load_preset("quickstart").updated(places)
+    assert absolute_paths(config) == config
+    with pytest.raises(ConfigError, match="is relative, but a submitted job"):
+        absolute_paths(config.updated({"data_path": "/d/a=0.7,c=0.3"}))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_full_disk(
+    refused: Callable[..., str], run_cli: RunCli, cluster: str, small_disk: Path
+) -> None:
+    line = refused(f"--storage_path={small_disk}")
+    assert "MB free" in line
+    assert "checkpoints of" in line
+    code, _, errors = run_cli("prepare", "stdlib", "--out", small_disk / "data")
+    assert code == 2
+    assert "no space left for shards" in errors
+    assert not (small_disk / "data" / "manifest.json").exists()
+
+
+def test_sources_that_hold_nothing(run_cli: RunCli, cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    out = tmp_path / "out"
+    for source in (tmp_path / "empty.txt", tmp_path / "missing.txt"):
+        code, _, errors = run_cli("prepare", source, "--out", out)
+        assert (code, errors.count("\n")) == (2, 1)
+        assert not out.exists()
+
+
+def test_datasets_of_a_mixture_without_weights(
+    refused: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    line = refused(f"--data_path={dataset},{tmp_path}")
+    assert line.startswith(f"error: '{dataset}' in data_path={dataset},{tmp_path} is no dataset")
+    assert f"data_path {tmp_path / 'no'} does not exist" in refused(
+        f"--data_path={dataset}=1,{tmp_path / 'no'}=1"
+    )

@@ -1,0 +1,192 @@
+"""Profiles of real steps: recorded where they should be, whole, and without a change to the maths."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.schema import STEPS_BEFORE_PROFILE, OptimSection
+from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.step_time import STEP_SPAN, TimeUse
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.profile import Profile, StepProfile, Take
+
+CPU = torch.device("cpu")
+MAX_STEPS = 10
+
+
+def spans(trace: bytes) -> list[float]:
+    """Lengths of the profiled steps in a trace, in seconds."""
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    return [event["dur"] / 1e6 for event in events if event["name"] == STEP_SPAN]
+
+
+class Taken(list[Profile | Exception]):
+    """What was handed over."""
+
+    def take(self, profile: Profile | Exception, took_s: float) -> None:
+        assert took_s > 0
+        self.append(profile)
+
+
+def tokens() -> Iterator[MicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        ids = torch.randint(0, 100, (4, 17), generator=generator)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
+    """Ten steps of a tiny model, with a profile of some of them."""
+    model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
+    model.init_weights(0)
+    profile = StepProfile(profile_steps, 0, MAX_STEPS, CPU, take)
+    results = train_steps(
+        model,
+        build_optimizer(model, OptimSection()),
+        profile.marked(tokens()),
+        first_step=0,
+        max_steps=MAX_STEPS,
+        micro_batches_per_step=2,
+        learning_rate=lambda step: 1e-3,
+        grad_clip=1.0,
+        autocast=contextlib.nullcontext,
+        seed=1,
+        rank=0,
+    )
+    for result in profile.around(results):
+        yield result, model
+
+
+@pytest.mark.parametrize("profile_steps", [1, 3, MAX_STEPS - STEPS_BEFORE_PROFILE])
+def test_a_profile_changes_no_bit(profile_steps: int) -> None:
+    taken = Taken()
+    plain = [(result.step, float(result.loss)) for result, _ in trained(0, taken.take)]
+    assert not taken
+    *_, (_, model) = trained(0, taken.take)
+    profiled = [(r.step, float(r.loss), m) for r, m in trained(profile_steps, taken.take)]
+    assert [row[:2] for row in profiled] == plain
+    weights = profiled[-1][2].state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    (profile,) = taken
+    assert isinstance(profile, Profile)
+    assert len(spans(profile.trace)) == profile_steps == profile.use.num_steps
+    assert profile.use.first_step == STEPS_BEFORE_PROFILE + 1
+    assert sum(spans(profile.trace)) == pytest.approx(profile.use.total_s)
+    assert sum(profile.use.kinds_s.values()) == pytest.approx(profile.use.total_s)
+    for kind in ("matmul", "attention", "elementwise", "loss", "optimizer", "data_wait", "rest"):
+        assert profile.use.kinds_s[kind] > 0, kind
+
+
+def test_it_is_there_with_the_result_of_its_last_step() -> None:
+    taken = Taken()
+    for result, _ in trained(2, taken.take):
+        assert bool(taken) == (result.step >= STEPS_BEFORE_PROFILE + 2)
+
+
+def test_a_profile_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    taken = Taken()
+    assert [result.step for result, _ in trained(2, taken.take)] == list(range(1, MAX_STEPS + 1))
+    (failure,) = taken
+    assert isinstance(failure, FileNotFoundError)
+
+
+def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
+    taken = Taken()
+    results = trained(3, taken.take)
+    for result, _ in results:
+        if result.step == STEPS_BEFORE_PROFILE + 1:
+            assert torch.autograd._profiler_enabled()
+            break
+    results.close()  # type: ignore[attr-defined]
+    assert not torch.autograd._profiler_enabled()
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "done", "max_steps", "steps"),
+    [
+        (2, 0, 50, [6, 7]),
+        (2, 30, 50, [36, 37]),
+        (4, 42, 50, [48, 49, 50]),  # the run ends before
+        (2, 45, 50, []),
+        (0, 0, 50, []),
+    ],
+)
+def test_it_comes_some_steps_after_each_start(
+    num_steps: int, done: int, max_steps: int, steps: list[int]
+) -> None:
+    profile = StepProfile(num_steps, done, max_steps, CPU, Taken().take)
+    assert list(profile.steps) == steps
+    assert list(profile.slowed) == ([steps[0] - 1, *steps] if steps else [])
+    edges = [step for step in range(done + 1, max_steps + 1) if profile.is_edge(step)]
+    assert edges == ([steps[0] - 2, steps[-1]] if steps else [])
+
+
+def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
+    results: Iterator[StepResult] = iter(())
+    micro_batches = tokens()
+    for profile in (
+        StepProfile(0, 0, 50, CPU, Taken().take),
+        StepProfile(2, 0, 50, CPU, None),
+    ):
+        assert profile.around(results) is results
+        assert profile.marked(micro_batches) is micro_batches
+
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_a_profiled_run(
+    straight: Callable[[int], RunSummary], make_config: Callable[..., object], storage: Path
+) -> None:
+    from mlflow import MlflowClient  # here: it takes seconds
+
+    lines: list[str] = []
+    uri = f"sqlite:///{storage / 'profiled.db'}"
+    summary = train(
+        make_config(num_workers=2, run_name="profiled", profile_steps=2, mlflow_uri=uri),
+        lines.append,
+    )
+    run_dir = summary.run_dir.path
+    rows = read_rows(run_dir)
+
+    (event,) = [row for row in rows if row.get("event") == "profile"]
+    use = TimeUse.of_row(event)
+    assert (use.first_step, use.num_steps, event["step"]) == (6, 2, 7)
+    trace = run_dir / event["trace"]
+    assert len(spans(trace.read_bytes())) == 2
+    assert sum(map(use.share, use.kinds_s.values())) == pytest.approx(1, abs=1e-6)
+    assert use.kinds_s["communication"] > 0
+    table = use.text()
+    assert trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text() == table + "\n"
+    assert f"{table}\ntrace       {trace}" in lines
+    assert "Profile of steps 6 to 7" in (run_dir / "report.html").read_text()
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("raytrain-gpt").experiment_id])
+    kept = {file.path for file in client.list_artifacts(run.info.run_id, "profile")}
+    assert kept == {event["trace"], event["trace"].replace(".json.gz", ".txt")}
+
+    # The step in which the profiler warms up is as slow, and neither is averaged with others.
+    steps = {row["step"]: row for row in rows if "train/loss" in row}
+    without = [step for step, row in steps.items() if row["perf/tokens_per_s"] is None]
+    assert without == [5, 6, 7]
+    assert len({steps[step]["perf/step_time_s"] for step in (4, 5, 8)}) == 3
+
+    plain, profiled = (
+        (Catalog(run.run_dir).complete()[-1].path / "model.safetensors").read_bytes()
+        for run in (straight(2), summary)
+    )
+    assert profiled == plain
