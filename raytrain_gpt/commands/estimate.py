@@ -56,20 +56,18 @@ def add_parsers(commands: Any) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+    from raytrain_gpt.estimate.cost_model import Facts
+    from raytrain_gpt.estimate.estimate import answer, lines
 
-    config = config_of(args)
-    asked = EstimateOptions(
-        device=args.device,
-        probe=args.probe,
+    given = Facts(
+        vocab_size=args.vocab_size,
+        train_tokens=args.train_tokens,
         step_time_s=args.step_time_s,
         mfu=args.mfu,
-        train_tokens=args.train_tokens,
-        vocab_size=args.vocab_size,
         price_per_hour=args.price_per_hour,
         spot_price_per_hour=args.spot_price_per_hour,
     )
-    config, found = answer(config, asked, say)
+    config, found = answer(config_of(args), given, say, args.device, args.probe)
     for line in lines(config, found):
         say(line)
     say(f"next: {train_command(args)}")

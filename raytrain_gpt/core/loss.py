@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain_gpt.core.device import dtype_of_matmul
+from raytrain_gpt.core.device import autocast_dtype
 
 IGNORED = -100
 """Target of a place that does not count."""
@@ -40,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
         loss = _loss(rows, weight, labels, reduction)
     elif reduction == "mean" and torch.is_grad_enabled():
         mean: Any = _ChunkedMean.apply
-        loss = mean(rows, weight, labels, chunk, dtype_of_matmul(rows))
+        loss = mean(rows, weight, labels, chunk, autocast_dtype(rows))
     else:
         parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
         loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])

@@ -25,7 +25,7 @@ from raytrain_gpt.core.attention import (
     document_starts,
     masked_attention,
 )
-from raytrain_gpt.core.device import dtype_of_matmul
+from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
@@ -61,6 +61,17 @@ class GPTShape:
         d = self.embd_size
         block = 12 * d * d + 13 * d
         return self.num_layers * block + (self.padded_vocab_size + self.seq_len + 2) * d
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating point operations of forward and backward for one token.
+
+        `6·N + 12·layers·embd_size·seq_len`, N without the position embedding. Causal attention counts in
+        full, and recomputed activations do not count: they are no progress.
+        Source: Chowdhery et al., "PaLM" (2022), appendix B.
+        """
+        matmul_parameters = self.num_parameters - self.seq_len * self.embd_size
+        return 6 * matmul_parameters + 12 * self.num_layers * self.embd_size * self.seq_len
 
 
 class Attention(nn.Module):
@@ -202,7 +213,7 @@ class GPT(nn.Module):
         ):
             return block_sparse_attention(starts)
         dropout = shape.dropout if self.training else 0.0
-        return masked_attention(starts, dtype_of_matmul(self.wte.weight), dropout)
+        return masked_attention(starts, autocast_dtype(self.wte.weight), dropout)
 
     def hidden_after(
         self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[Attend]

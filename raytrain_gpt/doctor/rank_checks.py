@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raytrain_gpt.data.order import Ids
-from raytrain_gpt.doctor.check import Check, failed, passed
+from raytrain_gpt.doctor.check import Failed, checks
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, RankIds
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
@@ -21,11 +20,12 @@ SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9
 """
 
 
-def judge_devices(devices: Sequence[DeviceFacts], use_gpu: bool) -> Check:
-    """Whether each rank has a GPU of its own, where GPUs are asked for."""
+@checks("devices")
+def judge_devices(devices: Sequence[DeviceFacts], use_gpu: bool) -> str:
+    """Whether each rank has a GPU of its own, if GPUs are asked for."""
     if not use_gpu:
         places = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
-        return passed("devices", f"CPUs, as the configuration says: {places}")
+        return f"CPUs, as the configuration says: {places}"
     missing = [
         f"rank {d.rank} on {d.node} ({d.error}, CUDA_VISIBLE_DEVICES="
         f"{'not set' if d.visible is None else d.visible})"
@@ -33,27 +33,25 @@ def judge_devices(devices: Sequence[DeviceFacts], use_gpu: bool) -> Check:
         if not d.uuid
     ]
     if missing:
-        return failed(
-            "devices",
+        raise Failed(
             f"no GPU for {', '.join(missing)}; see that nvidia-smi works there, that torch is a CUDA "
-            "build, and that Ray was started with no more --num-gpus than there are",
+            "build, and that Ray was started with no more --num-gpus than there are"
         )
-    ranks_of: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[str]] = {}
     for device in devices:
-        ranks_of.setdefault(device.uuid, []).append(device.rank)
+        ranks_of.setdefault(device.uuid, []).append(str(device.rank))
     shared = [
-        f"ranks {', '.join(map(str, ranks))} are on the same GPU ({uuid})"
+        f"ranks {', '.join(ranks)} are on the same GPU ({uuid})"
         for uuid, ranks in ranks_of.items()
         if len(ranks) > 1
     ]
     if shared:
-        return failed(
-            "devices",
+        raise Failed(
             f"{'; '.join(shared)}; start Ray with no more --num-gpus than there are, and let Ray set "
-            "CUDA_VISIBLE_DEVICES",
+            "CUDA_VISIBLE_DEVICES"
         )
     places = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    return passed("devices", f"a GPU for each rank: {places}")
+    return f"a GPU for each rank: {places}"
 
 
 def bytes_per_s(ranks: Sequence[AllReduceFacts], num_bytes: int) -> float:
@@ -61,15 +59,12 @@ def bytes_per_s(ranks: Sequence[AllReduceFacts], num_bytes: int) -> float:
     return num_bytes / max(rank.seconds[num_bytes] for rank in ranks)
 
 
-def judge_all_reduce(ranks: Sequence[AllReduceFacts], num_nodes: int) -> Check:
-    """Whether sums over all ranks are right, and over what kind of link they go.
+@checks("all_reduce")
+def judge_all_reduce(ranks: Sequence[AllReduceFacts], num_nodes: int) -> str:
+    """Whether sums over two or more ranks are right, and over what kind of link they go.
 
     A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor
     is what the link carries, whatever the number of ranks ("bus bandwidth" of nccl-tests).
-
-    Args:
-        ranks: Two or more.
-        num_nodes: That they are on.
     """
     backend, n = ranks[0].backend, len(ranks)
     wrong = sum(rank.wrong for rank in ranks)
@@ -79,69 +74,50 @@ def judge_all_reduce(ranks: Sequence[AllReduceFacts], num_nodes: int) -> Check:
     )
     seen = f"{n} ranks over {backend}, bytes of the tensor / time: {speeds}"
     if wrong:
-        return failed(
-            "all_reduce",
+        raise Failed(
             f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: leave "
-            "nodes out one by one to find it",
+            "nodes out one by one to find it"
         )
     link = bytes_per_s(ranks, max(sizes)) * 2 * (n - 1) / n
     least = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))]
     carried = f"{link / 1e9:.2f} GB/s on each link (× 2·(n−1)/n)"
     if link < least:
-        return failed(
-            "all_reduce",
+        raise Failed(
             f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; name the fast interface by "
-            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME, or use nodes nearer to each other",
+            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME, or use nodes nearer to each other"
         )
-    return passed("all_reduce", f"sums are right; {seen}, {carried}")
+    return f"sums are right; {seen}, {carried}"
 
 
-def judge_sequences(ranks: Sequence[RankIds], ingest: IngestSpec, batches: Sequence[int]) -> Check:
-    """Whether the ranks together were given each sequence of the plan once, and in its step.
-
-    Args:
-        ranks: What each rank was given.
-        ingest: The plan.
-        batches: Global batches that were to be read.
-    """
-    order = ingest.order()
-    val = ingest.eval_ids()[0]
+@checks("sequences")
+def judge_sequences(ranks: Sequence[RankIds], ingest: IngestSpec, batches: Sequence[int]) -> str:
+    """Whether the ranks together were given each sequence of the plan once, and in its step."""
+    order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
     plans = {"the validation": val[val >= 0]}
-    plans |= {f"global batch {batch}": order.batch_ids(batch) for batch in batches}
     given = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
-    none: Ids = np.zeros(0, np.int64)
     for batch in batches:
+        plans[f"global batch {batch}"] = order.batch_ids(batch)
         given[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
+    report = "do not train like this: compare the installed versions with constraints.txt"
     for what, plan in plans.items():
         # A batch of a mixture may have a sequence twice, where a small dataset's epochs meet.
         planned = Counter(plan.tolist())
         found = Counter(np.concatenate(given[what]).tolist())
         too_often = sorted(id_ for id_, n in found.items() if n > max(1, planned[id_]))
         if too_often:
-            sharing = [r for r, own in enumerate(given[what]) if np.isin(too_often[0], own)]
-            return failed(
-                "sequences",
+            sharing = [str(r) for r, own in enumerate(given[what]) if np.isin(too_often[0], own)]
+            raise Failed(
                 f"{len(too_often)} sequences of {what} were read more than once: {too_often[0]} by ranks "
-                f"{', '.join(map(str, sharing))}; {_REPORT}",
+                f"{', '.join(sharing)}; {report}"
             )
         missing, others = (planned - found).total(), (found - planned).total()
         if missing or others:
-            return failed(
-                "sequences",
+            raise Failed(
                 f"{missing} of {len(plan)} sequences of {what} were read by no rank, and "
-                f"{others} are not of it; {_REPORT}",
+                f"{others} are not of it; {report}"
             )
     total = sum(len(plan) for plan in plans.values())
-    return passed(
-        "sequences",
+    return (
         f"{len(ranks)} ranks read {total} sequences of {len(batches)} global batches and the "
-        "validation, each as planned",
+        "validation, each as planned"
     )
-
-
-_REPORT = "do not train like this: compare the installed versions with constraints.txt"
-
-
-def num_nodes(devices: Sequence[DeviceFacts]) -> int:
-    """Nodes that ranks are on."""
-    return len({device.node for device in devices})

@@ -1,12 +1,12 @@
-"""What the ranks of a run would find: one worker group, started as a run starts its own, trains nothing.
+"""What the ranks of a run would find: a worker group that starts like a run's own and trains nothing.
 
     devices     each rank's device, told to all
-    all_reduce  a sum over all ranks that is known before, and its time, over what gradients take
+    all_reduce  a sum over all ranks that is known in advance, and its time, on the path of gradients
     sequences   the ids of the first global batches and of validation, through the run's own reading
     bench       steps of the run's own loop, if asked for
 
-Rank 0 sends what all ranks found after each stage, so that of a group that fails it is known how far it
-came. The process group that binds them is gloo even on GPUs: it works where a GPU is missing.
+Rank 0 sends what all ranks found after each stage, so it is known how far a group came that fails. The
+process group that binds them is gloo even on GPUs: it works where a GPU is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.data import ExecutionOptions
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import root_cause
@@ -34,11 +34,13 @@ from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.node_probe import node_names
-from raytrain_gpt.ingest.feed import RankChunk, rank_chunks
+from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.worker_group import worker_group
 
 GROUP_WITHIN_S = 60
-"""For the group to find together and for every collective."""
+"""For the ranks to connect, and for every collective."""
 NUM_BATCHES = 4
 """Global batches that are read."""
 ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
@@ -50,10 +52,9 @@ class DeviceFacts:
     """A rank's device.
 
     Attributes:
-        rank: The rank.
         node: Its node's name.
         device: Name of the GPU, or `cpu`.
-        uuid: Of the GPU; empty: the rank has none.
+        uuid: UUID of the GPU; empty: the rank has none.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
         error: Why there is no GPU that can be used.
     """
@@ -95,30 +96,11 @@ class RankIds:
 
 
 @dataclass(frozen=True)
-class RankSpec:
-    """What every rank is to do.
-
-    Attributes:
-        config: Fitted to the cluster.
-        ingest: What is read; None: there is no data.
-        names: Node id -> name.
-        plan: Steps to time; None: none.
-        results: Handle of `Results`.
-    """
-
-    config: FittedConfig
-    ingest: IngestSpec | None
-    names: dict[str, str]
-    plan: RunPlan | None
-    results: Any
-
-
-@dataclass(frozen=True)
 class GroupFacts:
-    """What all ranks found, in rank order; None where they did not come so far.
+    """What all ranks found, in rank order; None where they did not get that far.
 
     Attributes:
-        error: What ended the group; empty: it did all.
+        error: What ended the group; empty: it did everything.
     """
 
     error: str = ""
@@ -128,20 +110,14 @@ class GroupFacts:
     bench: list[BenchFacts] | None = None
 
 
-@ray.remote(num_cpus=0)
-class Results:
-    """Keeps what the ranks found, on the driver's node."""
+@dataclass(frozen=True)
+class RankSpec:
+    """What every rank is to do; `results` takes (stage, facts of all ranks)."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, list[Any]] = {}
-
-    def put(self, stage: str, found: list[Any]) -> None:
-        """Keep a stage's facts, in rank order."""
-        self._found[stage] = found
-
-    def get(self) -> dict[str, list[Any]]:
-        """Stage -> facts."""
-        return self._found
+    config: FittedConfig
+    ingest: IngestSpec | None
+    plan: RunPlan | None
+    results: Queue
 
 
 def ask_ranks(
@@ -156,55 +132,34 @@ def ask_ranks(
         plan: Steps to time; None: none.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    results = Results.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-    c = config.cluster
-    datasets = {} if ingest is None else {"train": ingest_dataset(ingest, NUM_BATCHES)}
-    # Only Ray's own bookkeeping, which its controller keeps on this node.
+    results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+    # A directory of this node alone, for only Ray's controller uses it, which runs here.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
-        trainer = ray.train.torch.TorchTrainer(
+        trainer = worker_group(
             probe_rank,
-            train_loop_config=RankSpec(config, ingest, node_names(), plan, results),
+            RankSpec(config, ingest, plan, results),
+            config.cluster,
+            world_size,
+            name="doctor",
+            directory=Location.of(directory),
+            dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
             torch_config=ray.train.torch.TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=world_size,
-                use_gpu=c.use_gpu,
-                resources_per_worker=c.worker_resources,
-            ),
-            run_config=ray.train.RunConfig(
-                name="doctor",
-                storage_path=directory,
-                failure_config=ray.train.FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
-                ),
-            ),
-            datasets=datasets,
-            dataset_config=ray.train.DataConfig(
-                execution_options=ExecutionOptions(preserve_order=True)
-            ),
         )
-        error = _fit(trainer)
-    found: dict[str, list[Any]] = ray.get(results.get.remote())
-    ray.kill(results)
-    return GroupFacts(error, **found)
+        errors: list[str] = []
 
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except Exception as error:
+                errors.append(root_cause(error))
 
-def _fit(trainer: ray.train.torch.TorchTrainer) -> str:
-    """What it failed of; empty: it did not.
-
-    In a thread, because in the main one Ray would take Ctrl+C for itself.
-    """
-    errors: list[str] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except Exception as error:
-            errors.append(root_cause(error))
-
-    thread = threading.Thread(target=fit, name="fit", daemon=True)
-    thread.start()
-    thread.join()
-    return "".join(errors)
+        # In the main thread Ray would take Ctrl+C for itself.
+        thread = threading.Thread(target=fit, name="fit", daemon=True)
+        thread.start()
+        thread.join()
+    found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
+    results.shutdown(force=True)
+    return GroupFacts("".join(errors), **found)
 
 
 def probe_rank(spec: RankSpec) -> None:
@@ -217,10 +172,10 @@ def probe_rank(spec: RankSpec) -> None:
         found: list[Any] = [None] * context.get_world_size()
         dist.all_gather_object(found, own)
         if rank == 0:
-            ray.get(spec.results.put.remote(stage, found))
+            spec.results.put((stage, found))
         return found
 
-    devices = tell("devices", _device(rank, spec.names, use_gpu))
+    devices = tell("devices", _device(rank, use_gpu))
     usable = not use_gpu or devices_are_usable(devices)
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
@@ -234,7 +189,8 @@ def probe_rank(spec: RankSpec) -> None:
         batch_size=1, batch_format="pyarrow", prefetch_batches=1
     )
     val, *chunks = rank_chunks(tables, spec.ingest, rank)
-    tell("sequences", RankIds(val.ids[0], _ids_by_batch(chunks)))
+    train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
+    tell("sequences", RankIds(val.ids[0], train))
     if spec.plan is not None and usable:
         vocab_size = spec.ingest.data.vocab_size
         tell("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
@@ -246,31 +202,25 @@ def devices_are_usable(devices: list[DeviceFacts]) -> bool:
     return all(uuids) and len(set(uuids)) == len(uuids)
 
 
-def _device(rank: int, names: dict[str, str], use_gpu: bool) -> DeviceFacts:
-    node = names.get(ray.get_runtime_context().get_node_id(), "a new node")
+def _device(rank: int, use_gpu: bool) -> DeviceFacts:
+    node = node_names().get(ray.get_runtime_context().get_node_id(), "a new node")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not use_gpu:
-        return DeviceFacts(rank, node, "cpu", "", visible)
-    count = torch.cuda.device_count()
-    if not count:
+    error = ""
+    if use_gpu and not torch.cuda.device_count():
         error = f"torch {torch.__version__} sees no GPU"
-        return DeviceFacts(rank, node, "cpu", "", visible, error)
-    try:
-        device = ray.train.torch.get_device()
-        torch.zeros(1, device=device)
-        properties = torch.cuda.get_device_properties(device)
-    except Exception as error:
-        return DeviceFacts(rank, node, "cpu", "", visible, str(error).splitlines()[0])
-    return DeviceFacts(rank, node, properties.name, str(properties.uuid), visible)
+    elif use_gpu:
+        try:
+            device = ray.train.torch.get_device()
+            torch.zeros(1, device=device)
+            properties = torch.cuda.get_device_properties(device)
+            return DeviceFacts(rank, node, properties.name, str(properties.uuid), visible)
+        except Exception as raised:
+            error = str(raised).splitlines()[0]
+    return DeviceFacts(rank, node, "cpu", "", visible, error)
 
 
 def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
-    """Sums of known values, compared, and the times of further ones.
-
-    Args:
-        device: Where the tensors are.
-        group: What reduces them; None: the default group.
-    """
+    """Sums of known values, compared, and the times of further ones; None: the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
     for num_bytes in ALL_REDUCE_BYTES:
@@ -294,7 +244,3 @@ def _seconds_of_one(values: torch.Tensor, group: dist.ProcessGroup | None) -> fl
     dist.all_reduce(values, group=group)
     synchronize(values.device)
     return time.perf_counter() - started
-
-
-def _ids_by_batch(chunks: list[RankChunk]) -> dict[int, Ids]:
-    return {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
