@@ -1,18 +1,18 @@
-"""Continue many prompts at once, one token a step, each as if it were alone.
+"""Continuous batching: many prompts are continued at once, one token per step, each as if it were alone.
 
 `DecodingBatch.step` draws one token for every sequence:
 
-1. sequences in the cache: one forward of their newest tokens;
-2. sequences that outgrew the context: one forward of their last seq_len tokens. Positions are learned,
-   so a window that slides changes the keys of all its tokens, and no cache can help;
-3. new sequences, as many as `PREFILL_TOKENS` allow: one forward of their padded prompts.
+1. sequences in the cache: one forward pass of their newest tokens;
+2. sequences that outgrew the context: one forward pass of their last seq_len tokens. Positions are learned,
+   so a sliding window changes the keys of all its tokens, and no cache can help;
+3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
-A sequence has a generator of its own and takes one number from it for each token. So its tokens depend
-on its prompt, options and stream alone, but for the last bits of sums, which a larger batch may round
+Every sequence has its own generator and takes one number from it per token. So its tokens depend only on
+its prompt, options and stream, apart from the last bits of sums, which a larger batch may round
 differently.
 
-Where the model attends within documents, a sequence is what its newest token may see: the last document of
-its text. A token behind the end of a document begins a sequence anew, at position 0, as in training.
+If the model attends within documents, a sequence is what its newest token may attend to: the last document
+of its text. After the end of a document a sequence starts again at position 0, as in training.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.errors import ConfigError, DataError
 
 PREFILL_TOKENS = 4096
-"""Padded tokens of a forward of whole sequences, unless a single one has more: bounds its memory, and
+"""Padded tokens in a forward pass of whole sequences, unless a single one has more: limits its memory and
 how long the others wait for it."""
 TINY_TEMPERATURE = 1e-30
-"""Divides where the temperature is 0 or too small for float32."""
+"""Used if the temperature is 0 or too small for float32."""
 BELOW_1 = 1 - 2**-24
 """The largest float32 below 1."""
 
 FinishReason = Literal["stop", "length"]
-"""stop: the end of the text was drawn; length: max_new_tokens were."""
+"""stop: the end of the text was drawn; length: max_new_tokens were drawn."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class SamplingOptions:
         max_new_tokens: Most tokens after the prompt.
         temperature: Divides the logits; 0: always the likeliest token.
         top_k: Draw from the k likeliest tokens; None: from all.
-        top_p: Draw from the likeliest tokens that have this probability together, among those of top_k.
-        seed: Of the sequence's generator.
-        stop_at_eot: End where the end of the text is drawn.
+        top_p: Draw from the likeliest of these that together have this probability.
+        seed: Seed of the sequence's generator.
+        stop_at_eot: Stop when the end of the text is drawn.
 
     Raises:
         ConfigError: a value is out of range.
@@ -77,18 +77,18 @@ class SamplingOptions:
                 )
         if not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"top_p={self.top_p:g} is not above 0 and up to 1; set top_p to 1 to draw from all"
+                f"top_p={self.top_p:g} is not above 0 and at most 1; set top_p to 1 to draw from all"
             )
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a step has of one sequence.
+    """What a step drew for one sequence.
 
     Attributes:
-        handle: Of the sequence.
-        token: None where the end of the text was drawn, which is not part of it.
-        finish_reason: None: the sequence goes on.
+        handle: Identifies the sequence.
+        token: None: the end of the text was drawn, which is not part of it.
+        finish_reason: None: the sequence is not finished.
     """
 
     handle: int
@@ -97,7 +97,7 @@ class Drawn:
 
 
 class _Sequence:
-    """One sequence: what the model sees of its prompt's last seq_len tokens, and what was drawn."""
+    """One sequence: the part of its prompt that the model sees, and what was drawn."""
 
     def __init__(
         self, handle: int, prompt: Sequence[int], options: SamplingOptions, stream: int
@@ -112,13 +112,13 @@ class _Sequence:
 class DecodingBatch:
     """Sequences that are continued together; they come and go between steps.
 
-    The model is run eagerly and without gradients, also where it was compiled; wrap `step` in its
-    autocast. Only sequences' own generators are used, so sampling never changes training.
+    The model runs eagerly and without gradients, even if it was compiled; call `step` under its autocast.
+    Only the sequences' own generators are used, so sampling never changes training.
 
     Args:
         model: Not wrapped; it is put into evaluation mode.
         eot_token: Ends a text.
-        max_sequences: Sequences at a time.
+        max_sequences: Most sequences at a time.
     """
 
     def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:
@@ -142,18 +142,18 @@ class DecodingBatch:
         return self._max_sequences - self.num_active
 
     def add(self, prompt: Sequence[int], options: SamplingOptions, stream: int = 0) -> int:
-        """Take a sequence in; a step to come has its first token.
+        """Add a sequence; one of the next steps draws its first token.
 
         Args:
-            prompt: At least one token. Of one longer than seq_len the model sees the last seq_len.
-            options: How to draw.
-            stream: Another one gives another continuation of the same seed.
+            prompt: At least one token; the model sees the last seq_len of them.
+            options: How tokens are drawn.
+            stream: Another one gives another continuation with the same seed.
 
         Returns:
-            Its handle.
+            The handle of the sequence.
 
         Raises:
-            DataError: the prompt is empty or has a token that the vocabulary has not.
+            DataError: the prompt is empty or has a token that is not in the vocabulary.
             RuntimeError: there is no room; see `num_free`.
         """
         shape = self._model.shape
@@ -173,7 +173,7 @@ class DecodingBatch:
         return handle
 
     def cancel(self, handle: int) -> None:
-        """Drop a sequence; one that is finished is no error."""
+        """Drop a sequence; no error if it is finished."""
         for sequence in [*self._waiting, *self._cached, *self._sliding]:
             if sequence.handle == handle:
                 self._remove(sequence)
@@ -189,7 +189,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
-        """One token of each sequence, except those whose prompt has to wait for others' prompts."""
+        """Draw one token for each sequence, except those whose prompts must wait for others' prompts."""
         if not self.num_active:
             return []
         self._slide()
@@ -204,7 +204,7 @@ class DecodingBatch:
         return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
 
     def _slide(self) -> None:
-        """Sequences whose newest token has no position left leave the cache."""
+        """Take sequences whose newest token has no position left out of the cache."""
         for sequence in [s for s in self._cached if len(s.tokens) > self._model.shape.seq_len]:
             self._remove(sequence)
             self._sliding.append(sequence)
@@ -232,7 +232,7 @@ class DecodingBatch:
         return hidden
 
     def _admitted(self) -> list[_Sequence]:
-        """Sequences whose padded prompts are run now, the first that wait."""
+        """The first waiting sequences, as many as may run their padded prompts now."""
         count, longest = 0, 0
         for sequence in self._waiting:
             longest = max(longest, len(sequence.tokens))
@@ -243,13 +243,13 @@ class DecodingBatch:
         return admitted
 
     def _prefill(self, new: list[_Sequence]) -> list[Tensor]:
-        """Hidden states (N, D) of the last tokens of new sequences, which are in the cache after it."""
+        """Hidden states (N, D) of the last tokens of new sequences, which are then in the cache."""
         if not new:
             return []
         device, seq_len = self._model.wte.weight.device, self._model.shape.seq_len
         longest = max(len(s.tokens) for s in new)
         room = min(max(len(s.tokens) + s.num_left for s in new), seq_len)
-        # What pads on the right is seen by nobody: attention is causal.
+        # Padding on the right is never attended to: attention is causal.
         ids = torch.tensor(
             [s.tokens + [0] * (longest - len(s.tokens)) for s in new], device=device
         )  # (N, T)
@@ -260,7 +260,7 @@ class DecodingBatch:
         return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
 
     def _advance(self, sequence: _Sequence, token: int) -> Drawn:
-        """Add a drawn token to its sequence, which may be finished with it."""
+        """Add a drawn token to its sequence, which may finish it."""
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
             return Drawn(sequence.handle, None, "stop")
@@ -279,17 +279,17 @@ class DecodingBatch:
 def draw(
     logits: Tensor, options: Sequence[SamplingOptions], uniforms: Sequence[float]
 ) -> list[int]:
-    """One token of each row: where its uniform number falls in the sums of its probabilities.
+    """One token per row: where its uniform number falls in the cumulative probabilities.
 
     Args:
         logits: float32 (N, V), without padded ids.
-        options: Of each row.
-        uniforms: Of each row, in [0, 1).
+        options: One per row.
+        uniforms: One per row, in [0, 1).
 
     Returns:
-        N tokens. Of a row that is not finite it is any token of the vocabulary.
+        N tokens; for a row that is not finite, any token of the vocabulary.
     """
-    # Rows of one k are drawn together, so that a row's sums do not depend on the others' options.
+    # Rows with the same k are drawn together, so a row's sums do not depend on the others' options.
     rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
     vocab_size = logits.shape[1]
     for row, wanted in enumerate(options):
@@ -313,12 +313,12 @@ def draw(
 
 
 def _draw(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
-    """A token of each row, int64 (N,).
+    """One token per row, int64 (N,).
 
     Args:
         logits: float32 (N, V)
         k: Draw from the k likeliest.
-        ranked: They must be sorted for it.
+        ranked: Whether they must be sorted for that.
         numbers: float32 (N, 3): temperature, top_p, uniform.
     """
     temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
@@ -330,6 +330,6 @@ def _draw(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
     if ranked:
         weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
     reached = weights.cumsum(1)  # (N, k)
-    # The first one beyond, if rounding leaves any; never one that has no weight.
+    # The first one beyond, if rounding leaves any; never one without weight.
     beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
     return ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0]

@@ -10,12 +10,12 @@ from raytrain_gpt.core.model import GPT, GPTShape
 
 MAX_SEQUENCES = 64
 CACHE_BYTES = 2**31
-"""Of keys and values in float32; a single sequence may need more."""
+"""For keys and values in float32; a single sequence may need more."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was drawn after a prompt, without the end of the text, and why it ended."""
+    """The tokens drawn after a prompt, without the end of the text, and why they ended."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -33,15 +33,15 @@ def sample_tokens(
     Args:
         model: Not wrapped.
         eot_token: Ends a text.
-        prompts: Of each the model sees the last seq_len tokens, at least one.
-        options: How to draw.
-        first_stream: Of the first prompt; each other one has the stream after that of the one before.
+        prompts: At least one token each; the model sees the last seq_len of them.
+        options: How tokens are drawn.
+        first_stream: Stream of the first prompt; the next prompts have the next streams.
 
     Returns:
         One for each prompt.
 
     Raises:
-        DataError: a prompt is empty or has a token that the vocabulary has not.
+        DataError: a prompt is empty or has a token that is not in the vocabulary.
     """
     longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
     batch = DecodingBatch(model, eot_token, _max_sequences(model.shape, longest))
@@ -61,7 +61,7 @@ def sample_tokens(
 
 
 def _max_sequences(shape: GPTShape, longest: int) -> int:
-    """Sequences of up to so many tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    """How many sequences of `longest` tokens fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
     token_bytes = 2 * 4 * shape.num_layers * shape.embd_size
     fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
     return max(1, min(MAX_SEQUENCES, fit))
