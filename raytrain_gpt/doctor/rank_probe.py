@@ -131,9 +131,9 @@ class GroupFacts:
     @property
     def has_devices(self) -> bool:
         """Whether every rank has a device of its own."""
-        if self.devices is None:
-            return False
-        return not self.use_gpu or devices_are_usable(self.devices)
+        uuids = [device.uuid for device in self.devices or ()]
+        own_gpus = all(uuids) and len(set(uuids)) == len(uuids)
+        return self.devices is not None and (own_gpus or not self.use_gpu)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def probe_rank(spec: RankSpec) -> None:
         return found
 
     devices = tell("devices", _device(rank, use_gpu))
-    usable = not use_gpu or devices_are_usable(devices)
+    usable = GroupFacts(len(devices), use_gpu, devices=devices).has_devices
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
@@ -220,12 +220,6 @@ def probe_rank(spec: RankSpec) -> None:
     if spec.plan is not None and usable:
         vocab_size = spec.ingest.data.vocab_size
         tell("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
-
-
-def devices_are_usable(devices: list[DeviceFacts]) -> bool:
-    """Whether every rank has a GPU, and none has another's."""
-    uuids = [device.uuid for device in devices]
-    return all(uuids) and len(set(uuids)) == len(uuids)
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
@@ -257,19 +251,16 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
         expected = pattern * ranks + ranks * (ranks - 1) // 2
         wrong += int((values != expected).sum())
         values.zero_()
-        seconds[num_bytes] = statistics.median(
-            _seconds_of_one(values, group) for _ in range(REPEATS)
-        )
+        times = []
+        for _ in range(REPEATS):
+            synchronize(device)
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(values, group=group)
+            synchronize(device)
+            times.append(time.perf_counter() - started)
+        seconds[num_bytes] = statistics.median(times)
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)
-
-
-def _seconds_of_one(values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    synchronize(values.device)
-    dist.barrier()
-    started = time.perf_counter()
-    dist.all_reduce(values, group=group)
-    synchronize(values.device)
-    return time.perf_counter() - started
 
 
 @checks("devices")
