@@ -77,7 +77,7 @@ class SamplingOptions:
                 )
         if not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"top_p={self.top_p:g} is not above 0 and at most 1; set top_p to 1 to draw from all"
+                f"top_p={self.top_p:g} must be above 0 and at most 1; set top_p to 1 to draw from all"
             )
 
 

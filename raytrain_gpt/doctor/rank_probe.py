@@ -36,7 +36,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
-from raytrain_gpt.doctor.check import Failed, Skipped, checks
+from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
@@ -263,7 +263,7 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)
 
 
-@checks("devices")
+@named_check("devices")
 def judge_devices(group: GroupFacts) -> str:
     """Whether each rank has a GPU of its own, if GPUs are asked for."""
     devices = group.devices
@@ -309,7 +309,7 @@ def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
     return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
 
 
-@checks("all_reduce")
+@named_check("all_reduce")
 def judge_all_reduce(group: GroupFacts) -> str:
     """Whether sums over all ranks are right, and over what kind of link they go.
 
@@ -344,7 +344,7 @@ def judge_all_reduce(group: GroupFacts) -> str:
     return f"sums are right; {seen}, {carried}"
 
 
-@checks("sequences")
+@named_check("sequences")
 def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Sequence[int]) -> str:
     """Whether the ranks together were given each sequence of the plan once, and in its step."""
     ranks = group.sequences
