@@ -25,9 +25,10 @@ import raytrain_gpt
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.ray_cluster import token_file
 from raytrain_gpt.cluster.shared_storage import (
+    MAKE_ROOM,
     ON_ALL_NODES,
-    RAY_FILES_BYTES,
     ray_directory,
+    ray_disk_problem,
     storage_problem,
 )
 from raytrain_gpt.data.mixture import Mixture
@@ -256,15 +257,9 @@ def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
 @named_check("ray_disk")
 def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
     """Whether Ray has room for its own files on every node: a full disk there hangs a run."""
-    full = [
-        f"{n.name} has {size(n.ray_dir_free_bytes)} free in {n.ray_dir}"
-        for n in nodes
-        if n.ray_dir_free_bytes < RAY_FILES_BYTES
-    ]
+    problems = {n.name: ray_disk_problem(n.ray_dir, n.ray_dir_free_bytes) for n in nodes}
+    full = [f"{name} has {problem}" for name, problem in problems.items() if problem]
     if full:
-        raise Failed(
-            f"{', '.join(full)}; Ray needs {size(RAY_FILES_BYTES)} for its own files: make room there, "
-            "or start Ray with another --temp-dir"
-        )
+        raise Failed(f"{', '.join(full)}; {MAKE_ROOM}")
     least = min(nodes, key=lambda node: node.ray_dir_free_bytes)
     return f"at least {size(least.ray_dir_free_bytes)} free ({least.name})"
