@@ -11,6 +11,8 @@ import pytest
 
 import raytrain_gpt
 
+from .test_layers import ORDER
+
 PACKAGE = Path(raytrain_gpt.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = ROOT / "tests"
@@ -86,6 +88,14 @@ def test_modules_that_are_named_exist(page: Path) -> None:
         if not file.is_file() or (name and name not in names_of(file)):
             missing.append(f"{room}/{module}" + (f".{name}" if name else ""))
     assert not missing
+
+
+def test_the_layers_of_the_architecture_are_those_that_are_tested() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text[text.index("| layer, from the top") :].split("\n\n")[0]
+    rows = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
+    modules = [layer for layer in ORDER if not any(name.startswith("__") for name in layer)]
+    assert rows == modules[::-1]
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=by_name)
