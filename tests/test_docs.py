@@ -29,8 +29,13 @@ NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
 MODULE = re.compile(rf"(?<![\w/.])({'|'.join(ROOMS)})/(\w+)(?:\.(?!py\b)(\w+))?(?![\w/=])")
 TEST = re.compile(r"(?<![\w.])(?:tests/)?((?:\w+/)*test_\w+)(?:\.py)?(?:::(test_\w+))?")
 PATH = re.compile(r"`((?:raytrain_gpt|tests|benchmarks|examples|clusters)/[\w./-]+)`")
-LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s+(\S+)", re.MULTILINE)
-CODE = re.compile(r"^(?:    .*|```.*?^```)$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(
+    r"""\]\(([^)\s]+)\)          # [text](target), ![text](target)
+    | ^\[[^\]]+\]:\s+(\S+)      # [name]: target
+    | <img\ [^>]*src="([^"]+)" """,
+    re.MULTILINE | re.VERBOSE,
+)
+CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 MAX_LINE = 120
 """Characters of a line of the README."""
@@ -54,6 +59,12 @@ def anchors_of(page: Path) -> frozenset[str]:
     """Anchors of a page's headings, spelled as GitHub spells them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings)
+
+
+def links_of(page: Path) -> list[str]:
+    """Targets of a page's links and images, code left out."""
+    text = CODE.sub("", page.read_text("utf-8"))
+    return ["".join(groups) for groups in LINK.findall(text)]
 
 
 def by_name(page: Path) -> str:
@@ -114,9 +125,7 @@ def test_tests_and_files_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
-    text = CODE.sub("", page.read_text("utf-8"))
-    for inline, reference in LINK.findall(text):
-        target = inline or reference
+    for target in links_of(page):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -127,9 +136,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_links_every_page() -> None:
-    linked = {inline for inline, _ in LINK.findall((ROOT / "README.md").read_text("utf-8"))}
-    linked |= {ref for _, ref in LINK.findall((ROOT / "README.md").read_text("utf-8"))}
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= {*links_of(ROOT / "README.md")}
 
 
 def test_no_line_of_the_readme_is_long() -> None:
