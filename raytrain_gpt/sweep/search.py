@@ -23,7 +23,6 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.parent_run import ParentRun
-from raytrain_gpt.sweep.plots import sweep_plots
 from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, no_scheduler, optuna_search
@@ -272,6 +271,8 @@ class Search:
 
     def _end(self, parent: ParentRun) -> SweepSummary:
         """Write down what was found."""
+        from raytrain_gpt.sweep.plots import sweep_plots  # here: matplotlib is slow to import
+
         sweep, trials = self._sweep, self._history.trials()
         about = (sweep.objective, sweep.budget_tokens)
         files = {RESULTS_FILE: results_csv(trials, *about).encode()}
