@@ -1,4 +1,4 @@
-"""What a trial takes of a cluster, and how many fit at once."""
+"""How much of a cluster a trial takes, and how many trials fit at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_gpt.sweep.trial_plan import num_trials
 
 
 def one_worker_for_auto(config: Config) -> Config:
-    """In a sweep `auto` means one worker a trial, with one CPU: the trials share the cluster."""
+    """The configuration with one worker per trial and one CPU per worker where they are `auto`."""
     c = config.cluster
     return config.updated(
         {
@@ -25,7 +25,7 @@ def one_worker_for_auto(config: Config) -> Config:
 
 
 def trial_cpus(config: Config) -> int:
-    """CPUs of a trial, its workers' and those for its data; every `auto` is decided."""
+    """CPUs of a trial: its workers' and those for its data."""
     c = config.cluster
     assert isinstance(c.num_workers, int), "the sweep decides num_workers"
     assert isinstance(c.cpus_per_worker, int), "the sweep decides cpus_per_worker"
@@ -33,7 +33,7 @@ def trial_cpus(config: Config) -> int:
 
 
 def cpus_to_start(sweep: Sweep, config: Config) -> int:
-    """Logical CPUs of a cluster started for a sweep: for as many trials as this machine can run."""
+    """Logical CPUs to start a local cluster with: for as many trials as this machine can run."""
     c = config.cluster
     assert isinstance(c.num_workers, int), "the sweep decides num_workers"
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
@@ -48,15 +48,10 @@ def cpus_to_start(sweep: Sweep, config: Config) -> int:
 
 
 def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:
-    """How many trials run at the same time.
-
-    Args:
-        sweep: The sweep.
-        config: Of the trials, with every `auto` decided.
-        resources: Of the cluster.
+    """How many trials run at the same time; `config` has every `auto` decided.
 
     Raises:
-        ClusterError: a population does not fit as a whole.
+        ClusterError: the trials of a population do not fit all at once.
     """
     c = config.cluster
     assert isinstance(c.num_workers, int), "the sweep decides num_workers"
@@ -67,7 +62,7 @@ def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:
     at_once = max(1, min(fit, sweep.max_concurrent_trials or fit, population))
     if isinstance(sweep.scheduler, Pbt) and at_once < population:
         raise ClusterError(
-            f"scheduler pbt compares {population} trials at the same time, the cluster has room for "
+            f"scheduler pbt compares {population} trials at the same time, but the cluster has room for "
             f"{fit} (each {trial_cpus(config)} CPUs{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}"
             f"); set num_trials to at most {max(fit, 1)}, leave max_concurrent_trials out, or use a "
             "larger cluster"

@@ -118,7 +118,7 @@ class MLflow:
         log: Callable[[str], None],
     ) -> None:
         self._dir, self._uri, self._log = run_dir, uri, log
-        self._open = lambda: MLflowRun(
+        self._open: Callable[[], MLflowRun] = lambda: MLflowRun(
             Location.of(run_dir),
             uri,
             experiment,

@@ -261,7 +261,7 @@ def test_numbers_of_trials_that_fit_the_space(
         (BOTH, 2, "random", ["num_trials=2", "nearest: 3"]),
         (DRAWN, None, "random", ["set num_trials", "peak_lr"]),
         (DRAWN, None, "optuna", ["set num_trials"]),
-        (BOTH, 3, "optuna", ["optuna knows no grid (peak_lr); use choice"]),
+        (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(
