@@ -58,29 +58,21 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._tied_values, self._lease, self._log = tied_values, lease, log
         self._changed, self._shown_at = False, 0.0
 
-    def on_trial_start(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
+    def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
         with contextlib.suppress(ConfigError):  # the trial itself will fail with it
             values = self._tied_values(values)
         self._add("started", trial, values=values)
 
-    def on_trial_result(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **_info: Any
-    ) -> None:
+    def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
         self._add("report", trial, **{key: result[key] for key in REPORTED})
 
-    def on_trial_complete(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
+    def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
         report = self._history.last_report(str(trial))
         finished = report is not None and report[TOKENS_SEEN] >= self._sweep.budget_tokens
         self._add("ended", trial, state="finished" if finished else "stopped")
 
-    def on_trial_error(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
+    def on_trial_error(self, trial: TuneTrial, **_info: Any) -> None:
         error = "Ray Tune could not start it"
         if trial.pickled_error_file:  # a local file, also with an object store
             pickled = Path(trial.pickled_error_file).read_bytes()
@@ -88,7 +80,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._add("ended", trial, state="failed", error=error)
         self._barrier.leave.remote(str(trial))
 
-    def on_step_end(self, iteration: int, trials: list[TuneTrial], **_info: Any) -> None:
+    def on_step_end(self, trials: list[TuneTrial], **_info: Any) -> None:
         self._lease.check()
         if self._stop.is_set():
             self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")

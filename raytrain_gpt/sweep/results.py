@@ -11,6 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import shorten
 from typing import Any, get_args
 
 from rich.console import Console
@@ -59,7 +60,10 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     """The result of a sweep: its trials by rank, the errors of failed ones, and what it cost."""
     ranked = ranking(trials, budget_tokens)
     lines = _table(ranked, objective, budget_tokens, ranks=True)
-    lines += [f"{t.name} failed: {_one_line(t.error)}" for t in ranked if t.state == "failed"]
+    for trial in ranked:
+        if trial.state == "failed":
+            error = shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
+            lines.append(f"{trial.name} failed: {error}")
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
@@ -166,8 +170,3 @@ def _objective_text(trial: Trial) -> str:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _one_line(error: str | None) -> str:
-    line = " ".join((error or "no message").split())
-    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 1]}…"
