@@ -32,6 +32,9 @@ OBJECTIVES = {
 }
 """Metric -> its name in words, and its unit."""
 
+Look = dict[str, Any]
+"""Properties of a line or marker, as matplotlib's `Line2D` takes them."""
+
 _MAX_LABEL_CHARS = 24
 _MIN_TICK_DISTANCE = 0.08  # of the axis' width
 
@@ -54,7 +57,7 @@ def png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def line_looks(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+def line_looks(values: Iterable[Any]) -> dict[Any, Look]:
     """Each distinct value -> colour, dashes and marker of its line."""
     return {
         value: {
@@ -66,7 +69,7 @@ def line_looks(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
     }
 
 
-def legend(figure: Figure, entries: Sequence[tuple[str, dict[str, Any]]], title: str = "") -> None:
+def legend(figure: Figure, entries: Sequence[tuple[str, Look]], title: str = "") -> None:
     """Put a legend to the right of the axes; an entry is a text and the look of its line."""
     figure.legend(
         handles=[Line2D([], [], **{"color": SOFT, "label": text, **look}) for text, look in entries],

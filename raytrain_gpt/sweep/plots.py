@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
-from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, value_label
+from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Look, value_label
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
@@ -30,7 +30,8 @@ MAX_NAMED_CURVES = 10
 
 _MAX_LISTED = 12  # trials above the scale that the legend lists
 _WIDTH, _HEIGHT = 10.0, 5.2  # inches
-_HOLLOW = {"markerfacecolor": "white"}
+_HOLLOW: Look = {"markerfacecolor": "white"}
+_RING: Look = {"color": INK, "marker": "o", "markersize": 14, "linestyle": "", "fillstyle": "none"}
 _LOW_COLOR, _HIGH_COLOR, _BEST_COLOR = "#0b3c6b", "#e8f1fa", "#c44601"
 
 
@@ -80,7 +81,7 @@ def loss_figure(
     for trial in trials:
         value, x, score = trial.values.get(line_leaf), place[trial.values[x_leaf]], trial.score
         is_full = _full_score(trial, budget_tokens) is not None
-        point = {**looks[value], "linestyle": "", **({} if is_full else _HOLLOW)}
+        point = looks[value] | {"linestyle": ""} | ({} if is_full else _HOLLOW)
         if score is not None and score <= limit:
             axes.plot(x, score, zorder=3, gid="point", **point)
             if is_full:
@@ -94,10 +95,9 @@ def loss_figure(
         for value, points in lowest.items():
             line = looks[value] | {"marker": ""}
             axes.plot([*sorted(points)], [points[x] for x in sorted(points)], gid="series", **line)
-    if best is not None:
-        ring = {"color": INK, "markerfacecolor": "none", "markersize": 14, "linestyle": ""}
-        axes.plot(place[best.values[x_leaf]], best.score, "o", gid="best", **ring)
-        entries.append((f"best: {best.name}, {best.score:.4f}", {"marker": "o", **ring}))
+    if best is not None and best.score is not None:
+        axes.plot(place[best.values[x_leaf]], best.score, gid="best", **_RING)
+        entries.append((f"best: {best.name}, {best.score:.4f}", _RING))
     if any(compared_tokens(trial, budget_tokens) < budget_tokens for trial in trials):
         hollow = f"hollow: fewer than {drawing.tokens_label(budget_tokens)} tokens"
         entries.append((hollow, {"marker": "o", "linestyle": "", **_HOLLOW}))
@@ -136,18 +136,18 @@ def curves_figure(
     groups = [t.values[line_leaf] if line_leaf else t.name for t in drawn[:MAX_NAMED_CURVES]]
     looks = drawing.line_looks(groups)
     limit = _curves_limit(drawn, budget_tokens)
-    entries: list[tuple[str, dict[str, Any]]] = []
+    entries: list[tuple[str, Look]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
         if rank >= MAX_NAMED_CURVES:
-            pale = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
+            pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
             axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
             continue
         is_best, is_full = trial is best_trial(trials, budget_tokens), trial.state == "finished"
         line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
         line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
         axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
-        end = {"color": line["color"], "marker": MARKERS[rank], **({} if is_full else _HOLLOW)}
+        end = {"color": line["color"], "marker": MARKERS[rank]} | ({} if is_full else _HOLLOW)
         if values[-1] <= limit:
             axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
         else:
@@ -178,7 +178,6 @@ def heat_map_figure(
     it did not, and white if there is no trial.
     """
     x_leaf, y_leaf = _x_and_line(trials, discrete_leaves(trials, searched))
-    assert y_leaf is not None, "a heat map has two leaves with few values"
     columns = drawing.in_order(trial.values[x_leaf] for trial in trials)
     rows = drawing.in_order(trial.values[y_leaf] for trial in trials)
     figure, axes = drawing.new_figure(3 + 1.25 * len(columns), 2.4 + 0.9 * len(rows))
@@ -199,13 +198,13 @@ def heat_map_figure(
     for column, row in itertools.product(range(len(columns)), range(len(rows))):
         tried = cells.get((column, row), [])
         is_dark = norm(scores[row, column]) < 0.55  # False for NaN
-        look: dict[str, Any] = {"color": "white" if is_dark else INK}
+        look: Look = {"color": "white" if is_dark else INK}
         if tried and np.isnan(scores[row, column]):
             axes.add_patch(Rectangle((column, row), 1, 1, fill=False, hatch="//", edgecolor=SOFT))
             look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 2}
         if best in tried:
-            frame = {"fill": False, "edgecolor": _BEST_COLOR, "linewidth": 4, "gid": "best"}
-            axes.add_patch(Rectangle((column + 0.03, row + 0.03), 0.94, 0.94, **frame))
+            inside = (column + 0.03, row + 0.03)
+            axes.add_patch(Rectangle(inside, 0.94, 0.94, fill=False, edgecolor=_BEST_COLOR, lw=4))
             look["weight"] = "bold"
         text = _cell_text(tried, best, budget_tokens)
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9, **look)
@@ -248,13 +247,13 @@ def discrete_leaves(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str | None]:
-    """The leaf of the x axis, and the one with a line (or row) for each value."""
+def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
+    """The leaf of the x axis, and the one with a line (or row) for each value, "" if there is none."""
     numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
     x_leaf = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
     others = discrete_leaves(trials, [name for name in names if name != x_leaf])
     batch = "global_batch_tokens"
-    return x_leaf, batch if batch in others else next(iter(others), None)
+    return x_leaf, batch if batch in others else next(iter(others), "")
 
 
 def _full_score(trial: Trial, budget_tokens: int) -> float | None:
