@@ -28,7 +28,12 @@ from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor
+from raytrain_gpt.sweep.trial_actor import (
+    ShutdownBarrier,
+    SweepContext,
+    TrialActor,
+    checkpoint_of,
+)
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
 from raytrain_gpt.tracking.trackers import mlflow_store
@@ -216,7 +221,7 @@ class SweepRun:
             synced = scheduler.tell(begun[n][0] if n in begun else 0 for n in names)
             for name, report in reports.items():
                 values[name] = {leaf: report["values"][leaf] for leaf in sweep.searched}
-                begun[name] = (synced, _checkpoint_of(report))
+                begun[name] = (synced, checkpoint_of(report))
         return _Remaining(scheduler, names, [values[name] for name in names], begun=begun)
 
     def _end_if_open(self, names: list[str], state: State) -> None:
@@ -281,7 +286,3 @@ class SweepRun:
         """Leaves that the sweep changes for its own sake, as base and overrides have them."""
         given = self._sweep.base.load().field_values() | self._sweep.overrides
         return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}
-
-
-def _checkpoint_of(report: dict[str, Any]) -> str:
-    return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"

@@ -47,6 +47,11 @@ TOKENS_SEEN = "tokens_seen"
 Report = dict[str, Any]
 
 
+def checkpoint_of(report: Report) -> str:
+    """URL of the checkpoint that was saved with a report."""
+    return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
+
+
 @dataclass(frozen=True)
 class SweepContext:
     """What all trials of a sweep have in common.
@@ -124,7 +129,7 @@ class TrialRun:
     ) -> None:
         self._config, self._context, self._origin = config, context, origin
         self._objective = context.sweep.objective
-        self.reported_tokens = reported_tokens
+        self._reported_tokens = reported_tokens
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens
         self.run_dir = run_location(config)
@@ -159,23 +164,15 @@ class TrialRun:
         self._continue.release()
         self._thread.join()
 
-    def pointer(self) -> str:
-        """URL of the checkpoint of the newest report."""
-        step = self.reported_tokens // self._batch_tokens
-        found = [c for c in Catalog(self.run_dir).complete() if c.state.step == step]
-        if not found:
-            raise TrainingFailed(f"{self.run_dir} has no checkpoint of step {step}")
-        return str(found[0].path)
-
     def _train(self) -> None:
         try:
             self._report_new()
-            if self.reported_tokens < self._all_tokens:
+            if self._reported_tokens < self._all_tokens:
                 if self._signals.stop.is_set():
                     raise Interrupted("stopped before the run continued")
                 self._go()
                 self._report_new()
-                if self.reported_tokens < self._all_tokens:
+                if self._reported_tokens < self._all_tokens:
                     raise TrainingFailed(f"{self.run_dir} has no evaluation of its last step")
         except BaseException as error:
             self._reports.put(self._error or error)
@@ -194,7 +191,7 @@ class TrialRun:
         rows = self._kept_rows()
         for row in rows:
             tokens = row["step"] * self._batch_tokens
-            if "val/loss" not in row or tokens <= self.reported_tokens:
+            if "val/loss" not in row or tokens <= self._reported_tokens:
                 continue
             if row.get(self._objective) is None:
                 self._error = TrainingFailed(
@@ -203,7 +200,7 @@ class TrialRun:
                 self._signals.stop.set()
                 return
             report = self._report(row, rows)
-            self.reported_tokens = tokens
+            self._reported_tokens = tokens
             self._reports.put(report)
             if tokens < self._all_tokens:
                 self._continue.acquire()
@@ -220,7 +217,7 @@ class TrialRun:
 
     def _report(self, row: Row, rows: list[Row]) -> Report:
         steps = [r for r in rows if "train/loss" in r and r["step"] <= row["step"]]
-        since = self.reported_tokens // self._batch_tokens
+        since = self._reported_tokens // self._batch_tokens
         recent = [r["perf/step_time_s"] for r in steps if r["step"] > since]
         evaluations = [r for r in rows if "val/loss" in r and r["step"] <= row["step"]]
         return {
@@ -251,8 +248,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write a pointer to the checkpoint of the newest report."""
-        assert self._run is not None, "a trial is saved after a report"
-        pointer = {"checkpoint": self._run.pointer(), TOKENS_SEEN: self._run.reported_tokens}
+        tokens = self._report[TOKENS_SEEN]
+        pointer = {"checkpoint": checkpoint_of(self._report), TOKENS_SEEN: tokens}
         Path(checkpoint_dir, POINTER_FILE).write_text(json.dumps(pointer), "utf-8")
 
     def step(self) -> Report:
@@ -261,7 +258,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._run = self._start()
         else:
             self._run.go_on()
-        return {**self._run.next_report(), "values": self._tied_values}
+        self._report = {**self._run.next_report(), "values": self._tied_values}
+        return self._report
 
     def cleanup(self) -> None:
         """The trial is over: its run saves and stops."""
