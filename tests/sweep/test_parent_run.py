@@ -27,7 +27,10 @@ def sweep() -> Sweep:
     return Sweep.model_validate(fields)
 
 
-def test_a_sweep_that_continues_has_one_run_with_its_results(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_that_continues_has_one_run_with_its_results(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file:{tmp_path / 'mlruns'}"
     base, lines = Config().updated({"mlflow_uri": uri}), []
     (tmp_path / "small").mkdir()
