@@ -23,7 +23,6 @@ from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
-
 REPORTED = ("step", TOKENS_SEEN, OBJECTIVE, "tokens_per_s", "elapsed_s", "run_dir", "values")
 
 

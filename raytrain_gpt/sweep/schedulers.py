@@ -100,7 +100,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         """Clip mutated values to their ranges, which Ray Tune does not look at."""
         values = dict(config["values"])
         for name, domain in self._domains.items():
-            if isinstance(domain, Uniform | LogUniform | RandInt):
+            if not isinstance(domain, Choice):
                 low, high = domain.extremes
                 values[name] = min(max(values[name], low), high)
         return {**config, "values": values}

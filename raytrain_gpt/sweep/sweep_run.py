@@ -28,12 +28,7 @@ from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
-from raytrain_gpt.sweep.trial_actor import (
-    ShutdownBarrier,
-    SweepContext,
-    TrialActor,
-    checkpoint_of,
-)
+from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
 from raytrain_gpt.tracking.trackers import mlflow_store
@@ -158,19 +153,10 @@ class SweepRun:
             begun=remaining.begun,
             train_loop=train_loop,
         )
-        callback = SweepCallback(
-            sweep=self._sweep,
-            history=self._history,
-            barrier=barrier,
-            stop=signals.stop,
-            tied_values=self._tied,
-            lease=lease,
-            log=self._log,
-        )
         signals.defer()
         status = "FAILED"
         try:
-            self._tune(remaining, context, callback, at_once)
+            self._tune(remaining, context, self._callback(barrier, signals, lease), at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
                 raise Stopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
@@ -188,8 +174,13 @@ class SweepRun:
                 parent.close(status, {}, {})
         return self._finish(parent)
 
-    def _tied(self, values: Values) -> Values:
-        return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
+    def _callback(self, barrier: Any, signals: StopSignals, lease: Lease) -> SweepCallback:
+        def tied(values: Values) -> Values:
+            return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
+
+        return SweepCallback(
+            self._sweep, self._history, barrier, signals.stop, tied, lease, self._log
+        )
 
     def _remaining(self) -> _Remaining:
         sweep, history = self._sweep, self._history
