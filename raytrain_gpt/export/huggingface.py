@@ -50,7 +50,7 @@ from raytrain_gpt.export.hf_weights import (
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import amount
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.trackers import track_export
+from raytrain_gpt.tracking.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,11 +12,11 @@ from raytrain_gpt.format import amount, duration
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.tracking.run_files import Row, read_rows, read_samples
 from raytrain_gpt.tracking.speed import speed
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import TRACKING_FILE
 
 Say = Callable[[str], None]
 

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
-from raytrain_gpt.tracking.trackers import TRACKING_FILE
 
 _PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE)
 """What a run that goes on reads; everything else follows from these or is only added to."""
