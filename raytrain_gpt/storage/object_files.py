@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,14 +76,6 @@ class RetriedReader:
         """Bytes of the object."""
         return self._size
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
@@ -91,9 +84,6 @@ class RetriedReader:
     def close(self) -> None:
         """Let go of the connection."""
         self._source.close()
-
-    def flush(self) -> None:
-        """Nothing to do."""
 
 
 class _SpooledWriter:
@@ -108,14 +98,8 @@ class _SpooledWriter:
     def write(self, content: bytes) -> int:
         return self._file.write(content)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def flush(self) -> None:
         self._file.flush()
-
-    def writable(self) -> bool:
-        return True
 
     def close(self) -> None:
         if self.closed:
@@ -128,26 +112,13 @@ class _SpooledWriter:
             self._file.close()
 
 
+@dataclass(frozen=True)
 class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     """A filesystem that survives pickling and outages: what Ray Train is given as its storage."""
 
-    def __init__(self, scheme: str, endpoint: str | None, retry_for_s: float) -> None:
-        self.scheme = scheme
-        self.endpoint = endpoint
-        self.retry_for_s = retry_for_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._key
-
-    @property
-    def _key(self) -> tuple[str, str | None, float]:
-        return self.scheme, self.endpoint, self.retry_for_s
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RetriedHandler) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    scheme: str
+    endpoint: str | None
+    retry_for_s: float
 
     @property
     def store(self) -> Any:

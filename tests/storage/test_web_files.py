@@ -178,18 +178,21 @@ def test_a_signature_of_azure_is_hidden() -> None:
     [
         (
             "https://u:pw@host/a.jsonl",
-            ["https://host/a.jsonl", "user or password", "leave them out"],
+            ["https://host/a.jsonl", "user or password", "remove them"],
         ),
         ("https://u:pw@host/*.jsonl", ["https://host/*.jsonl", "user or password"]),
         ("https://u:pw#1@host/a.jsonl", ["https://host/a.jsonl", "without user and password"]),
-        ("http://h/my file.jsonl", ["h/my file.jsonl", "percent-encode it, as %20"]),
-        ("http://h/a.jsonl?q=a b", ["h/a.jsonl has a character", "percent-encode it, as %20"]),
-        ("http://h/日本.jsonl", ["h/日本.jsonl", "percent-encode it, as %E6%97%A5"]),
-        ("http://h/a\nb.jsonl", ["h/a%0Ab.jsonl", "percent-encode it, as %0A"]),
+        ("http://h/my file.jsonl", ["h/my file.jsonl", "percent-encode it as %20"]),
+        ("http://h/a.jsonl?q=a b", ["h/a.jsonl has a character", "percent-encode it as %20"]),
+        ("http://h/日本.jsonl", ["h/日本.jsonl", "percent-encode it as %E6%97%A5"]),
+        ("http://h/a\nb.jsonl", ["h/a%0Ab.jsonl", "percent-encode it as %0A"]),
         ("http://bücher.example/a.jsonl", ["http://bücher.example/a.jsonl", "xn--"]),
-        ("http:///a.jsonl", ["http:///a.jsonl names no host", "https://HOST"]),
-        ("http://h:port/a.jsonl", ["http://h:port/a.jsonl is no web address", "HOST:PORT"]),
-        ("http://[::1/a.jsonl", ["http://[::1/a.jsonl is no web address"]),
+        ("http:///a.jsonl", ["http:///a.jsonl has no host", "https://HOST"]),
+        (
+            "http://h:port/a.jsonl",
+            ["http://h:port/a.jsonl is not a valid web address", "HOST:PORT"],
+        ),
+        ("http://[::1/a.jsonl", ["http://[::1/a.jsonl is not a valid web address"]),
     ],
 )
 def test_an_address_that_cannot_be_asked_for_is_refused_at_once(
@@ -236,7 +239,7 @@ def test_what_a_web_server_does_not_have_is_said(
 
 def test_a_refusal_is_not_tried_again(web: WebServer, raises_line) -> None:
     web.failures += [403]
-    with raises_line(DataError, "a.jsonl is refused with HTTP status 403"):
+    with raises_line(DataError, "a.jsonl was refused with HTTP status 403"):
         find_pieces([f"{web.url}/a.jsonl"], "text")
 
 
@@ -351,5 +354,5 @@ def test_what_names_no_dataset_is_said_by_every_version_of_the_hubs_library(
 ) -> None:
     assert find_pieces([f"{on_hub(hub)}/data/a.jsonl"], "text")  # the library is loaded
     monkeypatch.delattr("huggingface_hub.errors.HfUriError", raising=False)  # older ones lack it
-    with raises_line(DataError, "own er!", "names no dataset"):
+    with raises_line(DataError, "own er!", "is not a dataset"):
         find_pieces(["hf://datasets/own er!/data/a.jsonl"], "text")
