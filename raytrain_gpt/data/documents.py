@@ -40,7 +40,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """A part of one source file that is read on its own.
 
     Attributes:
@@ -78,7 +78,7 @@ def stdlib_root() -> Path:
 
 
 def read_documents(
-    piece: Piece, text_field: str, bad: BadDocuments | None = None
+    piece: SourcePiece, text_field: str, bad: BadDocuments | None = None
 ) -> Iterator[Document]:
     """The documents of a piece of text, in their order.
 
@@ -125,7 +125,7 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
     compression = COMPRESSIONS.get(Path(path.name).suffix)
     try:
@@ -163,7 +163,7 @@ def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterat
         ) from None
 
 
-def _next_line(file: BinaryIO | io.BufferedReader, piece: Piece) -> int:
+def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
     """Go behind the line that began in the piece before, which has it, and say where that is."""
     position = file.seek(piece.start - 1)
     while position < piece.stop and (part := file.readline(_READ_BYTES)):
@@ -177,7 +177,9 @@ def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _parquet_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+def _parquet_documents(
+    piece: SourcePiece, text_field: str, bad: BadDocuments
+) -> Iterator[Document]:
     position = 0
     try:
         with piece.location.open() as source, pq.ParquetFile(source) as file:

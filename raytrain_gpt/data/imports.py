@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import Piece
+from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 
@@ -156,7 +156,7 @@ def _is_id_list(schema: pa.Schema, column: str) -> bool:
     )
 
 
-def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
+def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
     """The ids of a piece, in their order.
 
     Raises:
@@ -183,7 +183,7 @@ def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
             offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == encoding.eot_token)
 
 
-def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
+def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     dtype = np.dtype(piece.ids)
     step = _CHUNK_IDS * dtype.itemsize
     try:
@@ -201,7 +201,7 @@ def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
         raise DataError(f"cannot read {piece.location}: {error.strerror or error}") from None
 
 
-def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
+def _parquet_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     group, row = piece.start, 0
     try:
         with piece.location.open() as source, pq.ParquetFile(source) as file:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import tiktoken
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.documents import Document, Piece, read_documents
+from raytrain_gpt.data.documents import Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import IdChunk, read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
@@ -35,7 +35,7 @@ TEXT_BYTES_PER_TOKEN = 4
 class Plan:
     """All that decides what the shards hold, byte for byte."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SourcePiece, ...]
     tasks: tuple[tuple[int, int], ...]
     """Pieces [first, stop) of every task."""
     text_field: str
@@ -97,11 +97,11 @@ def make_plan(
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
     pieces = find_pieces(sources, text_field)
 
-    def read_all(piece: Piece) -> Iterator[Document]:
+    def read_all(piece: SourcePiece) -> Iterator[Document]:
         # The tasks count, as some are read here twice.
         return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
 
-    def read_chunks(piece: Piece) -> Iterator[IdChunk]:
+    def read_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
         return read_ids(piece, encoding)
 
     read = only_first(read_all) if dedupe else read_all
@@ -131,7 +131,7 @@ def make_plan(
     )
 
 
-def _group(pieces: list[Piece], task_bytes: int) -> list[tuple[int, int]]:
+def _group(pieces: list[SourcePiece], task_bytes: int) -> list[tuple[int, int]]:
     tasks, first, size = [], 0, 0
     for i, piece in enumerate(pieces):
         size += piece.text_bytes

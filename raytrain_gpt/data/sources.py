@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, Piece, stdlib_root
+from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import IdFile, id_column, read_layout
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, is_url
@@ -33,7 +33,7 @@ _TEXT_PER_COMPRESSED_BYTE = 3
 _TEXT_BYTES_PER_ID = 4
 
 
-def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
+def find_pieces(sources: list[str], text_field: str) -> list[SourcePiece]:
     """Everything the sources hold, in source order; files of a directory or glob are sorted.
 
     Raises:
@@ -55,7 +55,7 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
     return _told_apart(pieces)
 
 
-def _told_apart(pieces: list[Piece]) -> list[Piece]:
+def _told_apart(pieces: list[SourcePiece]) -> list[SourcePiece]:
     """The pieces, with a number before the name from the second file of a name on.
 
     A document's split follows from its file's name and its place there: one-document files that are all
@@ -71,11 +71,11 @@ def _told_apart(pieces: list[Piece]) -> list[Piece]:
     return told_apart
 
 
-def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
+def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
-            yield Piece(name, f"{STDLIB}:{name}", 0, size, size)
+            yield SourcePiece(name, f"{STDLIB}:{name}", 0, size, size)
         return
     if is_url(source):
         try:
@@ -108,7 +108,7 @@ def _nothing_in(source: str) -> DataError:
     )
 
 
-def _web_pieces(source: str, text_field: str) -> Iterator[Piece]:
+def _web_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     """Pieces of a web server's file."""
     file = Location.of_source(source)
     if glob.has_magic(urlsplit(source).path):
@@ -118,7 +118,7 @@ def _web_pieces(source: str, text_field: str) -> Iterator[Piece]:
     yield from _file_pieces(file, file.size_bytes(), file.name, text_field)
 
 
-def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
+def _stored_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     """Pieces of a store's file, directory or glob, named as on a disk."""
     scheme, _, key = source.partition("://")
     parts = [part for part in key.split("/") if part]
@@ -158,8 +158,8 @@ def _fixed_prefix(pattern: str) -> Path:
     return Path(*parts[:fixed])
 
 
-def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[Piece]:
-    whole = Piece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
+def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
+    whole = SourcePiece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
     in_parts = path.has_ranges()
@@ -179,7 +179,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         yield whole
 
 
-def _id_pieces(whole: Piece, found: IdFile, in_parts: bool) -> Iterator[Piece]:
+def _id_pieces(whole: SourcePiece, found: IdFile, in_parts: bool) -> Iterator[SourcePiece]:
     step = _ID_PIECE_TOKENS * found.dtype.itemsize if in_parts else max(1, found.stop - found.start)
     for start in range(found.start, found.stop, step):
         stop = min(start + step, found.stop)
@@ -194,7 +194,7 @@ def _id_pieces(whole: Piece, found: IdFile, in_parts: bool) -> Iterator[Piece]:
         )
 
 
-def _parquet_pieces(whole: Piece, text_field: str, in_parts: bool) -> Iterator[Piece]:
+def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iterator[SourcePiece]:
     path = whole.location
     try:
         with path.open() as file:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import tiktoken
 
-from raytrain_gpt.data.documents import Document, Piece
+from raytrain_gpt.data.documents import Document, SourcePiece
 from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import encode_document
@@ -30,9 +30,9 @@ _LOOKED_AT_IDS = 2**28
 """If there are hardly any documents in so many ids, these have no `eot`."""
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
-Read = Callable[[Piece], Iterator[Document]]
+Read = Callable[[SourcePiece], Iterator[Document]]
 """Gives the documents of a piece."""
-ReadIds = Callable[[Piece], Iterator[IdChunk]]
+ReadIds = Callable[[SourcePiece], Iterator[IdChunk]]
 """Gives the ids of a piece."""
 
 
@@ -99,7 +99,7 @@ def document_hash(name: str, position: int) -> int:
     )
 
 
-def fraction_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
+def fraction_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
     """Few documents are counted and dealt exactly; many follow their hash."""
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
@@ -114,7 +114,7 @@ def fraction_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule
     return _tail_rule(pieces, read, fraction)
 
 
-def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
+def _tail_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
     """Cut at the line end nearest before the last fraction of all text."""
     sizes = [
         (i, document.position, len(document.text.encode("utf-8", "replace")))
@@ -148,7 +148,7 @@ def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
 
 
 def head_rule(
-    pieces: list[Piece],
+    pieces: list[SourcePiece],
     read: Read,
     encoding: tiktoken.Encoding,
     val_tokens: int,
@@ -186,7 +186,7 @@ def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
 
 
 def id_rule(
-    pieces: list[Piece],
+    pieces: list[SourcePiece],
     read: ReadIds,
     eot: int,
     val_fraction: float | None,
@@ -233,7 +233,7 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
     return SplitRule(cut_piece=at, cut_offset=left)
 
 
-def _id_head_rule(pieces: list[Piece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
+def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
     """The first `val_tokens` ids validate, and what is left of their last document."""
     if val_tokens < 1:
         raise _too_few_val_tokens(val_tokens)
