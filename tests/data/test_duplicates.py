@@ -161,7 +161,7 @@ def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
     find_duplicates([file], 10, lines.append)
     assert lines == []
     find_duplicates([file], 4, lines.append)
-    assert lines == [f"compare 10 hashes: pass {i} of 3 over their files" for i in (1, 2, 3)]
+    assert lines == [f"comparing 10 hashes: pass {i} of 3" for i in (1, 2, 3)]
 
 
 def test_token_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:

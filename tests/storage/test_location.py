@@ -619,5 +619,5 @@ def test_reading_gives_up_after_a_long_outage(
         read_manifest(impatient)
     stored.start()
     (remote / MANIFEST_FILE).remove()
-    with pytest.raises(DataError, match="no finished dataset"):
+    with pytest.raises(DataError, match="not a finished dataset"):
         read_manifest(remote)

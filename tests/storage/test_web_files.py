@@ -223,10 +223,10 @@ def test_a_server_that_is_gone_is_said_to_be(raises_line) -> None:
     ("path", "words"),
     [
         ("nothing.jsonl", ["nothing.jsonl does not exist"]),
-        ("*.jsonl", ["wildcard", "name each"]),
-        ("a.csv", ["a.csv is of an unknown kind", ".jsonl.zst"]),
+        ("*.jsonl", ["wildcard", "give each address"]),
+        ("a.csv", ["a.csv has an unknown file type", ".jsonl.zst"]),
         ("empty.jsonl", ["no text in"]),
-        ("empty.jsonl.gz", ["empty.jsonl.gz has 0 bytes"]),
+        ("empty.jsonl.gz", ["empty.jsonl.gz is empty"]),
     ],
 )
 def test_what_a_web_server_does_not_have_is_said(
