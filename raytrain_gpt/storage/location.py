@@ -180,19 +180,11 @@ class Location:
         return bool(self._info().type == pafs.FileType.File)
 
     def size_bytes(self) -> int:
-        """Bytes of a file.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Bytes of a file; raises FileNotFoundError if there is none."""
         return int(self._file_info().size)
 
     def modified_s(self) -> float:
-        """When a file was last written, Unix seconds.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """When a file was last written, Unix seconds; raises FileNotFoundError if there is none."""
         return float(self._file_info().mtime_ns / 1e9)
 
     def has_ranges(self) -> bool:
@@ -242,21 +234,13 @@ class Location:
         return sorted(found, key=lambda file: file[0].split("/"))
 
     def open(self) -> pa.NativeFile:
-        """The file, opened for random access.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """The file, opened for random access; raises FileNotFoundError if there is none."""
         if self.is_local:
             return pa.OSFile(self.url)
         return pa.PythonFile(self.reader(), mode="r")
 
     def reader(self) -> RetriedReader:
-        """A reader of an object that many threads may use at a time.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """The object, for reads by many threads; raises FileNotFoundError if there is none."""
         try:
             return self._handler.reader(self._key)
         except FileNotFoundError:
@@ -264,11 +248,7 @@ class Location:
             raise FileNotFoundError(2, "No such file", str(self)) from None
 
     def read_bytes(self) -> bytes:
-        """The content of a file.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """The content of a file; raises FileNotFoundError if there is none."""
         if self.is_local:
             return self.path.read_bytes()
         with self.open() as file:
@@ -314,11 +294,7 @@ class Location:
             shutil.copyfile(source, unfinished)
 
     def download(self, target: Path) -> None:
-        """Copy this file to a local path atomically.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Copy this file to a local path atomically; raises FileNotFoundError if there is none."""
         if self.is_local:
             Location.of(target).upload(self.path)
             return
@@ -327,9 +303,6 @@ class Location:
 
     def sha256(self) -> str:
         """SHA-256 of a file's content, in hex."""
-        if self.is_local:
-            with self.path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
         with self.open() as source:
             while content := source.read(CHUNK_BYTES):

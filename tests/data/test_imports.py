@@ -316,7 +316,11 @@ def changed(content: bytes, at: int, numbers: bytes) -> bytes:
 
 
 DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
-    "odd size": (write_nanogpt, lambda c: c[:-1], ("a.bin has an odd number of bytes, 1279", "odd", "uint16")),
+    "odd size": (
+        write_nanogpt,
+        lambda c: c[:-1],
+        ("a.bin has an odd number of bytes, 1279", "odd", "uint16"),
+    ),
     "another magic number": (
         write_llmc,
         lambda c: changed(c, 0, struct.pack("<i", 20240521)),
