@@ -205,7 +205,7 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def mending(directory: Place, manifest: Manifest) -> str:
+def repair_advice(directory: Place, manifest: Manifest) -> str:
     """For messages: the command that restores missing shards, or the tokenizer, of a dataset."""
     sources = manifest.source.get("sources", [])
     source = "SOURCE …"
@@ -300,7 +300,7 @@ def read_row_group(
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
-            f"{mending(directory, manifest)}"
+            f"{repair_advice(directory, manifest)}"
         )
     if cache and kept is None:
         cache.put(shard.sha256, index, tokens.view(np.uint8).data)

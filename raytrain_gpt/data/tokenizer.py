@@ -50,7 +50,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
         raise DataError(
-            f"tokenizer {name} is not in TIKTOKEN_CACHE_DIR and cannot be downloaded "
+            f"tokenizer {name} is neither in TIKTOKEN_CACHE_DIR nor can it be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a filled cache, or use bytes"
         ) from None
     if EOT not in encoding.special_tokens_set:

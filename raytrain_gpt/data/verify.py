@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, mending, one_line, read_row_group
+from raytrain_gpt.data.shards import (
+    COLUMN,
+    Manifest,
+    Shard,
+    one_line,
+    read_row_group,
+    repair_advice,
+)
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, Place
@@ -21,7 +28,7 @@ def check_tokenizer(directory: Place, manifest: Manifest) -> None:
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
             f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); {mending(directory, manifest)}"
+            f"({manifest.tokenizer}); {repair_advice(directory, manifest)}"
         )
 
 
@@ -47,7 +54,7 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         DataError: names the file, what was expected and what was found.
     """
     path = Location.of(directory) / shard.path
-    mend = mending(directory, manifest)
+    mend = repair_advice(directory, manifest)
     anew = f"remove this file and {mend}"
     try:
         size = path.size_bytes()

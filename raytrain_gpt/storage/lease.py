@@ -173,8 +173,7 @@ def held_lease(
 
 def still_held(location: Location, token: str) -> bool:
     """Whether the lease still has this token; for processes that write on behalf of its holder."""
-    with _storage_errors("read", location, "a lease"):
-        holder = _holder(location)
+    holder = _holder(location)
     return holder is not None and holder.token == token
 
 
@@ -186,8 +185,7 @@ def live_holder(location: Location) -> str | None:
     Raises:
         ClusterError: it cannot be read.
     """
-    with _storage_errors("read", location, "a lease"):
-        holder = _holder(location)
+    holder = _holder(location)
     if holder is None:
         return None
     alive = holder.is_alive()
@@ -370,7 +368,8 @@ def _read(location: Location) -> str | None:
 
 def _holder(location: Location) -> Holder | None:
     """The holder; None if the file is missing or damaged."""
-    return Holder.parse(_read(location) or "")
+    with _storage_errors("read", location, "a lease"):
+        return Holder.parse(_read(location) or "")
 
 
 @contextmanager

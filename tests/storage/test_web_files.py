@@ -19,7 +19,7 @@ from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.prepare_plan import make_plan
-from raytrain_gpt.data.shards import mending
+from raytrain_gpt.data.shards import repair_advice
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -283,7 +283,7 @@ def test_a_file_on_the_hub_becomes_the_same_shards(
     assert fetched.hash == local.hash
     assert fetched.source["hub_commits"] == [f"owner/data@{HUB_COMMIT}"]
     pinned = f"hf://datasets/owner/data@{HUB_COMMIT}/data/{name}"
-    assert f"prepare {pinned} --out" in mending(tmp_path / "out", fetched)
+    assert f"prepare {pinned} --out" in repair_advice(tmp_path / "out", fetched)
     assert prepare_here([pinned], tmp_path / "out", "bytes", val_fraction=0.1) == fetched
 
 
