@@ -40,6 +40,7 @@ from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
+_LEASE_BYTES = 1024
 _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
 _GUARD_WAIT_S, _GUARD_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
@@ -113,6 +114,11 @@ class Holder(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError:
             return None
+
+    def to_text(self) -> str:
+        """The content of the lease file."""
+        # Padded: an object store is asked for the size first, and a beat may come before the content.
+        return self.model_dump_json().ljust(_LEASE_BYTES)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -258,7 +264,7 @@ class Lease:
     def _put(self, is_first: bool) -> bool:
         """Write the lease; the first one on a disk only if there is still none."""
         self._has_put = True
-        text = Holder.this_process(self.token).model_dump_json()
+        text = Holder.this_process(self.token).to_text()
         if not (is_first and self._location.is_local):
             self._location.write_text(text)
             return True
@@ -287,7 +293,7 @@ class Lease:
             self.lost.set()
             return
         moved = holder.model_copy(update={"beat": holder.beat + 1, "beat_at": time.time()})
-        self._impatient.write_text(moved.model_dump_json())
+        self._impatient.write_text(moved.to_text())
 
     def release(self) -> None:
         """Remove the file if it is ours; what cannot be removed now expires by itself."""

@@ -159,6 +159,12 @@ def token_in(location: Location) -> str:
     return holder.token
 
 
+def test_every_beat_has_the_same_length() -> None:
+    """An object that is replaced between the requests for its size and its content is not cut off."""
+    holders = [elsewhere(beat=beat, beat_at=beat / 7) for beat in (1, 10, 1_000_000)]
+    assert len({len(holder.to_text()) for holder in holders}) == 1
+
+
 def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
     assert live_holder(location) is None
     with held_lease(location, "run x", times=FAST) as lease:
@@ -221,7 +227,7 @@ def test_a_killed_process_needs_no_hand(location: Location, start: Start, collec
 
 
 def test_a_process_number_that_was_given_again_is_not_the_holder(location: Location) -> None:
-    location.write_text(dead().model_dump_json())
+    location.write_text(dead().to_text())
     assert live_holder(location) is None
     with held_lease(location, "run x"):
         pass
@@ -232,7 +238,7 @@ def test_of_ten_processes_at_once_one_gets_it(
     location: Location, start: Start, left_behind: bool
 ) -> None:
     if left_behind:
-        location.write_text(dead().model_dump_json())
+        location.write_text(dead().to_text())
     processes = [start(location, held=False, heartbeat_s=10) for _ in range(10)]
     assert {process.line() for process in processes} == {"ready"}
     for process in processes:
@@ -284,16 +290,16 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
 
 @pytest.mark.parametrize("skew_s", [-1e6, 1e6])
 def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
-    location.write_text(elsewhere(beat_at=time.time() + skew_s).model_dump_json())
+    location.write_text(elsewhere(beat_at=time.time() + skew_s).to_text())
     began = time.monotonic()
     with held_lease(location, "run x", times=FAST):
         assert time.monotonic() - began >= FAST.expiry_s
 
 
 def test_a_list_goes_by_the_time_of_the_last_beat(location: Location) -> None:
-    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s / 2).model_dump_json())
+    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s / 2).to_text())
     assert " on elsewhere since" in str(live_holder(location))
-    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s - 1).model_dump_json())
+    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s - 1).to_text())
     assert live_holder(location) is None
 
 
@@ -310,14 +316,14 @@ def test_a_damaged_lease_expires(location: Location, content: bytes) -> None:
     assert lines[0].startswith("run x was held by an unknown process; taking over in ")
 
 
-@pytest.mark.parametrize("left", [elsewhere().model_dump_json(), "{"], ids=["elsewhere", "damaged"])
+@pytest.mark.parametrize("left", [elsewhere().to_text(), "{"], ids=["elsewhere", "damaged"])
 def test_a_lease_that_changes_while_it_is_watched_is_in_use(
     location: Location, raises_line: RaisesLine, left: str
 ) -> None:
     location.write_text(left)
 
     def move(_line: str) -> None:
-        location.write_text(elsewhere(beat=1).model_dump_json())
+        location.write_text(elsewhere(beat=1).to_text())
 
     with raises_line(ClusterError, "in use (process"), held_lease(location, "run x", move, FAST):
         pass
@@ -325,7 +331,7 @@ def test_a_lease_that_changes_while_it_is_watched_is_in_use(
 
 
 def test_a_lease_that_is_left_while_it_is_watched_is_taken_at_once(location: Location) -> None:
-    location.write_text(elsewhere().model_dump_json())
+    location.write_text(elsewhere().to_text())
     began = time.monotonic()
     with held_lease(location, "run x", lambda _: location.remove(), LeaseTimes(10, WATCHED_S, 0)):
         assert time.monotonic() - began < WATCHED_S / 2
@@ -335,7 +341,7 @@ def test_time_in_which_nobody_could_look_does_not_count(
     location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an outage of the storage the holder gets its whole time again."""
-    location.write_text(elsewhere().model_dump_json())
+    location.write_text(elsewhere().to_text())
     now, lines = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watch = lease_module._Watch("run x", lines.append, 60.0)
@@ -348,7 +354,7 @@ def test_time_in_which_nobody_could_look_does_not_count(
 
 
 def replaced(location: Location) -> None:
-    location.write_text(elsewhere().model_dump_json())
+    location.write_text(elsewhere().to_text())
 
 
 def removed(location: Location) -> None:
@@ -491,7 +497,7 @@ def object_lease(s3: S3Server, tmp_path: Path) -> Location:
 def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Location) -> None:
     """Both find a dead holder and write; each sees what stands there when it looks again."""
     both = threading.Barrier(2)
-    object_lease.write_text(dead().model_dump_json())
+    object_lease.write_text(dead().to_text())
     check_one_of_two(
         object_lease,
         lambda _: both.wait(WAIT_S),

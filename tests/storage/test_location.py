@@ -395,9 +395,10 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
             stored.stop()
             failed = upload.exception() is not None
         stored.start()
-        assert file.exists() != failed
-        if not failed:
-            assert file.size_bytes() == source.stat().st_size
+        # The answer to the last request may be lost: a failed upload can still be there, but whole.
+        assert file.exists() or failed
+        if file.exists():
+            assert file.sha256() == Location.of(source).sha256()
 
 
 @pytest.mark.usefixtures("small_requests")
