@@ -21,8 +21,7 @@ PICTURE_FILE = "document_lengths.png"
 PROGRESS_EVERY_S = 2.0
 _SHOWN_IDS = 8
 _MIN_DRAWN_DOCUMENTS = 100
-_INK, _SOFT, _GRID = "#1b1f24", "#5b6672", "#e3e7eb"
-_DOCUMENTS, _TOKENS = "#0b67b2", "#c44601"
+_INK, _DOCUMENTS, _TOKENS = "#1b1f24", "#0b67b2", "#c44601"
 SAMPLE_TOKENS = 60
 
 
@@ -141,10 +140,8 @@ def lengths_picture(stats: dict[Split, SplitStats], edges: np.ndarray[Any, Any])
 
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_SOFT, labelcolor=_INK)
     train, val = stats["train"], stats["val"]
     documents, tokens = (counts / counts.sum() for counts in train.histogram(edges))
     axes.stairs(documents, edges, fill=True, color=_DOCUMENTS, alpha=0.35, label="train documents")

@@ -1,7 +1,8 @@
 """From documents to shards: one task per shard of a plan.
 
 1. `preparation.start` makes the directory ready for a plan's tasks.
-2. With `dedupe`, `hash_task` writes the hashes of its documents, from which `duplicates` follow.
+2. With `dedupe`, `hash_task` writes the hashes of its documents, from which `find_duplicates` tells
+   what to skip.
 3. `run_task` reads its pieces, tokenizes and writes at most one shard of each split, then a small file
    with its result, so that no finished task runs twice.
 4. `preparation.finish` collects the results into the manifest, which is written last.
@@ -9,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,14 +61,6 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
         documents = _documents(plan, task, BadDocuments(max_bad_documents))
         file.write_bytes(hash_texts(document.text for _, document in documents))
     return file.size_bytes() // HASH_BYTES
-
-
-def duplicates(
-    directory: Place, plan: Plan, log: Callable[[str], None] | None = None
-) -> list[NDArray[np.bool_]]:
-    """The duplicates among each task's documents, bool (documents,), once all hashes are written."""
-    files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
-    return find_duplicates(files, log=log)
 
 
 def run_task(
@@ -174,6 +167,6 @@ def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options
     if plan.dedupe:
         for task in tasks:
             hash_task(directory, plan, task, max_bad)
-        left_out = [*duplicates(directory, plan)]
+        left_out = [*find_duplicates([hashes_file(directory, task) for task in tasks])]
     results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
     return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

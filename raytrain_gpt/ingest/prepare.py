@@ -18,10 +18,11 @@ import ray.data
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.preparation import done_tasks, finish, start
+from raytrain_gpt.data.duplicates import find_duplicates
+from raytrain_gpt.data.preparation import done_tasks, finish, hashes_file, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.tokenize import duplicates, hash_task, run_task
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import amount, duration
@@ -92,7 +93,8 @@ def _run_tasks(
         progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
         for row in run(_hash_row, rows):
             progress.add(row["task"], row["documents"])
-        left_out = duplicates(directory, plan, log)
+        files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
+        left_out = find_duplicates(files, log=log)
         for row, mask in zip(rows, left_out, strict=True):
             row["left_out"] = np.packbits(mask).tobytes()
         log(
