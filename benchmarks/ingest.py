@@ -26,7 +26,7 @@ from object_server import KEYS, object_store
 from ray.data import ExecutionOptions
 
 from raytrain_gpt.cluster.ray_cluster import connect
-from raytrain_gpt.data.mixture import Mixture, Part
+from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
@@ -55,7 +55,7 @@ def main() -> None:
         place = object_store(data, args.latency_ms) if is_stored else nullcontext(Location.of(data))
         with place as directory:
             cache_bytes = 4 * args.tokens if args.cache else 0
-            mixture = Mixture((Part(directory, manifest, Fraction(1)),))
+            mixture = Mixture((WeightedDataset(directory, manifest, Fraction(1)),))
             spec = IngestSpec(mixture, *parts, cache_bytes=cache_bytes)
             steps = EPOCHS * spec.order().batches_per_epoch
             dataset = ingest_dataset(spec, steps)
