@@ -1,8 +1,8 @@
 """The text files of a run, kept continuous over restarts: metrics.jsonl, log.txt, samples.txt.
 
 A row is one JSON object: a training step (with `train/loss`), an evaluation (with `val/loss`) or an
-event (with `event`). When a run goes on from a step, rows above it are dropped, and rows a crash lost
-are taken from the checkpoint; events stay for ever. The other two files follow from the rows.
+event (with `event`). When a run resumes at a step, rows above it are dropped and rows lost in a crash
+are taken from the checkpoints; events stay for ever. log.txt follows from the rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_samples(run_dir: Path) -> list[tuple[int, str]]:
 
 
 def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
-    """Rows of a run that goes on from `step`: none above it, lost ones filled in, in order.
+    """Rows of a run that resumes at `step`: none above it, lost ones filled in, in order.
 
     Args:
         rows: What metrics.jsonl holds.
@@ -110,16 +110,16 @@ class RunFiles:
     """Appends to a run's text files.
 
     Args:
-        run_dir: The run's directory.
+        run_dir: A local directory.
         step: Updates done; rows and samples above it are dropped.
         saved_rows: Rows that the checkpoints up to there kept.
         saved_samples: (step, text) of the samples that they kept.
 
     Attributes:
         kept_rows: What metrics.jsonl holds at the start.
-        found_rows: Evaluations of these that it did not hold before.
-        found_samples: Samples that samples.txt did not hold before.
-        lost_steps: Steps that were done above the resumed one and are dropped.
+        found_rows: Evaluations among them that only the checkpoints had.
+        found_samples: Samples that only the checkpoints had.
+        lost_steps: Steps above the resumed one, dropped to be done again.
         lost_s: Seconds that they took.
     """
 
@@ -165,7 +165,7 @@ def _append(path: Path, text: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError:
-        os.truncate(path, size)
+        os.truncate(path, size)  # half a row would end up in the middle of the file
         raise
 
 
