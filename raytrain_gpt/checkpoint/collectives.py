@@ -1,4 +1,4 @@
-"""A worker among all workers: small sums and agreements, which never wait for the devices."""
+"""A worker among all workers: small sums and agreements over the hosts, which never wait for GPUs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ BACKGROUND_TIMEOUT_S = 1800.0
 
 
 class Collectives:
-    """This process's rank, and collectives over the hosts (gloo) that all ranks call in step.
+    """This process's rank, and collectives (gloo) that all ranks call in the same order.
 
     Args:
-        rank: Of this worker.
+        rank: This worker's.
         world_size: Number of workers.
-        background_timeout_s: How long the others may keep a rank waiting in the background.
+        background_timeout_s: How long the other ranks may keep one waiting in `background`.
 
     Attributes:
-        background: Another set of the same collectives, for a thread besides the training.
+        background: The same collectives in a group of their own, for a thread beside the training: two
+            threads in one group would mix up their messages.
     """
 
     def __init__(

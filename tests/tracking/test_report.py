@@ -377,12 +377,13 @@ def test_profiles_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).normal(size=(3, 100_000))
+    # Ten times the points that a curve may have: a longer run is drawn with as many.
+    noise = np.random.default_rng(0).normal(size=(3, 10 * MAX_POINTS))
     rows = [
         step_row(i + 1, train__loss=5 + a, optim__grad_norm=2 + b, perf__tokens_per_s=1e4 + 100 * c)
         for i, (a, b, c) in enumerate(noise.T.tolist())
     ]
-    path = write_report(make_run(tmp_path / "run", rows, max_steps=100_000))
+    path = write_report(make_run(tmp_path / "run", rows, max_steps=10 * MAX_POINTS))
     assert path.stat().st_size < 1_000_000
 
 
