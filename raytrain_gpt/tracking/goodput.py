@@ -22,8 +22,6 @@ from math import fsum
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from raytrain_gpt.format import count, short_duration, size
 from raytrain_gpt.tracking.run_files import Row
 
@@ -44,20 +42,20 @@ LOST_TO = {
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """One `fit()`, as far as its events tell.
+    """One `fit()`, as far as the rows tell.
 
     Attributes:
-        events: Its rows, in order of time.
-        begin: Its `attempt` row, the first of them.
-        first_step: Its `start` or `resume` row, or None if it never got there.
-        end: The row of its end event, or one that says `killed`.
+        row: Its `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
+        events: All its events, in order of time.
+        kept: Its steps that no later attempt did again.
+        end: Its end event; one that says `killed` if there is none.
         end_s: When it ended, estimated if there is no end event.
         startup_s: From its beginning to its first step; all of it, if there was none.
     """
 
+    row: Row
     events: list[Row]
-    begin: Row
-    first_step: Row | None
+    kept: range
     end: Row
     end_s: float
     startup_s: float
@@ -177,17 +175,17 @@ class RunSpeed:
 def goodput(rows: list[Row]) -> Goodput:
     """What became of a run's time, from the rows of metrics.jsonl in any order."""
     attempts = read_attempts(rows)
-    begun = [attempt.begin for attempt in attempts]
+    begun = [attempt.row for attempt in attempts]
     events = [row for row in rows if "event" in row]
     steps = [row for row in rows if "train/loss" in row]
     restarts_s = not_running_s = 0.0
     for before, after in pairwise(attempts):
-        waited_s = after.begin["time"] - before.end_s
-        if before.begin["session"] == after.begin["session"]:
+        waited_s = after.row["time"] - before.end_s
+        if before.row["session"] == after.row["session"]:
             restarts_s += waited_s
         else:
             not_running_s += waited_s
-    elapsed_s = fsum(a.end_s - a.begin["time"] for a in attempts) + restarts_s
+    elapsed_s = fsum(a.end_s - a.row["time"] for a in attempts) + restarts_s
     data_wait_s = _total(steps, "perf/data_wait_s")
     effective_s = max(_total(steps, "perf/step_time_s") - data_wait_s, 0.0)
     lost_to = {
@@ -201,7 +199,7 @@ def goodput(rows: list[Row]) -> Goodput:
     lost_to["other"] = max(elapsed_s - effective_s - fsum(lost_to.values()), 0.0)
     causes = Counter(attempt.end["event"] for attempt in attempts[:-1])
     causes["extended"] = causes.pop("finished", 0)
-    rolled_back = [b.begin for a, b in pairwise(attempts) if a.end["event"] == "rolled_back"]
+    rolled_back = [b.row for a, b in pairwise(attempts) if a.end["event"] == "rolled_back"]
     rollbacks = [event for event in events if event["event"] == "rollback"]
     skipped = [range(event["first_batch"], event["stop_batch"]) for event in rollbacks]
     return Goodput(
@@ -245,35 +243,34 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
             groups.append([])
         if groups:
             groups[-1].append(event)
-    first_steps = [_first(events, FIRST_STEP_EVENTS) for events in groups]
-    kept_s = _kept_seconds(rows, first_steps)
-    attempts = []
-    for i, events in enumerate(groups):
-        begin, first_step, end = events[0], first_steps[i], _first(events, END_EVENTS)
-        after = groups[i + 1][0] if i + 1 < len(groups) else None
+    until = max((row["step"] for row in rows if "train/loss" in row), default=0)
+    attempts: list[AttemptSpan] = []
+    for events in reversed(groups):
+        begin, after = events[0], attempts[-1].row if attempts else None
+        first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
+        kept = range(begin["step"] + 1, until + 1) if first_step else range(0)
         end_s = (end or events[-1])["time"]
         if end is None and first_step is not None:
-            blocked_s = _total(events, "perf/checkpoint_blocked_s")
-            lost_s = after["lost_s"] if after else 0.0
-            end_s = max(end_s, first_step["time"] + kept_s[i] + lost_s + blocked_s)
+            kept_rows = [row for row in rows if row["step"] in kept]
+            busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
+            busy_s += _total(events, "perf/checkpoint_blocked_s") + (
+                after["lost_s"] if after else 0
+            )
+            end_s = max(end_s, first_step["time"] + busy_s)
         if after is not None:
             end_s = min(end_s, after["time"])
-        startup_s = (first_step["time"] if first_step else end_s) - begin["time"]
-        end = end or {"event": "killed"}
-        attempts.append(AttemptSpan(events, begin, first_step, end, end_s, startup_s))
-    return attempts
-
-
-def _kept_seconds(rows: list[Row], first_steps: list[Row | None]) -> list[float]:
-    """For each attempt the time of its steps and evaluations that no later one replaced."""
-    timed = [row for row in rows if "event" not in row]
-    steps = np.array([row["step"] for row in timed], np.int64)
-    attempt_of = np.zeros(len(timed), np.int64)
-    for i, first_step in enumerate(first_steps):
         if first_step is not None:
-            attempt_of[steps > first_step["step"]] = i
-    busy_s = [(row.get("perf/step_time_s") or 0) + row.get("perf/eval_s", 0) for row in timed]
-    return list(np.bincount(attempt_of, busy_s, minlength=len(first_steps)))
+            until = min(until, begin["step"])
+        span = AttemptSpan(
+            row={**begin, **(first_step or {"event": "no step"}), "time": begin["time"]},
+            events=events,
+            kept=kept,
+            end=end or {"event": "killed"},
+            end_s=end_s,
+            startup_s=(first_step["time"] if first_step else end_s) - begin["time"],
+        )
+        attempts.append(span)
+    return attempts[::-1]
 
 
 def _first(events: list[Row], names: tuple[str, ...]) -> Row | None:

@@ -37,7 +37,7 @@ class RecorderSpec:
 
     Attributes:
         sync: The local side of `run_dir`, on this node.
-        mlflow_uri: Resolved; None: no MLflow.
+        mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
         mlflow_tags: Tags of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.

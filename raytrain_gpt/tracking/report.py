@@ -40,13 +40,13 @@ TEMPLATE_FILE = "report_template.html"
 MAX_SAMPLE_SETS = 8
 HELLASWAG_KEY = "hellaswag/acc_norm"
 HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
-"""Accuracies per token to compare with."""
+"""Accuracies with lengths normalised, to compare with."""
 
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 
 class RunStory:
-    """What a run's files tell."""
+    """What a run's files tell; the template reads its attributes."""
 
     def __init__(self, sync: RunSync) -> None:
         self.dir, self._work_dir = sync.run_dir, sync.work_dir
@@ -56,6 +56,7 @@ class RunStory:
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
+        self.attempts = read_attempts(rows)
         self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
@@ -79,34 +80,6 @@ class RunStory:
         """A key of the training rows; NaN where it is null."""
         return np.array([row.get(key) for row in self.rows], np.float64)
 
-    def attempts(self) -> list[Row]:
-        """The `attempt` row of each with its `start` or `resume` and what became of it.
-
-        `until` is the last step that no later attempt did again, `saved` counts checkpoints, `ended` is
-        the end event as text, empty while it goes on.
-        """
-        attempts = read_attempts(self.events)
-        until, told = self.last["step"], []
-        for attempt in reversed(attempts):
-            events, begin = attempt.events, attempt.begin
-            row = {
-                **begin,
-                **(attempt.first_step or {"event": "no step"}),
-                "time": begin["time"],
-                "until": until if attempt.first_step else begin["step"],
-                "startup_s": attempt.startup_s,
-                "saved": sum(e["event"] == "checkpoint" for e in events),
-                "ended": event_text(attempt.end),
-                "bad_steps": [e["step"] for e in events if e["event"] in BAD_STEP_EVENTS],
-                "rollbacks": [event_text(e) for e in events if e["event"] == "rollback"],
-            }
-            if attempt is attempts[-1] and row["ended"] == "killed":
-                row["ended"] = ""
-            if attempt.first_step:
-                until = min(until, begin["step"])
-            told.append(row)
-        return told[::-1]
-
     def time_parts(self) -> list[tuple[str, str, float, float, float]]:
         """What took the run's time: name, text, seconds; start and width of its bar in percent."""
         parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
@@ -128,7 +101,7 @@ class RunStory:
         """All charts of the run; none before its first step."""
         if not self.rows:
             return []
-        marks = [a["step"] for a in self.attempts() if 0 < a["step"] < a["until"]]
+        marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
         validation = self.evaluations("val/loss", "validation", 2, _DASHES[2], "D")
         losses = [*self._noisy(self.column("train/loss")), *validation]
         loss = Chart("Loss", "nats per token", losses, marks)
@@ -178,11 +151,10 @@ class RunStory:
 
     def _by_dataset(self, marks: list[int]) -> list[Chart]:
         """Validation losses of each dataset, where there are several."""
-        prefix, curves = "val/loss/", []
-        for i, key in enumerate(
-            sorted({k for row in self.evals for k in row if k.startswith(prefix)})
-        ):
-            curves += self.evaluations(key, key.removeprefix(prefix), *_style(i))
+        keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
+        curves = []
+        for i, key in enumerate(sorted(keys)):
+            curves += self.evaluations(key, key.removeprefix("val/loss/"), *_style(i))
         title = "Validation loss by dataset"
         return [Chart(title, "nats per token", curves, marks)] if curves else []
 
@@ -267,9 +239,16 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
     environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
     environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
     environment.filters |= {"duration": duration, "short_duration": short_duration}
+    environment.filters |= {"event_text": event_text}
     now = _utc(datetime.now(UTC).timestamp())
     html = environment.get_template(TEMPLATE_FILE).render(
-        runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more
+        runs=runs,
+        one="differing" not in more,
+        charts=charts,
+        bad_step_events=BAD_STEP_EVENTS,
+        version=__version__,
+        now=now,
+        **more,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     Location.of(path).write_text(html)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,22 +68,6 @@ _CPU_WORK = ("cpu_op", "user_annotation")
 Event = dict[str, Any]
 
 
-class Operator(TypedDict):
-    """What one operator, or GPU kernel, took in all steps together.
-
-    Attributes:
-        name: As torch calls it.
-        kind: One of `KINDS`.
-        time_s: Its own time, without the operators inside it.
-        calls: How often it ran.
-    """
-
-    name: str
-    kind: str
-    time_s: float
-    calls: int
-
-
 @dataclass(frozen=True)
 class TimeUse:
     """What the time of some steps of one rank went to; seconds are of all these steps together.
@@ -94,7 +78,8 @@ class TimeUse:
         device: `cuda`: the time of a GPU; `cpu`: of the training thread.
         total_s: Length of the steps.
         kinds_s: Seconds for every name of `KINDS`; they add up to `total_s`.
-        operators: Those with most time of their own, in falling order.
+        operators: Those with most time of their own, in falling order: name, kind, time_s without the
+            operators inside them, and calls.
     """
 
     first_step: int
@@ -102,7 +87,7 @@ class TimeUse:
     device: str
     total_s: float
     kinds_s: dict[str, float]
-    operators: list[Operator]
+    operators: list[Row]
 
     @classmethod
     def of_row(cls, row: Row) -> TimeUse:
@@ -171,8 +156,8 @@ def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
         kinds_s[kind] += time_s
         if time_s:
             found[event["name"], kind].append(time_s)
-    operators = [
-        Operator(name=name, kind=kind, time_s=round(sum(times_s), 9), calls=len(times_s))
+    operators: list[Row] = [
+        {"name": name, "kind": kind, "time_s": round(sum(times_s), 9), "calls": len(times_s)}
         for (name, kind), times_s in found.items()
     ]
     return TimeUse(
