@@ -27,12 +27,6 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 PROFILE_DIR = "profile"
-_BAD_STEP_DETAILS = (
-    ("loss", "loss", ".4f"),
-    ("loss_zscore", "z", ".1f"),
-    ("grad_norm", "norm", ".2f"),
-    ("grad_norm_zscore", "z", ".1f"),
-)
 _SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
 
 
@@ -90,15 +84,16 @@ def log_lines(row: Row) -> list[str]:
 
 
 def event_text(row: Row) -> str:
-    """An event and its details on one line: `spike loss 8.3000 z 9.1`."""
+    """An event and its details on one line: `spike loss 8.3000 z 9.1 norm 2.00`."""
     event, details = str(row["event"]), ""
     if event in ("spike", "nonfinite"):
-        for key, label, form in _BAD_STEP_DETAILS:
-            if key in row and (row[key] is not None or label != "z"):
-                details += f" {label} {number(row[key], form)}"
+        for key, label, form in (("loss", "loss", ".4f"), ("grad_norm", "norm", ".2f")):
+            details += f" {label} {number(row[key], form)}"
+            if (zscore := row.get(f"{key}_zscore")) is not None:
+                details += f" z {zscore:.1f}"
     elif event == "rollback":
-        to_step = f"to step {row['to_step']}, " if "to_step" in row else ""
-        details = f" {to_step}batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+        skipped = f"batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+        details = f" to step {row['to_step']}, {skipped}"
     elif event == "profile":
         details = f" of {row['num_steps']} steps from {row['first_step']} on: {row['trace']}"
     elif event == "failed":
@@ -150,7 +145,7 @@ class RunFiles:
     def add_rows(self, rows: list[Row]) -> None:
         """Append rows to metrics.jsonl and log.txt."""
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
-        with contextlib.suppress(OSError):  # it is made anew from the rows at every start
+        with contextlib.suppress(OSError):  # the next start writes it again from the rows
             _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
 
     def add_samples(self, step: int, text: str) -> None:
