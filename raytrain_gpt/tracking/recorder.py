@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,7 +96,7 @@ class Recorder:
         self._config, self._sync = spec.config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
-        self._ordered = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._ranks: dict[int, RankState] = {}
         self._stacks: dict[int, str] = {}
         self._outcome: Outcome | None = None
@@ -237,9 +238,9 @@ class Recorder:
 
     async def order(self, order: str) -> None:
         """Order all ranks to `stop` (save and leave), to `go_on`, or to `dump` (send their stacks)."""
-        async with self._ordered:
+        async with self._changed:
             self._orders.append(order)
-            self._ordered.notify_all()
+            self._changed.notify_all()
 
     async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
         """Heartbeat of a rank; returns the orders it has not seen, after a while none.
@@ -254,28 +255,24 @@ class Recorder:
         known = self._ranks.get(rank)
         if known is None or known.progress != progress:
             self._ranks[rank] = RankState(pid, node_id, progress, time.monotonic())
-        async with self._ordered:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._ordered.wait_for(lambda: len(self._orders) > seen), BEAT_S
-                )
-            return self._orders[seen:]
+        await self._until(lambda: len(self._orders) > seen, BEAT_S)
+        return self._orders[seen:]
 
     async def add_stacks(self, rank: int, text: str) -> None:
         """Keep the stacks that a rank was ordered to send."""
-        async with self._ordered:
+        async with self._changed:
             self._stacks[rank] = text
-            self._ordered.notify_all()
+            self._changed.notify_all()
 
     async def take_stacks(self, timeout_s: float) -> dict[int, str]:
         """Stacks by rank; a rank that did not answer within `timeout_s` has none."""
-        async with self._ordered:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._ordered.wait_for(lambda: self._stacks.keys() >= self._ranks.keys()),
-                    timeout_s,
-                )
+        await self._until(lambda: self._stacks.keys() >= self._ranks.keys(), timeout_s)
         return self._stacks
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
 
     async def ranks(self) -> dict[int, RankState]:
         """The state of every rank that has sent a heartbeat."""
