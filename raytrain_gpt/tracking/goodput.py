@@ -245,6 +245,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
             groups[-1].append(event)
     until = max((row["step"] for row in rows if "train/loss" in row), default=0)
     attempts: list[AttemptSpan] = []
+    # From the last one back: what an attempt did above the step where a later one began was replaced.
     for events in reversed(groups):
         begin, after = events[0], attempts[-1].row if attempts else None
         first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
@@ -253,10 +254,9 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
         if end is None and first_step is not None:
             kept_rows = [row for row in rows if row["step"] in kept]
             busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
-            busy_s += _total(events, "perf/checkpoint_blocked_s") + (
-                after["lost_s"] if after else 0
-            )
-            end_s = max(end_s, first_step["time"] + busy_s)
+            busy_s += _total(events, "perf/checkpoint_blocked_s")
+            lost_s = after["lost_s"] if after else 0.0
+            end_s = max(end_s, first_step["time"] + busy_s + lost_s)
         if after is not None:
             end_s = min(end_s, after["time"])
         if first_step is not None:
