@@ -68,10 +68,9 @@ def draw(chart: Chart) -> Markup:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     limit = min(MAX_POINTS, 2 * MAX_POINTS // len(chart.curves))
-    with matplotlib.rc_context():
-        matplotlib.rcParams["svg.fonttype"] = "none"
-        matplotlib.rcParams["svg.hashsalt"] = "report"
-        matplotlib.rcParams["lines.scale_dashes"] = False
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "report", "lines.scale_dashes": False}
+    ):
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
         for curve in chart.curves:
