@@ -18,6 +18,7 @@ import ray
 import torch
 
 from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
 
@@ -265,7 +266,7 @@ def _shared_cores(shares: int) -> int:
     return max(1, (os.cpu_count() or 1) // shares)
 
 
-def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
+def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:
     """The configuration with every `auto` of the cluster section decided, and the world size.
 
     Raises:
@@ -285,11 +286,11 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
         cpus = _shared_cores(num_workers + evaluations) if resources.ours else 1
-    config = config.updated(
-        {"num_workers": num_workers, "use_gpu": use_gpu, "cpus_per_worker": cpus}
+    fitted = decided(
+        FittedConfig, config, num_workers=num_workers, use_gpu=use_gpu, cpus_per_worker=cpus
     )
     room = resources.room_for(cpus, gpus) - evaluations
-    least = c.min_workers or num_workers
+    least = fitted.cluster.least_workers
     if room < least:
         have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
         free = f"{DATA_CPUS} CPU must stay free for data"
@@ -302,45 +303,28 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[Config, int]:
             f"({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
         )
     if room >= num_workers:
-        micro_batches_per_step(config, num_workers)
-        return config, num_workers
-    workers = largest_world_size(config, resources)
+        micro_batches_per_step(fitted, num_workers)
+        return fitted, num_workers
+    workers = largest_world_size(fitted, resources)
     if workers is not None:
-        return config, workers
+        return fitted, workers
     raise ConfigError(
         f"no number of workers from {least} to {room} divides the {config.batch_sequences} "
         f"sequences of a global batch; set min_workers or global_batch_tokens"
     )
 
 
-def largest_world_size(config: Config, resources: Resources) -> int | None:
+def largest_world_size(config: FittedConfig, resources: Resources) -> int | None:
     """The most workers that fit and share the batch equally, None if `min_workers` do not.
 
     Args:
-        config: With every `auto` of the cluster section decided.
+        config: The run's.
         resources: Of the cluster now.
     """
     c = config.cluster
-    assert isinstance(c.num_workers, int), "fit_to_cluster decides num_workers"
-    assert isinstance(c.cpus_per_worker, int), "fit_to_cluster decides cpus_per_worker"
-    gpus = c.gpus_per_worker if c.use_gpu else 0
-    room = resources.room_for(c.cpus_per_worker, gpus) - evaluators(config)
+    room = resources.room_for(c.cpus_per_worker, c.num_gpus) - evaluators(config)
     most = min(c.num_workers, room)
-    for workers in range(most, (c.min_workers or c.num_workers) - 1, -1):
+    for workers in range(most, c.least_workers - 1, -1):
         if config.batch_sequences % workers == 0:
             return workers
     return None
-
-
-def fit_micro_batch(config: Config, world_size: int) -> Config:
-    """The configuration for a world size that may not be `num_workers`.
-
-    With fewer workers the micro-batch is the largest divisor of a rank's share that is not above
-    `micro_batch_sequences`. An `auto` stays.
-    """
-    if config.train.micro_batch_sequences == "auto":
-        return config
-    share = config.batch_sequences // world_size
-    largest = min(config.micro_batch_sequences, share)
-    micro = next(m for m in range(largest, 0, -1) if share % m == 0)
-    return config.updated({"micro_batch_sequences": micro})

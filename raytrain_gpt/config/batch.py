@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from raytrain_gpt.errors import ConfigError
 
@@ -54,3 +54,16 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def _nearest(valid: list[int], value: int) -> str:
     return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
+
+
+def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
+    """The micro-batch for a number of workers, which may be fewer than `num_workers`; `auto` stays.
+
+    With fewer workers it is the largest divisor of a worker's sequences of a step that is not above
+    `micro_batch_sequences`.
+    """
+    asked = config.train.micro_batch_sequences
+    if asked == "auto":
+        return asked
+    worker_sequences = config.batch_sequences // world_size
+    return next(m for m in range(min(asked, worker_sequences), 0, -1) if worker_sequences % m == 0)

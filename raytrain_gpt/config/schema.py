@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 import yaml
 from pydantic import (
@@ -31,7 +31,14 @@ STEPS_BEFORE_PROFILE = 5
 """Steps after a start that `profile_steps` leaves out: they compile, fill caches and warm up."""
 
 
+SAFE = "may change when a run goes on"
+"""Marks a field that does not change the maths; every other one is refused on resume."""
+
+
 class _Section(BaseModel):
+    safe: ClassVar[bool] = False
+    """Whether all of its fields are SAFE."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -48,7 +55,7 @@ class ModelSection(_Section):
     """Channels of the residual stream."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Probability of dropping an activation in training."""
-    init_from: str | None = None
+    init_from: Annotated[str | None, SAFE] = None
     """A checkpoint directory whose weights a new run starts from; null: random weights."""
 
     @model_validator(mode="after")
@@ -66,11 +73,11 @@ class ModelSection(_Section):
 class DataSection(_Section):
     """What is trained on."""
 
-    data_path: str = "data/stdlib"
+    data_path: Annotated[str, SAFE] = "data/stdlib"
     """Directory of a prepared dataset, or s3://bucket/prefix; a mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1)
     """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
-    data_cache_gb: float = Field(0.0, ge=0)
+    data_cache_gb: Annotated[float, SAFE] = Field(0.0, ge=0)
     """GB of every node's disk that keep what was read of a dataset in an object store; 0: none."""
     document_mask: bool = False
     """Attention within documents: a token sees none before its document, whose positions begin at 0."""
@@ -111,29 +118,29 @@ class OptimSection(_Section):
 class TrainSection(_Section):
     """Steps, batch and arithmetic."""
 
-    max_steps: int = Field(300, ge=1)
+    max_steps: Annotated[int, SAFE] = Field(300, ge=1)
     """Optimizer updates of the whole run."""
     global_batch_tokens: int = Field(4096, ge=1)
     """Tokens of one step over all workers; a multiple of seq_len."""
-    micro_batch_sequences: int | Literal["auto"] = 16
+    micro_batch_sequences: Annotated[int | Literal["auto"], SAFE] = 16
     """Sequences of one forward and backward on one worker; auto: as many as its memory has room for."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs); fp16: with loss scaling."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """ddp: the whole model on every worker; fsdp: weights, gradients and moments dealt to the workers."""
-    compile: bool = False
+    compile: Annotated[bool, SAFE] = False
     """torch.compile the model; evaluation and samples go on working."""
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    activation_checkpointing: Annotated[Literal["none", "selective", "full", "auto"], SAFE] = "none"
     """Recompute in the backward pass: selective: what is cheap; full: all; auto: what memory asks for."""
     seed: int = Field(1337, ge=0, lt=2**32)
     """The one seed: of weights, data order and dropout."""
-    log_every_steps: int = Field(10, ge=1)
+    log_every_steps: Annotated[int, SAFE] = Field(10, ge=1)
     """Steps between console lines; metrics.jsonl has every step whatever this is."""
-    checkpoint_every_steps: int = Field(250, ge=1)
+    checkpoint_every_steps: Annotated[int, SAFE] = Field(250, ge=1)
     """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    keep_checkpoints: Annotated[int, SAFE] = Field(10, ge=1)
     """Newest checkpoints kept; the best by validation loss is kept besides."""
-    profile_steps: int = Field(0, ge=0, le=10)
+    profile_steps: Annotated[int, SAFE] = Field(0, ge=0, le=10)
     """Steps of rank 0, soon after a start, that a trace is recorded of; 0: none."""
 
     @field_validator("activation_checkpointing", mode="before")
@@ -166,6 +173,8 @@ class TrainSection(_Section):
 class SpikesSection(_Section):
     """Bad steps: a loss or gradient norm that is not finite or far above those before."""
 
+    safe: ClassVar[bool] = True
+
     spike_detection: bool = True
     """Mark spikes and go back before them; false: only updates that are not finite are skipped."""
     spike_zscore: float = Field(6.0, gt=0)
@@ -180,6 +189,8 @@ class SpikesSection(_Section):
 
 class EvalSection(_Section):
     """Validation loss, HellaSwag and samples during training."""
+
+    safe: ClassVar[bool] = True
 
     eval_every_steps: int = Field(250, ge=1)
     """Steps between evaluations; the last step always has one."""
@@ -203,6 +214,8 @@ class EvalSection(_Section):
 
 class ClusterSection(_Section):
     """What the run asks of Ray."""
+
+    safe: ClassVar[bool] = True
 
     num_workers: int | Literal["auto"] = "auto"
     """Training processes, one per GPU; auto: as many as the cluster has GPUs, else 1."""
@@ -245,6 +258,8 @@ class ClusterSection(_Section):
 class RunSection(_Section):
     """Name and place of the run."""
 
+    safe: ClassVar[bool] = True
+
     run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Directory of the run below storage_path; the same name goes on where it stopped."""
     storage_path: str = "runs"
@@ -259,6 +274,8 @@ class RunSection(_Section):
 
 class TrackingSection(_Section):
     """Where curves go besides the run's own files."""
+
+    safe: ClassVar[bool] = True
 
     mlflow_uri: str | None = "auto"
     """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: no MLflow."""
@@ -306,25 +323,11 @@ class Config(_Section):
         """Sequences of a global batch."""
         return self.train.global_batch_tokens // self.data.seq_len
 
-    @property
-    def micro_batch_sequences(self) -> int:
-        """Sequences of a forward pass, where `auto` has been decided."""
-        micro = self.train.micro_batch_sequences
-        assert isinstance(micro, int), "autofit decides micro_batch_sequences"
-        return micro
-
-    @property
-    def activation_checkpointing(self) -> Literal["none", "selective", "full"]:
-        """What is recomputed, where `auto` has been decided."""
-        recompute = self.train.activation_checkpointing
-        assert recompute != "auto", "autofit decides activation_checkpointing"
-        return recompute
-
     def field_values(self) -> dict[str, Any]:
         """Flat view: leaf name -> value."""
         return {name: getattr(getattr(self, s), name) for name, (s, _) in FIELDS.items()}
 
-    def updated(self, values: Mapping[str, Any]) -> Config:
+    def updated(self, values: Mapping[str, Any]) -> Self:
         """A copy with leaf values replaced and everything validated again.
 
         Raises:
@@ -333,7 +336,7 @@ class Config(_Section):
         tree = self.model_dump()
         for name, value in values.items():
             tree[field_section(name)][name] = value
-        return parse_config(tree, "command line")
+        return _parsed(type(self), tree, "command line")
 
     def to_yaml(self, compact: bool = False) -> str:
         """The file that `--config` reads back as this configuration.
@@ -379,6 +382,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+C = TypeVar("C", bound=Config)
+
+
 def field_section(name: str) -> str:
     """Section of a leaf.
 
@@ -400,6 +406,10 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     Raises:
         ConfigError: one line for the first thing that is wrong.
     """
+    return _parsed(Config, tree, where)
+
+
+def _parsed(kind: type[C], tree: Mapping[str, Any], where: str) -> C:
     tree = {section: {} if leaves is None else leaves for section, leaves in tree.items()}
     for section, leaves in tree.items():
         if section not in Config.model_fields:
@@ -412,7 +422,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
                     f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
                 )
     try:
-        return Config.model_validate(dict(tree))
+        return kind.model_validate(dict(tree))
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
@@ -431,20 +441,11 @@ def _unknown(name: str) -> str:
 
 
 SAFE_ON_RESUME = frozenset(
-    {
-        *("init_from", "data_path", "max_steps", "micro_batch_sequences", "compile"),
-        *("parallel", "data_cache_gb"),
-        *("activation_checkpointing", "log_every_steps", "checkpoint_every_steps"),
-        *(
-            *("keep_checkpoints", "profile_steps"),
-            *EvalSection.model_fields,
-            *SpikesSection.model_fields,
-            *ClusterSection.model_fields,
-        ),
-        *(*RunSection.model_fields, *TrackingSection.model_fields),
-    }
+    name
+    for name, (section, field) in FIELDS.items()
+    if SAFE in field.metadata or cast(type[_Section], Config.model_fields[section].annotation).safe
 )
-"""Leaves that may change when a run goes on; all others would change the maths."""
+"""Fields that may change when a run goes on; all others would change the maths."""
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

@@ -13,10 +13,10 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.loop import train_steps
@@ -24,8 +24,7 @@ from raytrain_gpt.core.memory import TrainingMemory, sharded, training_memory
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 
-Recompute = Literal["none", "selective", "full"]
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Of activation checkpointing, from the fastest to the one that needs least memory."""
 USABLE_FRACTION = 0.92
 """Of a device's memory: on a GPU CUDA, NCCL and gaps between tensors take the rest."""
@@ -35,7 +34,7 @@ pay to recompute activations for more; by reckoning, not measured."""
 MOST_CPU_TOKENS = 2048
 """Of a micro-batch on a CPU, where more of them take memory and bring little (docs/memory.md)."""
 
-Needed = Callable[[int, Recompute], int | None]
+Needed = Callable[[int, ActivationCheckpointing], int | None]
 """Bytes that training takes with so many sequences and this recomputing; None: they do not fit."""
 
 
@@ -50,17 +49,8 @@ class Fit:
     """
 
     sequences: int
-    activation_checkpointing: Recompute
+    activation_checkpointing: ActivationCheckpointing
     needed_bytes: int
-
-    def applied(self, config: Config) -> Config:
-        """The configuration with what was chosen."""
-        return config.updated(
-            {
-                "micro_batch_sequences": self.sequences,
-                "activation_checkpointing": self.activation_checkpointing,
-            }
-        )
 
 
 def fit(
@@ -88,35 +78,44 @@ def least(config: Config, world_size: int, shape: GPTShape, bf16: bool) -> Fit:
         bf16: Whether the forward pass runs in autocast of 16 bits.
     """
     sequences, mode = candidates(config, world_size)[0], _modes(config)[-1]
-    chosen = Fit(sequences, mode, 0).applied(config)
-    return Fit(sequences, mode, memory_of(chosen, world_size, shape, bf16).total)
+    return Fit(sequences, mode, memory_of(config, sequences, mode, world_size, shape, bf16).total)
 
 
-def memory_of(config: Config, world_size: int, shape: GPTShape, bf16: bool) -> TrainingMemory:
+def memory_of(
+    config: Config,
+    sequences: int,
+    mode: ActivationCheckpointing,
+    world_size: int,
+    shape: GPTShape,
+    bf16: bool,
+) -> TrainingMemory:
     """What training is counted to need on one device.
 
     Args:
-        config: With micro-batch and recomputing decided.
-        world_size: Of the run.
+        config: The rest of the run's configuration.
+        sequences: Of a micro-batch.
+        mode: Of activation checkpointing.
+        world_size: Number of workers.
         shape: Of the model.
         bf16: Whether the forward pass runs in autocast of 16 bits.
     """
-    train, mode = config.train, config.activation_checkpointing
-    memory = training_memory(shape, config.micro_batch_sequences, bf16, mode, train.compile)
+    train = config.train
+    memory = training_memory(shape, sequences, bf16, mode, train.compile)
     if train.parallel == "fsdp" and world_size > 1:
         return sharded(memory, shape, bf16, world_size, config.eval.eval_mode == "inline")
     return memory
 
 
-def _modes(config: Config) -> tuple[Recompute, ...]:
+def _modes(config: Config) -> tuple[ActivationCheckpointing, ...]:
     mode = config.train.activation_checkpointing
     return MODES if mode == "auto" else (mode,)
 
 
 def candidates(config: Config, world_size: int) -> list[int]:
     """Sequences that a micro-batch may have, ascending: with `auto` the divisors of a rank's share."""
-    if config.train.micro_batch_sequences != "auto":
-        return [config.micro_batch_sequences]
+    micro = config.train.micro_batch_sequences
+    if micro != "auto":
+        return [micro]
     share = config.batch_sequences // world_size
     most = share
     if not config.cluster.use_gpu:
@@ -126,7 +125,7 @@ def candidates(config: Config, world_size: int) -> list[int]:
 
 def choose(
     sizes: Sequence[int],
-    modes: Sequence[Recompute],
+    modes: Sequence[ActivationCheckpointing],
     needed: Needed,
     expected: Needed,
     enough: float,
@@ -150,7 +149,9 @@ def choose(
     return best
 
 
-def _largest(sizes: Sequence[int], mode: Recompute, needed: Needed, expected: Needed) -> Fit | None:
+def _largest(
+    sizes: Sequence[int], mode: ActivationCheckpointing, needed: Needed, expected: Needed
+) -> Fit | None:
     """The largest size that fits: from the one that should be it upwards, or else downwards."""
     fitting = (at for at, size in enumerate(sizes) if expected(size, mode) is not None)
     first = max(fitting, default=0)
@@ -180,26 +181,25 @@ def counted(
         limit_bytes: What training may use.
     """
 
-    def needed(sequences: int, mode: Recompute) -> int | None:
-        chosen = Fit(sequences, mode, 0).applied(config)
-        num_bytes = memory_of(chosen, world_size, shape, bf16).total
+    def needed(sequences: int, mode: ActivationCheckpointing) -> int | None:
+        num_bytes = memory_of(config, sequences, mode, world_size, shape, bf16).total
         return num_bytes if num_bytes <= limit_bytes else None
 
     return needed
 
 
-def tried(config: Config, steps: Callable[[Config], int]) -> Needed:
+def tried(steps: Callable[[int, ActivationCheckpointing], int]) -> Needed:
     """What real training steps take; a candidate that runs out of memory does not fit.
 
     Args:
-        config: Of the run.
-        steps: Takes steps of a configuration; returns bytes or raises `torch.OutOfMemoryError`.
+        steps: Takes steps with so many sequences and this mode; returns bytes, or raises
+            `torch.OutOfMemoryError`.
     """
 
-    def needed(sequences: int, mode: Recompute) -> int | None:
+    def needed(sequences: int, mode: ActivationCheckpointing) -> int | None:
         num_bytes = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            num_bytes = steps(Fit(sequences, mode, 0).applied(config))
+            num_bytes = steps(sequences, mode)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -208,29 +208,38 @@ def tried(config: Config, steps: Callable[[Config], int]) -> Needed:
     return needed
 
 
-def try_steps(config: Config, world_size: int, vocab_size: int, device: torch.device) -> int:
+def try_steps(
+    config: Config,
+    sequences: int,
+    mode: ActivationCheckpointing,
+    world_size: int,
+    vocab_size: int,
+    device: torch.device,
+) -> int:
     """Bytes that a GPU's allocator holds at most while it takes the run's steps; 0 on a CPU.
 
     The second step begins with AdamW's moments and its second micro-batch with gradients, so two of
     each need what all later ones need.
 
     Args:
-        config: With micro-batch and recomputing decided.
-        world_size: Of the run; among several ranks gradients stay in memory between steps.
+        config: The rest of the run's configuration.
+        sequences: Of a micro-batch.
+        mode: Of activation checkpointing.
+        world_size: Number of workers; among several ranks gradients stay in memory between steps.
         vocab_size: Of the data's tokenizer.
         device: Where it is tried.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
-    train, sequences = config.train, config.micro_batch_sequences
+    train = config.train
     torch.compiler.reset()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     with device:
         # Which token closes documents changes no size.
-        model = GPT.of(config, vocab_size, vocab_size - 1, config.activation_checkpointing)
+        model = GPT.of(config, vocab_size, vocab_size - 1, mode)
         ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
     if train.compile:
         model.compile()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from raytrain_gpt.config.resolved import ResolvedConfig, RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     autocast_of,
@@ -59,7 +60,7 @@ class BenchFacts:
 
 
 def time_steps(
-    config: Config,
+    plan: RunPlan,
     vocab_size: int,
     chunks: list[RankChunk],
     device: torch.device,
@@ -68,17 +69,17 @@ def time_steps(
     """Time steps on one rank; all ranks call it.
 
     Args:
-        config: Resolved, and fitted to the world size.
+        plan: Configuration, workers, and what each does in a step.
         vocab_size: Of the data's tokenizer.
         chunks: This rank's, used again and again.
         device: Where it computes.
         group: What reduces gradients; None: the default group.
     """
-    micro = config.micro_batch_sequences
+    config = plan.config
     seed_everything(config.train.seed, dist.get_rank())
     precision = resolve_precision(config.train.precision, device)
     timer = _Timer(config, vocab_size, chunks, device, group, precision)
-    whole = config.batch_sequences // dist.get_world_size() // micro
+    whole = plan.micro_batches_per_step
     timer.seconds(1, 1)  # compiles, and fills caches
     one_s = _worst(timer.seconds(1, 1))
     several, steps = plan_of_timing(whole, one_s)
@@ -125,7 +126,7 @@ class _Timer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         vocab_size: int,
         chunks: list[RankChunk],
         device: torch.device,
@@ -136,11 +137,13 @@ class _Timer:
         self._autocast = autocast_of(precision, device)
         self._loss_scale = loss_scale_for(precision, device)
         # The last id closes documents in most vocabularies; another one would change the time a little.
-        raw_model = GPT.of(config, vocab_size, vocab_size - 1, config.activation_checkpointing)
+        raw_model = GPT.of(
+            config, vocab_size, vocab_size - 1, config.train.activation_checkpointing
+        )
         raw_model.init_weights(config.train.seed)
         self._model = prepare_model(raw_model, config.train, precision, device, group)
         self._optimizer = build_optimizer(raw_model, config.optim)
-        feed = TrainFeed(itertools.cycle(chunks), config.micro_batch_sequences, device)
+        feed = TrainFeed(itertools.cycle(chunks), config.train.micro_batch_sequences, device)
         self._micro_batches = feed.micro_batches()
         settle_gradient_buckets(self._model, next(self._micro_batches), self._autocast)
 

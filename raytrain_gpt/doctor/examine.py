@@ -21,6 +21,7 @@ import ray
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_is_there, data_of, location
 from raytrain_gpt.data.mixture import Mixture
@@ -151,18 +152,18 @@ def _connect(config: Config, found: Examination) -> ray_cluster.Resources | None
 
 def _fit(
     config: Config, resources: ray_cluster.Resources, found: Examination
-) -> tuple[Config, int] | None:
+) -> tuple[FittedConfig, int] | None:
     try:
-        config, world_size = ray_cluster.fit_to_cluster(config, resources)
+        fitted, world_size = ray_cluster.fit_to_cluster(config, resources)
     except (ClusterError, ConfigError) as error:
         found.add(failed("workers", str(error)))
         return None
-    c = config.cluster
+    c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
     one_more = ", and one more for async evaluation," if ray_cluster.evaluators(config) else ""
     fit = f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
     found.add(passed("workers", fit))
-    return ray_cluster.fit_micro_batch(config, world_size), world_size
+    return fitted, world_size
 
 
 def _look_at_data(config: Config, is_default: bool) -> tuple[Mixture | None, Check]:
@@ -254,17 +255,18 @@ def _look_from_here(config: Config, data: Mixture | None, tokenizer: str | None)
 
 
 def _look_at_ranks(
-    config: Config, world_size: int, data: Mixture | None, bench: bool, found: Examination
+    config: FittedConfig, world_size: int, data: Mixture | None, bench: bool, found: Examination
 ) -> None:
     readable = data is not None and not found.failed("data")
     ingest = IngestSpec.of(config, data, world_size) if data and readable else None
+    plan = None
     if bench and ingest is not None:
         try:
-            config = fit_memory(config, world_size, ingest.data.vocab_size, found.log)
+            plan = fit_memory(config, world_size, ingest.data.vocab_size, found.log)
         except (ClusterError, ray.exceptions.RayError) as error:
             found.add(failed("bench", str(user_error_in(error) or root_cause(error))))
             bench = False
-    group = ask_ranks(config, world_size, ingest, bench)
+    group = ask_ranks(config, world_size, ingest, plan)
     found.add(_devices(config, group))
     if world_size == 1:
         found.add(skipped("all_reduce", "one worker"))
@@ -297,14 +299,14 @@ _BETWEEN_NODES = (
 )
 
 
-def _devices(config: Config, group: GroupFacts) -> Check:
+def _devices(config: FittedConfig, group: GroupFacts) -> Check:
     if group.devices is None:
         return failed(
             "devices",
             f"the workers did not find together: {group.error}; see that no other job holds the "
             f"cluster's resources, and {_BETWEEN_NODES}",
         )
-    return rank_checks.judge_devices(group.devices, bool(config.cluster.use_gpu))
+    return rank_checks.judge_devices(group.devices, config.cluster.use_gpu)
 
 
 def _bench(

@@ -29,7 +29,7 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
@@ -99,17 +99,17 @@ class RankSpec:
     """What every rank is to do.
 
     Attributes:
-        config: Resolved, and fitted to the world size.
+        config: Fitted to the cluster.
         ingest: What is read; None: there is no data.
         names: Node id -> name.
-        bench: Also time steps.
+        plan: Steps to time; None: none.
         results: Handle of `Results`.
     """
 
-    config: Config
+    config: FittedConfig
     ingest: IngestSpec | None
     names: dict[str, str]
-    bench: bool
+    plan: RunPlan | None
     results: Any
 
 
@@ -145,15 +145,15 @@ class Results:
 
 
 def ask_ranks(
-    config: Config, world_size: int, ingest: IngestSpec | None, bench: bool
+    config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
 ) -> GroupFacts:
     """Start the workers of a run, and gather what they find.
 
     Args:
-        config: Resolved, and fitted to the world size.
+        config: Fitted to the cluster.
         world_size: Number of workers.
         ingest: What is read; None: there is no data that all nodes can read.
-        bench: Also time steps.
+        plan: Steps to time; None: none.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Results.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
@@ -163,15 +163,12 @@ def ask_ranks(
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = ray.train.torch.TorchTrainer(
             probe_rank,
-            train_loop_config=RankSpec(config, ingest, node_names(), bench, results),
+            train_loop_config=RankSpec(config, ingest, node_names(), plan, results),
             torch_config=ray.train.torch.TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=world_size,
-                use_gpu=bool(c.use_gpu),
-                resources_per_worker={
-                    "CPU": c.cpus_per_worker,
-                    **({"GPU": c.gpus_per_worker} if c.use_gpu else {}),
-                },
+                use_gpu=c.use_gpu,
+                resources_per_worker=c.worker_resources,
             ),
             run_config=ray.train.RunConfig(
                 name="doctor",
@@ -213,10 +210,8 @@ def _fit(trainer: ray.train.torch.TorchTrainer) -> str:
 def probe_rank(spec: RankSpec) -> None:
     """All stages of one rank; `train_loop_per_worker` of Ray Train."""
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), bool(spec.config.cluster.use_gpu)
-    cpus = spec.config.cluster.cpus_per_worker
-    assert isinstance(cpus, int), "the driver resolves cpus_per_worker"
-    torch.set_num_threads(cpus)
+    rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
+    torch.set_num_threads(spec.config.cluster.cpus_per_worker)
 
     def tell(stage: str, own: Any) -> list[Any]:
         found: list[Any] = [None] * context.get_world_size()
@@ -240,9 +235,9 @@ def probe_rank(spec: RankSpec) -> None:
     )
     val, *chunks = rank_chunks(tables, spec.ingest, rank)
     tell("sequences", RankIds(val.ids[0], _ids_by_batch(chunks)))
-    if spec.bench and usable:
+    if spec.plan is not None and usable:
         vocab_size = spec.ingest.data.vocab_size
-        tell("bench", time_steps(spec.config, vocab_size, chunks, device, group))
+        tell("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
 
 
 def devices_are_usable(devices: list[DeviceFacts]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.flops import flops_per_token
 from raytrain_gpt.core.gpu_specs import Device
@@ -21,6 +22,7 @@ from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, TrainingMemory
 from raytrain_gpt.core.memory_fit import USABLE_FRACTION, memory_of
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.train.auto_memory import counted_fit
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16, where nothing was measured: what good loops reach on A100 and H100."""
@@ -36,7 +38,7 @@ GPT2_SIZES = {
 
 
 @dataclass(frozen=True)
-class Speed:
+class EstimatedSpeed:
     """How fast training goes, and how that is known.
 
     Attributes:
@@ -51,7 +53,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LargestMicroBatch:
     """The largest micro-batch of a model on a device; 0: not even one sequence fits.
 
     Attributes:
@@ -80,6 +82,8 @@ class Estimate:
         steps_per_epoch: None: the data is not known.
         num_workers: Devices.
         micro_batches_per_step: Of each worker.
+        micro_batch_sequences: Of each worker.
+        activation_checkpointing: What is computed again in the backward pass.
         checkpoint_bytes: Of one checkpoint.
         memory: Of one device.
         device: The kind, or None.
@@ -101,12 +105,14 @@ class Estimate:
     steps_per_epoch: int | None
     num_workers: int
     micro_batches_per_step: int
+    micro_batch_sequences: int
+    activation_checkpointing: ActivationCheckpointing
     checkpoint_bytes: int
     memory: TrainingMemory
     device: Device | None
     fits: bool | None
-    largest: list[Fit]
-    speed: Speed | None
+    largest: list[LargestMicroBatch]
+    speed: EstimatedSpeed | None
     step_time_s: float | None
     train_s: float | None
     device_hours: float | None
@@ -164,12 +170,21 @@ class Facts:
 def estimate(config: Config, facts: Facts) -> Estimate:
     """What a run of this configuration takes.
 
+    Args:
+        config: Of the run; what is left to the memory is counted for the device.
+        facts: What is known besides.
+
     Raises:
         ConfigError: the batch does not divide over the workers.
     """
     shape, train = GPTShape.of(config, facts.vocab_size), config.train
-    per_step = micro_batches_per_step(config, facts.num_workers)
-    memory = memory_of(config, facts.num_workers, shape, facts.bf16)
+    micro_batches_per_step(config, facts.num_workers)
+    limit_bytes = math.inf if facts.device is None else usable_bytes(facts.device)
+    on_gpu = facts.device is not None and config.cluster.use_gpu is not False
+    fit = counted_fit(config, facts.num_workers, shape, facts.bf16, limit_bytes, on_gpu)
+    mode = fit.activation_checkpointing
+    per_step = config.batch_sequences // facts.num_workers // fit.sequences
+    memory = memory_of(config, fit.sequences, mode, facts.num_workers, shape, facts.bf16)
     total_tokens = train.max_steps * train.global_batch_tokens
     speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
@@ -186,6 +201,8 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         steps_per_epoch=steps_per_epoch,
         num_workers=facts.num_workers,
         micro_batches_per_step=per_step,
+        micro_batch_sequences=fit.sequences,
+        activation_checkpointing=mode,
         checkpoint_bytes=STATE_BYTES_PER_PARAMETER * shape.num_parameters,
         memory=memory,
         device=facts.device,
@@ -209,7 +226,7 @@ def usable_bytes(device: Device) -> float:
     return device.memory_bytes * USABLE_FRACTION
 
 
-def _speed(config: Config, shape: GPTShape, facts: Facts) -> Speed | None:
+def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | None:
     peak = facts.device.bf16_flops if facts.device and facts.bf16 else None
     if facts.tokens_per_s is not None:
         tokens_per_s, source = facts.tokens_per_s, "probe"
@@ -217,16 +234,16 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> Speed | None:
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak is not None:
         rate = peak * facts.num_workers * facts.mfu / flops_per_token(shape)
-        return Speed(rate, "table", facts.mfu)
+        return EstimatedSpeed(rate, "table", facts.mfu)
     else:
         return None
     mfu = None
     if peak is not None:
         mfu = tokens_per_s * flops_per_token(shape) / (peak * facts.num_workers)
-    return Speed(tokens_per_s, source, mfu)
+    return EstimatedSpeed(tokens_per_s, source, mfu)
 
 
-def _largest_models(config: Config, like: GPTShape, facts: Facts) -> list[Fit]:
+def _largest_models(config: Config, like: GPTShape, facts: Facts) -> list[LargestMicroBatch]:
     """What of GPT-2's sizes fits the device, with the context and vocabulary of a shape."""
     if facts.device is None:
         return []
@@ -237,17 +254,14 @@ def _largest_models(config: Config, like: GPTShape, facts: Facts) -> list[Fit]:
             _largest_micro_batch(config, shape, facts, facts.device, mode)
             for mode in ("none", "full")
         )
-        found.append(Fit(name, shape.num_parameters, kept, recomputed))
+        found.append(LargestMicroBatch(name, shape.num_parameters, kept, recomputed))
     return found
 
 
 def _largest_micro_batch(
-    config: Config, shape: GPTShape, facts: Facts, device: Device, mode: str
+    config: Config, shape: GPTShape, facts: Facts, device: Device, mode: ActivationCheckpointing
 ) -> int:
     def total(sequences: int) -> int:
-        chosen = config.updated(
-            {"micro_batch_sequences": sequences, "activation_checkpointing": mode}
-        )
-        return memory_of(chosen, facts.num_workers, shape, facts.bf16).total
+        return memory_of(config, sequences, mode, facts.num_workers, shape, facts.bf16).total
 
     return bisect_right(range(1, MOST_SEQUENCES), usable_bytes(device), key=total)

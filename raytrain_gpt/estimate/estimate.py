@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpu_specs import DEVICES, Device, device_of, devices_called
-from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.estimate.cost_model import ASSUMED_MFU, Estimate, Facts, estimate, usable_bytes
+from raytrain_gpt.estimate.cost_model import ASSUMED_MFU, Estimate, Facts, estimate
 from raytrain_gpt.format import amount, duration, size
-from raytrain_gpt.train.auto_memory import counted_config
 from raytrain_gpt.train.preflight import absolute_paths
 
 GPT2_VOCAB_SIZE = 50_257
@@ -48,7 +44,7 @@ def answer(config: Config, asked: EstimateOptions, log: Log) -> tuple[Config, Es
         from raytrain_gpt.estimate.speed_probe import probe
 
         found = probe(config, log)
-        config, num_workers = found.config, found.num_workers
+        config, num_workers = found.plan.config, found.plan.world_size
         tokens_per_s = found.forecast.tokens_per_s
         device = device or device_of(found.device_name)
     else:
@@ -73,10 +69,6 @@ def answer(config: Config, asked: EstimateOptions, log: Log) -> tuple[Config, Es
         price_per_hour=asked.price_per_hour,
         spot_price_per_hour=asked.spot_price_per_hour,
     )
-    micro_batches_per_step(config, facts.num_workers)
-    limit_bytes = math.inf if device is None else usable_bytes(device)
-    shape = GPTShape.of(config, facts.vocab_size)
-    config = counted_config(config, facts.num_workers, shape, facts.bf16, limit_bytes, on_gpu)
     return config, estimate(config, facts)
 
 
@@ -98,11 +90,11 @@ def lines(config: Config, found: Estimate) -> list[str]:
         f"model    {amount(found.num_parameters)} parameters: {m.num_layers} layers, {m.num_heads} heads, "
         f"{m.embd_size} channels, context {seq_len}",
         f"batch    {train.global_batch_tokens:,} tokens a step = {found.num_workers} workers × "
-        f"{found.micro_batches_per_step} micro-batches × {config.micro_batch_sequences} × {seq_len}",
+        f"{found.micro_batches_per_step} micro-batches × {found.micro_batch_sequences} × {seq_len}",
         f"work     {found.max_steps:,} steps, {amount(found.total_tokens)} tokens"
         + _epochs(found)
         + f", {found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
-        _memory_line(config, found),
+        _memory_line(found),
         f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "
         f"{size(found.checkpoint_bytes * (train.keep_checkpoints + 2))} of them",
     ]
@@ -127,8 +119,8 @@ def _epochs(found: Estimate) -> str:
     return f", {found.steps_per_epoch:,} steps an epoch, {epochs:.2f} epochs"
 
 
-def _memory_line(config: Config, found: Estimate) -> str:
-    memory, mode = found.memory, config.activation_checkpointing
+def _memory_line(found: Estimate) -> str:
+    memory, mode = found.memory, found.activation_checkpointing
     recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
     parts = (
         f"memory   {size(memory.total)} a device: weights {size(memory.weights)}, gradients "
@@ -137,14 +129,14 @@ def _memory_line(config: Config, found: Estimate) -> str:
     )
     if found.fits is None or found.device is None:
         return parts
-    verdict = "fits" if found.fits else f"DOES NOT FIT; {_way_out(config)}"
+    verdict = "fits" if found.fits else f"DOES NOT FIT; {_way_out(found)}"
     return f"{parts} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
 
 
-def _way_out(config: Config) -> str:
-    if config.micro_batch_sequences > 1:
+def _way_out(found: Estimate) -> str:
+    if found.micro_batch_sequences > 1:
         return "lower micro_batch_sequences"
-    if config.activation_checkpointing != "full":
+    if found.activation_checkpointing != "full":
         return "set activation_checkpointing to full"
     return "take a smaller model, or parallel fsdp with more num_workers"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.doctor.bench import Forecast, forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
@@ -22,14 +22,12 @@ class Probe:
     """What the timed steps gave.
 
     Attributes:
-        config: Fitted to the cluster.
-        num_workers: World size.
+        plan: Configuration, workers, and what each does in a step.
         forecast: Of the run.
         device_name: Of rank 0's device.
     """
 
-    config: Config
-    num_workers: int
+    plan: RunPlan
     forecast: Forecast
     device_name: str
 
@@ -47,18 +45,17 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
         Interrupted: Ctrl+C or SIGTERM.
     """
     stopped = StopSignals("interrupted; nothing is left behind")
-    with stopped, cluster_for(config, log) as (config, world_size):
-        data = data_of(config)
-        config = fit_memory(config, world_size, data.vocab_size, log)
-        ingest = IngestSpec.of(config, data, world_size)
+    with stopped, cluster_for(config, log) as (fitted, world_size, data):
+        plan = fit_memory(fitted, world_size, data.vocab_size, log)
+        ingest = IngestSpec.of(fitted, data, world_size)
         preflight.check_data(ingest)
-        preflight.check_compile(config)
+        preflight.check_compile(fitted)
         log(f"timing steps on {world_size} workers")
-        group = ask_ranks(config, world_size, ingest, bench=True)
+        group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
             "raytrain-gpt doctor"
         )
-    found = forecast(config, data.vocab_size, group.bench)
-    return Probe(config, world_size, found, group.devices[0].device)
+    found = forecast(fitted, data.vocab_size, group.bench)
+    return Probe(plan, found, group.devices[0].device)

@@ -28,7 +28,7 @@ import torch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, write_evaluation_result
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, TrainingFailed, UserError
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.evaluate.inference import load_checkpoint, lone_evaluation, validation_feed
@@ -59,7 +59,7 @@ class AsyncEvaluation:
     """
 
     def __init__(
-        self, config: Config, catalog: Catalog, choices: Any, stop: threading.Event
+        self, config: FittedConfig, catalog: Catalog, choices: Any, stop: threading.Event
     ) -> None:
         self._config, self._catalogue, self._choices = config, catalog, choices
         self._stop = stop
@@ -194,9 +194,7 @@ class AsyncEvaluation:
     def _evaluate(self, checkpoint: Checkpoint) -> None:
         """Evaluate a checkpoint, again where the task dies, or leave it out."""
         c, step = self._config.cluster, checkpoint.state.step
-        task = _evaluate.options(
-            num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker if c.use_gpu else 0
-        )
+        task = _evaluate.options(num_cpus=c.cpus_per_worker, num_gpus=c.num_gpus)
         for retries_left in reversed(range(MAX_RETRIES + 1)):
             outcome = self._outcome(task.remote(checkpoint, self._config, self._choices), step)
             if isinstance(outcome, EvaluationResult):
@@ -261,15 +259,15 @@ def _is_there(checkpoint: Checkpoint) -> bool:
 
 
 @ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
-def _evaluate(checkpoint: Checkpoint, config: Config, choices: Choices | None) -> EvaluationResult:
+def _evaluate(
+    checkpoint: Checkpoint, config: FittedConfig, choices: Choices | None
+) -> EvaluationResult:
     """Evaluate a checkpoint and write down what was found.
 
     Raises:
         UserError: the checkpoint is damaged or gone, or the dataset is.
     """
-    cpus = config.cluster.cpus_per_worker
-    assert isinstance(cpus, int), "the driver resolves cpus_per_worker"
-    torch.set_num_threads(cpus)
+    torch.set_num_threads(config.cluster.cpus_per_worker)
     os.nice(NICENESS)
     started = time.perf_counter()
     if checkpoint.path.is_local:  # what is fetched from an object store is verified then

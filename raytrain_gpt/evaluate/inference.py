@@ -150,7 +150,7 @@ def validation_feed(
     )
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
-    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).micro_batch_sequences
+    micro = checkpoint.state.config["train"]["micro_batch_sequences"]
     return EvalFeed(tokens, delivered, found, micro, device)
 
 

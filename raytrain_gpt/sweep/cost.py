@@ -9,9 +9,10 @@ import time
 import torch
 
 from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
+from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
-from raytrain_gpt.core.memory_fit import USABLE_FRACTION
+from raytrain_gpt.core.memory_fit import USABLE_FRACTION, Fit
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -26,7 +27,7 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.auto_memory import counted_config
+from raytrain_gpt.train.auto_memory import counted_fit
 from raytrain_gpt.train.launch import DEFAULT_DATA
 
 GPT2_VOCAB_SIZE = 50257
@@ -42,7 +43,6 @@ def cost_lines(sweep: Sweep) -> list[str]:
     """
     base = one_worker_for_auto(base_config(sweep))
     c = base.cluster
-    assert isinstance(c.num_workers, int), "one_worker_for_auto decides it"
     configs = check_sweep(sweep, c.num_workers)
     planned = planned_trials(sweep)
     count = num_trials(sweep)
@@ -67,7 +67,11 @@ def cost_lines(sweep: Sweep) -> list[str]:
     device = torch.device("cuda" if on_gpu else "cpu")
     # Trials that share a GPU share its speed.
     share = c.gpus_per_worker if on_gpu else 1
-    speed = share * c.num_workers * measured_tokens_per_s(configs[0] if configs else base, device)
+    speed = (
+        share
+        * c.num_workers
+        * measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
+    )
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(
@@ -91,26 +95,24 @@ def halved_tokens(sweep: Sweep, count: int) -> int:
     return tokens + left * (sweep.budget_tokens - reached)
 
 
-def measured_tokens_per_s(config: Config, device: torch.device) -> float:
+def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
     """Tokens of forward and backward passes in a second, of one worker alone on this machine.
 
     Args:
         config: Its model, sequence length, precision and CPUs.
         device: Where it is measured; on a CPU one sequence at a time.
     """
-    cpus = config.cluster.cpus_per_worker
-    assert isinstance(cpus, int), "the sweep decides cpus_per_worker"
-    torch.set_num_threads(cpus)
+    torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, _vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
-    config = _counted(config, shape, precision, device)
+    fit = _counted(config, shape, precision, device)
     # The tokens below are one document, whatever closes it.
     last_id = shape.vocab_size - 1
-    model = GPT.of(config, shape.vocab_size, last_id, config.activation_checkpointing)
+    model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = autocast_of(precision, device)
-    num = config.micro_batch_sequences if device.type == "cuda" else 1
+    num = fit.sequences if device.type == "cuda" else 1
     tokens = torch.zeros(num, config.data.seq_len, dtype=torch.int64, device=device)
 
     def step() -> None:
@@ -127,13 +129,12 @@ def measured_tokens_per_s(config: Config, device: torch.device) -> float:
     return steps * tokens.numel() / elapsed
 
 
-def _counted(config: Config, shape: GPTShape, precision: str, device: torch.device) -> Config:
+def _counted(config: SizedConfig, shape: GPTShape, precision: str, device: torch.device) -> Fit:
     num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
-    assert isinstance(num_workers, int), "the sweep decides num_workers"
     limit_bytes = math.inf
     if on_gpu:
         limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
-    return counted_config(config, num_workers, shape, precision != "fp32", limit_bytes, on_gpu)
+    return counted_fit(config, num_workers, shape, precision != "fp32", limit_bytes, on_gpu)
 
 
 def _vocab_size(config: Config) -> int:

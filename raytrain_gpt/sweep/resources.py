@@ -7,35 +7,33 @@ import os
 import torch
 
 from raytrain_gpt.cluster.ray_cluster import DATA_CPUS, Resources
+from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trial_plan import num_trials
 
 
-def one_worker_for_auto(config: Config) -> Config:
+def one_worker_for_auto(config: Config) -> SizedConfig:
     """In a sweep `auto` means one worker a trial, with one CPU: the trials share the cluster."""
     c = config.cluster
-    return config.updated(
-        {
-            "num_workers": 1 if c.num_workers == "auto" else c.num_workers,
-            "cpus_per_worker": 1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
-        }
+    return decided(
+        SizedConfig,
+        config,
+        num_workers=1 if c.num_workers == "auto" else c.num_workers,
+        cpus_per_worker=1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
     )
 
 
-def trial_cpus(config: Config) -> int:
+def trial_cpus(config: SizedConfig) -> int:
     """CPUs of a trial, its workers' and those for its data; every `auto` is decided."""
     c = config.cluster
-    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
-    assert isinstance(c.cpus_per_worker, int), "the sweep decides cpus_per_worker"
     return c.num_workers * c.cpus_per_worker + DATA_CPUS
 
 
-def cpus_to_start(sweep: Sweep, config: Config) -> int:
+def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
     """Logical CPUs of a cluster started for a sweep: for as many trials as this machine can run."""
     c = config.cluster
-    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     if gpus:
         fit = int(gpus / (c.num_workers * c.gpus_per_worker) + 1e-9)
@@ -47,7 +45,7 @@ def cpus_to_start(sweep: Sweep, config: Config) -> int:
     return max(1, at_once) * trial_cpus(config)
 
 
-def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:
+def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> int:
     """How many trials run at the same time.
 
     Args:
@@ -59,9 +57,7 @@ def trials_at_once(sweep: Sweep, config: Config, resources: Resources) -> int:
         ClusterError: a population does not fit as a whole.
     """
     c = config.cluster
-    assert isinstance(c.num_workers, int), "the sweep decides num_workers"
-    assert isinstance(c.cpus_per_worker, int), "the sweep decides cpus_per_worker"
-    places = resources.places(c.cpus_per_worker, c.gpus_per_worker if c.use_gpu else 0)
+    places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))
     population = num_trials(sweep)
     at_once = max(1, min(fit, sweep.max_concurrent_trials or fit, population))

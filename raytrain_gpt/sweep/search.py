@@ -17,6 +17,7 @@ from ray.tune.experiment import Trial as TuneTrial
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.storage.lease import Lease
@@ -101,7 +102,7 @@ class Search:
     """
 
     def __init__(
-        self, sweep: Sweep, base: Config, fitted: Config, directory: Location, log: Log
+        self, sweep: Sweep, base: Config, fitted: FittedConfig, directory: Location, log: Log
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)

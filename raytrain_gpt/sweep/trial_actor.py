@@ -29,8 +29,9 @@ from ray import tune
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.locations import data_of, location, run_location
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
@@ -62,7 +63,7 @@ class SweepPart:
     """
 
     sweep: Sweep
-    base: Config
+    base: FittedConfig
     mlflow_tags: dict[str, str]
     bell: Any
     begun: dict[str, tuple[int, str | None]]
@@ -124,7 +125,7 @@ class TrialRun:
 
     def __init__(
         self,
-        config: Config,
+        config: FittedConfig,
         objective: str,
         part: SweepPart,
         origin: str | None,
@@ -196,13 +197,13 @@ class TrialRun:
             self._reports.put(self._error or error)
 
     def _go(self) -> None:
-        num_workers = self._config.cluster.num_workers
-        assert isinstance(num_workers, int), "the sweep decides num_workers"
         origin = None
         if self._origin is not None:
             origin = read_checkpoint(location(self._config, self._origin))
         trial = TrialPart(lambda _: self._report_new(), origin, self._part.mlflow_tags)
-        Run(self._config, num_workers, self._signals, print, self._part.train_loop, trial).go()
+        config, train_loop = self._config, self._part.train_loop
+        data, world_size = data_of(config), config.cluster.num_workers
+        Run(config, world_size, data, self._signals, print, train_loop, trial).go()
 
     def _report_new(self) -> None:
         """Report every evaluation that the sweep does not know, and wait with each but the last."""
@@ -290,8 +291,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         self._tied_values = tied_values(part.sweep, self._values, config)
         run_name, origin = self._place(config)
         ray.get(part.bell.enter.remote(self.trial_name))
-        config = config.updated({"run_name": run_name})
-        run = TrialRun(config, part.sweep.objective, part, origin, self._reported_tokens)
+        fitted = decided(FittedConfig, config, run_name=run_name)
+        run = TrialRun(fitted, part.sweep.objective, part, origin, self._reported_tokens)
         threading.Thread(target=self._leave_when_rung, args=(run,), daemon=True).start()
         return run
 

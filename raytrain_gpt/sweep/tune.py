@@ -25,7 +25,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA, make_default_data, needs_data
+from raytrain_gpt.train.launch import DEFAULT_DATA, existing_data, make_default_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -59,16 +59,15 @@ def run_sweep(
         base = one_worker_for_auto(base_config(sweep))
         is_default_data = base.data.data_path == DEFAULT_DATA
         base = preflight.absolute_paths(base)
-        make_data = needs_data(base, is_default_data)
+        data = existing_data(base, is_default_data)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, goes_on)
         resources = ray_cluster.connect(cpus_to_start(sweep, base))
         try:
             fitted, _ = ray_cluster.fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
-            assert isinstance(fitted.cluster.num_workers, int), "fit_to_cluster decides num_workers"
             check_sweep(sweep, fitted.cluster.num_workers)
-            if make_data:
+            if data is None:
                 make_default_data(fitted, log)
             with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())

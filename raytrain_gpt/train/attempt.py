@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
@@ -62,7 +62,7 @@ class Attempt:
     """All that one `fit()` needs.
 
     Attributes:
-        config: The run's; `micro_batch_sequences` fits the world size.
+        plan: Configuration, workers, and what each does in a step.
         ingest: What is read.
         num_batches: Global batches to read.
         recorder: What the recorder begins with.
@@ -78,7 +78,7 @@ class Attempt:
         evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
     """
 
-    config: Config
+    plan: RunPlan
     ingest: IngestSpec
     num_batches: int
     recorder: RecorderSpec
@@ -106,7 +106,7 @@ class Attempt:
         """
         recorder = start_recorder(self.recorder)
         spec = WorkerSpec(
-            config=self.config,
+            plan=self.plan,
             run_dir=self.recorder.run_dir,
             ingest=self.ingest,
             resumed=self.resumed,
@@ -121,17 +121,16 @@ class Attempt:
         return self._end(error, recorder), recorder
 
     def _trainer(self, spec: WorkerSpec) -> ray.train.torch.TorchTrainer:
-        c = self.config.cluster
-        resources = {"CPU": c.cpus_per_worker, **({"GPU": c.gpus_per_worker} if c.use_gpu else {})}
+        c = self.plan.config.cluster
         filesystem, path = (self.recorder.run_dir / "ray").ray_filesystem()
         return ray.train.torch.TorchTrainer(
             self.train_loop,
             train_loop_config=spec,
             torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=self.ingest.world_size,
-                use_gpu=bool(c.use_gpu),
-                resources_per_worker=resources,
+                num_workers=self.plan.world_size,
+                use_gpu=c.use_gpu,
+                resources_per_worker=c.worker_resources,
             ),
             run_config=ray.train.RunConfig(
                 name=f"{self.number:03d}",
@@ -195,7 +194,7 @@ class Attempt:
         if self.lease.lost.is_set():
             self._kill_ranks(recorder)
             self.lease.check()
-        timeout_s = self.config.cluster.hang_timeout_s
+        timeout_s = self.plan.config.cluster.hang_timeout_s
         if timeout_s and not self._hung and ray.get(recorder.stalled_s.remote()) > timeout_s:
             self._hung = True
             self._dump_stacks(recorder, timeout_s)
@@ -206,16 +205,16 @@ class Attempt:
             recorder.order.remote("stop")
 
     def _more_workers_for_long(self) -> bool:
-        world_size = self.ingest.world_size
-        if world_size == self.config.cluster.num_workers:
+        world_size = self.plan.world_size
+        if world_size == self.plan.config.cluster.num_workers:
             return False
-        possible = ray_cluster.largest_world_size(self.config, ray_cluster.resources())
+        possible = ray_cluster.largest_world_size(self.plan.config, ray_cluster.resources())
         if possible is None or possible <= world_size:
             self._more_since = None
             return False
         now = time.monotonic()
         self._more_since = self._more_since or now
-        return now - self._more_since >= self.config.cluster.resize_after_s
+        return now - self._more_since >= self.plan.config.cluster.resize_after_s
 
     def _dump_stacks(self, recorder: Any, timeout_s: float) -> None:
         """Say which rank hangs, and where all of them are."""

@@ -22,6 +22,8 @@ import torch
 from raytrain_gpt.checkpoint.catalog import CheckpointState
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.config.batch import micro_batch_for
+from raytrain_gpt.config.resolved import ActivationCheckpointing, FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
@@ -60,7 +62,7 @@ class Decision:
 
 
 def fit_memory(
-    config: Config,
+    config: FittedConfig,
     world_size: int,
     vocab_size: int,
     log: Log,
@@ -68,8 +70,8 @@ def fit_memory(
     resumed: CheckpointState | None = None,
     stop: threading.Event | None = None,
     is_trial: bool = False,
-) -> Config:
-    """The configuration with a micro-batch that divides a rank's share, and with no `auto` for memory.
+) -> RunPlan:
+    """The plan of a run whose micro-batches fit the memory of its workers.
 
     Args:
         config: Fitted to the connected cluster.
@@ -85,12 +87,12 @@ def fit_memory(
         Interrupted: `stop` was set while it was tried.
         ray.exceptions.RayError: the task that tries it died, or found no resources.
     """
-    config = ray_cluster.fit_micro_batch(config, world_size)
-    if not has_auto(config):
-        return config
+    config = config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+    if (given := given_fit(config)) is not None:
+        return _plan(config, world_size, given)
     if resumed is not None and (kept := kept_fit(config, world_size, resumed)):
         log(f"{decided(config, world_size, kept)}, as the checkpoint of step {resumed.step} had it")
-        return kept.applied(config)
+        return _plan(config, world_size, kept)
     if config.cluster.use_gpu:
         found = _on_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
@@ -101,13 +103,17 @@ def fit_memory(
     log(
         f"{decided(config, world_size, found.fit)} ({size(found.fit.needed_bytes)}{room} {found.how})"
     )
-    return found.fit.applied(config)
+    return _plan(config, world_size, found.fit)
 
 
-def counted_config(
+def _plan(config: FittedConfig, world_size: int, found: Fit) -> RunPlan:
+    return RunPlan.of(config, world_size, found.sequences, found.activation_checkpointing)
+
+
+def counted_fit(
     config: Config, world_size: int, shape: GPTShape, bf16: bool, limit_bytes: float, on_gpu: bool
-) -> Config:
-    """The configuration by counting alone; where nothing fits, with what needs least.
+) -> Fit:
+    """What fits by counting alone; where nothing does, what needs least.
 
     Args:
         config: Its micro-batch fits the world size, or is auto.
@@ -117,17 +123,17 @@ def counted_config(
         limit_bytes: Of a device's memory that training may use.
         on_gpu: Whether it is a GPU's.
     """
-    if not has_auto(config):
-        return config
-    found = count(
-        config.updated({"use_gpu": on_gpu}), world_size, shape, bf16, limit_bytes, "counted"
-    )
-    return (found.fit or found.least).applied(config)
+    if (given := given_fit(config)) is not None:
+        return given
+    on_device = config.updated({"use_gpu": on_gpu})
+    found = count(on_device, world_size, shape, bf16, limit_bytes, "counted")
+    return found.fit or found.least
 
 
-def has_auto(config: Config) -> bool:
-    """Whether the memory decides about anything."""
-    return any(config.field_values()[name] == "auto" for name in AUTO_FIELDS)
+def given_fit(config: Config) -> Fit | None:
+    """What the configuration itself says; None where it leaves anything to the memory."""
+    micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
+    return None if micro == "auto" or mode == "auto" else Fit(micro, mode, 0)
 
 
 def decided(config: Config, world_size: int, found: Fit) -> str:
@@ -141,7 +147,7 @@ def decided(config: Config, world_size: int, found: Fit) -> str:
     )
 
 
-def kept_fit(config: Config, world_size: int, state: CheckpointState) -> Fit | None:
+def kept_fit(config: FittedConfig, world_size: int, state: CheckpointState) -> Fit | None:
     """What a checkpoint was trained with, None where that is no answer for this run any more.
 
     Args:
@@ -159,7 +165,7 @@ def kept_fit(config: Config, world_size: int, state: CheckpointState) -> Fit | N
 
 
 def on_cpu(
-    config: Config,
+    config: FittedConfig,
     world_size: int,
     vocab_size: int,
     resources: ray_cluster.Resources,
@@ -175,7 +181,6 @@ def on_cpu(
         is_trial: Other trials may be on a node, as many as it has CPUs for.
     """
     cpus = config.cluster.cpus_per_worker
-    assert isinstance(cpus, int), "fit_to_cluster decides cpus_per_worker"
     processes = math.inf if is_trial else world_size + ray_cluster.evaluators(config)
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
@@ -206,7 +211,9 @@ def count(
     return Decision(found, least(config, world_size, shape, bf16), limit_bytes, how)
 
 
-def _on_gpu(config: Config, world_size: int, vocab_size: int, stop: threading.Event) -> Decision:
+def _on_gpu(
+    config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
+) -> Decision:
     """What a task with a worker's resources found to fit its GPU."""
     c = config.cluster
     task = _try.options(num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker).remote(
@@ -233,7 +240,7 @@ def _on_gpu(config: Config, world_size: int, vocab_size: int, stop: threading.Ev
 
 
 @ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
-def _try(config: Config, world_size: int, vocab_size: int) -> Decision:
+def _try(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
     """Take steps on a GPU, in a process that gives its memory back by ending."""
     device = torch.device("cuda")
     fraction = USABLE_FRACTION * config.cluster.gpus_per_worker
@@ -245,13 +252,13 @@ def _try(config: Config, world_size: int, vocab_size: int) -> Decision:
     if config.train.parallel == "fsdp" and world_size > 1:
         return count(config, world_size, shape, bf16, limit_bytes, f"of {name}, counted")
 
-    def steps(candidate: Config) -> int:
-        return try_steps(candidate, world_size, vocab_size, device)
+    def steps(sequences: int, mode: ActivationCheckpointing) -> int:
+        return try_steps(config, sequences, mode, world_size, vocab_size, device)
 
     found = fit(
         config,
         world_size,
-        tried(config, steps),
+        tried(steps),
         counted(config, world_size, shape, bf16, limit_bytes),
     )
     return Decision(found, least(config, world_size, shape, bf16), limit_bytes, f"of {name}, tried")

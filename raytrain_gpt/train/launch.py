@@ -14,9 +14,11 @@ import ray
 
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
@@ -46,14 +48,14 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
     """
     with (
         StopSignals(BEFORE_FIRST_STEP) as signals,
-        cluster_for(config, log) as (config, world_size),
+        cluster_for(config, log) as (fitted, world_size, data),
     ):
-        return Run(config, world_size, signals, log, train_loop).go()
+        return Run(fitted, world_size, data, signals, log, train_loop).go()
 
 
 @contextlib.contextmanager
-def cluster_for(config: Config, log: Log) -> Iterator[tuple[Config, int]]:
-    """Inside, the cluster is connected and the data there; gives the fitted configuration and world size.
+def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
+    """Inside, the cluster is connected and the data there; gives the fitted configuration, world size, data.
 
     Args:
         config: May hold `auto` and relative paths.
@@ -64,20 +66,18 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[Config, int]]:
     """
     is_default_data = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
-    make_data = needs_data(config, is_default_data)
+    data = existing_data(config, is_default_data)
     resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
     try:
-        config, world_size = ray_cluster.fit_to_cluster(config, resources)
-        if make_data:
-            make_default_data(config, log)
-        yield config, world_size
+        fitted, world_size = ray_cluster.fit_to_cluster(config, resources)
+        yield fitted, world_size, data or make_default_data(fitted, log)
     finally:
         if resources.ours:
             ray.shutdown()
 
 
-def needs_data(config: Config, is_default_data: bool) -> bool:
-    """Whether the data has to be made, which only the quickstart's is.
+def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
+    """What is trained on; None where it has to be made first, which only the quickstart's is.
 
     Args:
         config: With absolute paths.
@@ -88,16 +88,16 @@ def needs_data(config: Config, is_default_data: bool) -> bool:
         DataError: other data is missing, or cannot be mixed.
     """
     if is_default_data and not data_is_there(config):
-        return True
-    data_of(config)
-    return False
+        return None
+    return data_of(config)
 
 
-def make_default_data(config: Config, log: Log) -> None:
-    """Prepare the quickstart's data on the connected cluster."""
+def make_default_data(config: Config, log: Log) -> Mixture:
+    """Prepare the quickstart's data on the connected cluster, and read what it is."""
     (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
     prepare([STDLIB], data, "bytes", log=log)
+    return data_of(config)
 
 
 def prepare_dataset(

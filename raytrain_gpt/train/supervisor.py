@@ -29,10 +29,10 @@ from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.spikes import BadStretch
-from raytrain_gpt.data.locations import data_of, run_location
+from raytrain_gpt.data.locations import run_location
 from raytrain_gpt.data.mixed_order import MixedOrder
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Skipped
@@ -88,8 +88,9 @@ class Run:
 
     def __init__(
         self,
-        config: Config,
+        config: FittedConfig,
         world_size: int,
+        data: Mixture,
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
@@ -104,7 +105,7 @@ class Run:
         self.run_dir = run_location(config)
         self.sync = RunSync(self.run_dir)
         self.catalog = Catalog(self.run_dir)
-        self.data: Mixture = data_of(config)
+        self.data = data
         self.skipped: Skipped = ()
         self._rolled_back_to: int | None = None
         self._choices: Any = None
@@ -306,7 +307,7 @@ class Run:
         step = _step_of(resumed)
         lease.verify()
         try:
-            config = self._fitted(resumed)
+            plan = self._plan(resumed)
         except ray.exceptions.RayError as error:
             return End("failed", error), None
         self._attempts = self._next_attempt()
@@ -324,7 +325,7 @@ class Run:
         }
         recorder_spec = self._recorder_spec(step, self.catalog.complete(), details)
         attempt = Attempt(
-            config=config,
+            plan=plan,
             ingest=ingest,
             num_batches=self.config.train.max_steps - step,
             recorder=recorder_spec,
@@ -365,7 +366,7 @@ class Run:
             raise known from None
         return end, gone_back_to
 
-    def _fitted(self, resumed: Checkpoint | None) -> Config:
+    def _plan(self, resumed: Checkpoint | None) -> RunPlan:
         return fit_memory(
             self.config,
             self.world_size,

@@ -28,7 +28,7 @@ from raytrain_gpt.checkpoint.catalog import (
 )
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
 from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
@@ -65,7 +65,7 @@ class WorkerSpec:
     """What the driver tells every worker.
 
     Attributes:
-        config: Resolved; `micro_batch_sequences` fits the world size.
+        plan: Configuration, workers, and what each does in a step.
         run_dir: The run's directory.
         ingest: What is read.
         resumed: Checkpoint to go on from, or None.
@@ -77,7 +77,7 @@ class WorkerSpec:
         is_trial: Of a sweep, which decides after every evaluation whether it goes on.
     """
 
-    config: Config
+    plan: RunPlan
     run_dir: Location
     ingest: IngestSpec
     resumed: Checkpoint | None
@@ -92,7 +92,7 @@ class WorkerSpec:
 def train_worker(spec: WorkerSpec) -> None:
     """Train one rank from the resumed step to the last one, or until it is to leave."""
     worker = Worker(spec)
-    train, evaluation = spec.config.train, spec.config.eval
+    train, evaluation = spec.plan.config.train, spec.plan.config.eval
     for result in worker.steps():
         worker.record(result)
         step, last = result.step, result.step == train.max_steps
@@ -125,7 +125,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         context = ray.train.get_context()
-        self.spec, self.config = spec, spec.config
+        self.spec, self.plan, self.config = spec, spec.plan, spec.plan.config
         self.ranks = Collectives(
             context.get_world_rank(),
             context.get_world_size(),
@@ -134,9 +134,7 @@ class Worker:
         self.link = RecorderClient(spec.recorder, self.ranks.rank)
         self.step = spec.resumed.state.step if spec.resumed else 0
 
-        cpus = self.config.cluster.cpus_per_worker
-        assert isinstance(cpus, int), "the driver resolves cpus_per_worker"
-        torch.set_num_threads(cpus)
+        torch.set_num_threads(self.config.cluster.cpus_per_worker)
         seed_everything(self.config.train.seed, self.ranks.rank)
         self.device = ray.train.torch.get_device()
         self.precision = resolve_precision(self.config.train.precision, self.device)
@@ -176,12 +174,13 @@ class Worker:
             "device": name,
             "threads": torch.get_num_threads(),
             "precision": self.precision,
-            "micro_batch_sequences": self.config.micro_batch_sequences,
-            "activation_checkpointing": self.config.activation_checkpointing,
+            "micro_batch_sequences": self.config.train.micro_batch_sequences,
+            "activation_checkpointing": self.config.train.activation_checkpointing,
         }
         self.link.log(
             f"{name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
-            f"{self.precision}, {self.share} of {self.config.batch_sequences} sequences a step"
+            f"{self.precision}, {self.plan.worker_sequences} of {self.config.batch_sequences} "
+            "sequences a step"
         )
 
     def _check_lease(self) -> None:
@@ -195,7 +194,9 @@ class Worker:
         config, resumed = self.config, self.spec.resumed
         self.tokenizer: tiktoken.Encoding = read_tokenizer(self.spec.ingest.data.first.directory)
         vocab_size, eot_token = self.tokenizer.max_token_value + 1, self.tokenizer.eot_token
-        self.raw_model = GPT.of(config, vocab_size, eot_token, config.activation_checkpointing)
+        self.raw_model = GPT.of(
+            config, vocab_size, eot_token, config.train.activation_checkpointing
+        )
         source = resumed
         if resumed is None and config.model.init_from:
             source = read_checkpoint(location(config, config.model.init_from))
@@ -216,8 +217,7 @@ class Worker:
         self.optimizer = build_optimizer(self.raw_model, self.config.optim)
 
     def _open_feeds(self) -> None:
-        micro = self.config.micro_batch_sequences
-        self.share = self.config.batch_sequences // self.ranks.world_size
+        micro = self.config.train.micro_batch_sequences
         tables = ray.train.get_dataset_shard("train").iter_batches(
             batch_size=1, batch_format="pyarrow", prefetch_batches=1
         )
@@ -257,7 +257,7 @@ class Worker:
         config = self.config
         if self.ranks.world_size > 1:
             dummy = torch.zeros(
-                config.micro_batch_sequences, config.data.seq_len, dtype=torch.int64
+                config.train.micro_batch_sequences, config.data.seq_len, dtype=torch.int64
             ).to(self.device)
             settle_gradient_buckets(self.model, (dummy, dummy), self.autocast)
         if self.should_stop():
@@ -272,7 +272,7 @@ class Worker:
             self._watched(self.profile.marked(self.feed.micro_batches())),
             first_step=self.step,
             max_steps=config.train.max_steps,
-            micro_batches_per_step=self.share // config.micro_batch_sequences,
+            micro_batches_per_step=self.plan.micro_batches_per_step,
             learning_rate=lambda step: learning_rate(step, config.optim, config.train.max_steps),
             grad_clip=config.optim.grad_clip,
             autocast=self.autocast,

@@ -13,10 +13,11 @@ from raytrain_gpt.cluster.ray_cluster import (
     Node,
     Resources,
     cpus_to_start,
-    fit_micro_batch,
     fit_to_cluster,
     largest_world_size,
 )
+from raytrain_gpt.config.batch import micro_batch_for
+from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
 
@@ -66,8 +67,8 @@ def test_evaluation_beside_training_has_a_share_of_its_own() -> None:
     half = beside(use_gpu=True, gpus_per_worker=0.5)
     assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
     elastic = beside(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest_world_size(elastic, given(Node(6, 0))) == 4
-    assert largest_world_size(elastic, given(Node(2, 0))) is None
+    assert largest_world_size(decided(FittedConfig, elastic), given(Node(6, 0))) == 4
+    assert largest_world_size(decided(FittedConfig, elastic), given(Node(2, 0))) is None
 
 
 @pytest.mark.parametrize(
@@ -108,8 +109,9 @@ def test_fewer_workers_start_where_that_is_allowed() -> None:
 
 
 def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:
-    assert fit_micro_batch(config(micro_batch_sequences=2), 4).train.micro_batch_sequences == 1
-    assert fit_micro_batch(config(micro_batch_sequences=8), 2).train.micro_batch_sequences == 6
+    assert micro_batch_for(config(micro_batch_sequences=2), 4) == 1
+    assert micro_batch_for(config(micro_batch_sequences=8), 2) == 6
+    assert micro_batch_for(config(micro_batch_sequences="auto"), 2) == "auto"
 
 
 def test_gpus_that_are_not_there() -> None:
@@ -154,7 +156,11 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
             if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
         ]
         expected = max(possible, default=None)
-        assert largest_world_size(wanted, resources) == expected, (resources, num, least)
+        assert largest_world_size(decided(FittedConfig, wanted), resources) == expected, (
+            resources,
+            num,
+            least,
+        )
         found.add(expected)
     assert {None, 1, 2} < found
 
@@ -162,10 +168,10 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
 def test_what_starts_a_run_is_what_restarts_it() -> None:
     """`fit_to_cluster` refuses where a running one would wait, and else gives the same size."""
     for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
-        wanted = config(
+        wanted = decided(FittedConfig, config(
             num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
             micro_batch_sequences=1,
-        )  # fmt: skip
+        ))  # fmt: skip
         world_size = largest_world_size(wanted, resources)
         if world_size is None:
             with pytest.raises((ClusterError, ConfigError)):
@@ -176,9 +182,11 @@ def test_what_starts_a_run_is_what_restarts_it() -> None:
 
 def test_no_size_while_the_cluster_is_empty() -> None:
     wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest_world_size(wanted, given()) is None
-    assert largest_world_size(wanted, given(Node(1, 0))) is None  # the CPU for data
-    assert largest_world_size(wanted, given(Node(1, 0), Node(1, 0))) == 1
+    assert largest_world_size(decided(FittedConfig, wanted), given()) is None
+    assert (
+        largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0))) is None
+    )  # the CPU for data
+    assert largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0), Node(1, 0))) == 1
 
 
 def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +207,6 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
     draining["c"] = 0  # a deadline is not always given
     assert ray_cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
     wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
-    assert largest_world_size(wanted, ray_cluster.resources()) == 2
+    assert largest_world_size(decided(FittedConfig, wanted), ray_cluster.resources()) == 2
     draining.clear()
-    assert largest_world_size(wanted, ray_cluster.resources()) == 6
+    assert largest_world_size(decided(FittedConfig, wanted), ray_cluster.resources()) == 6

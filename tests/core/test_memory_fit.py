@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory_fit import (
     ENOUGH_TOKENS,
@@ -17,7 +18,6 @@ from raytrain_gpt.core.memory_fit import (
     MOST_CPU_TOKENS,
     Fit,
     Needed,
-    Recompute,
     candidates,
     choose,
     counted,
@@ -30,7 +30,7 @@ from raytrain_gpt.core.model import GPTShape
 
 VOCAB_SIZE = 257
 CPU = torch.device("cpu")
-PER_SEQUENCE: dict[Recompute, int] = {"none": 10, "selective": 6, "full": 3}
+PER_SEQUENCE: dict[ActivationCheckpointing, int] = {"none": 10, "selective": 6, "full": 3}
 STATE = 20
 
 
@@ -42,10 +42,10 @@ def config(**values: object) -> Config:
     return Config().updated({**sizes, **values})
 
 
-def within(limit: int, asked: list[tuple[int, Recompute]] | None = None) -> Needed:
+def within(limit: int, asked: list[tuple[int, ActivationCheckpointing]] | None = None) -> Needed:
     """A device with so many bytes, on which needs grow with the sequences."""
 
-    def needed(sequences: int, mode: Recompute) -> int | None:
+    def needed(sequences: int, mode: ActivationCheckpointing) -> int | None:
         if asked is not None:
             asked.append((sequences, mode))
         num_bytes = STATE + sequences * PER_SEQUENCE[mode]
@@ -78,7 +78,7 @@ def test_a_cpu_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence() -
 def test_the_largest_that_fits_is_found_however_wrong_the_guess(
     sizes: Sequence[int], limit: int, wrong: int, enough: int
 ) -> None:
-    asked: list[tuple[int, Recompute]] = []
+    asked: list[tuple[int, ActivationCheckpointing]] = []
     found = choose(sizes, MODES, within(limit, asked), within(limit + wrong), enough)
     largest = {
         mode: max((n for n in sizes if STATE + n * PER_SEQUENCE[mode] <= limit), default=0)
@@ -109,7 +109,7 @@ def test_more_memory_is_never_used_for_fewer_sequences_at_the_same_recomputing()
 
 
 def test_a_right_guess_costs_two_tries() -> None:
-    asked: list[tuple[int, Recompute]] = []
+    asked: list[tuple[int, ActivationCheckpointing]] = []
     found = choose([1, 2, 4, 8, 16], MODES, within(70, asked), within(70), 4)
     assert found == Fit(4, "none", 60)
     assert asked == [(4, "none"), (8, "none")]
@@ -145,14 +145,16 @@ def test_what_is_counted_grows_and_the_least_is_what_fits_last() -> None:
     assert fit(auto, 1, counted(auto, 1, shape, True, last.needed_bytes - 1)) is None
 
 
-def out_of_memory_above(sequences: int, tries: list[int]) -> Callable[[Config], int]:
+def out_of_memory_above(
+    room: int, tries: list[int]
+) -> Callable[[int, ActivationCheckpointing], int]:
     """Real steps on the CPU, with an end of memory at some size."""
 
-    def steps(candidate: Config) -> int:
-        tries.append(candidate.micro_batch_sequences)
-        if candidate.micro_batch_sequences > sequences:
+    def steps(sequences: int, mode: ActivationCheckpointing) -> int:
+        tries.append(sequences)
+        if sequences > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return try_steps(candidate, 2, VOCAB_SIZE, CPU)
+        return try_steps(config(), sequences, mode, 2, VOCAB_SIZE, CPU)
 
     return steps
 
@@ -163,21 +165,21 @@ def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
 ) -> None:
     seen: list[int] = []
     guess = within(STATE + 4 * PER_SEQUENCE["none"])
-    found = fit(config(), 2, tried(config(), out_of_memory_above(room, seen)), guess)
+    found = fit(config(), 2, tried(out_of_memory_above(room, seen)), guess)
     assert found == Fit(room, "none", 0)
     assert seen == tries
 
 
 def test_what_is_wrong_with_a_step_besides_memory_is_not_swallowed() -> None:
-    def steps(_candidate: Config) -> int:
+    def steps(_sequences: int, _mode: ActivationCheckpointing) -> int:
         raise RuntimeError("no kernel image is available")
 
     with pytest.raises(RuntimeError, match="no kernel image"):
-        fit(config(), 1, tried(config(), steps))
+        fit(config(), 1, tried(steps))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_that_are_tried_are_the_runs_own(mode: Recompute) -> None:
+def test_steps_that_are_tried_are_the_runs_own(mode: ActivationCheckpointing) -> None:
     """With accumulation, dropout and bf16."""
-    values = {"dropout": 0.1, "precision": "bf16", "activation_checkpointing": mode}
-    assert try_steps(config(micro_batch_sequences=3, **values), 2, VOCAB_SIZE, CPU) == 0
+    values = {"dropout": 0.1, "precision": "bf16"}
+    assert try_steps(config(**values), 3, mode, 2, VOCAB_SIZE, CPU) == 0

@@ -98,16 +98,16 @@ def test_auto_is_counted_for_the_device() -> None:
     auto = CONFIG.updated({"micro_batch_sequences": "auto", "activation_checkpointing": "auto"})
     chosen = {}
     for name in ("L4", "h200"):
-        config, found = answer(auto, replace(ASKED, device=name), print)
+        _, found = answer(auto, replace(ASKED, device=name), print)
         assert found.fits
-        chosen[name] = config.micro_batch_sequences
-        assert 512 % config.micro_batch_sequences == 0
+        chosen[name] = found.micro_batch_sequences
+        assert 512 % found.micro_batch_sequences == 0
     assert 1 < chosen["L4"] < chosen["h200"]
-    config, found = answer(auto, replace(ASKED, device="L4", vocab_size=10**9), print)
+    _, found = answer(auto, replace(ASKED, device="L4", vocab_size=10**9), print)
     assert found.fits is False
-    assert (config.micro_batch_sequences, config.activation_checkpointing) == (1, "full")
-    config, _ = answer(auto, ASKED, print)
-    assert (config.micro_batch_sequences, config.activation_checkpointing) == (2, "none")
+    assert (found.micro_batch_sequences, found.activation_checkpointing) == (1, "full")
+    _, found = answer(auto, ASKED, print)
+    assert (found.micro_batch_sequences, found.activation_checkpointing) == (2, "none")
 
 
 def test_sharding_makes_room_for_larger_models() -> None:

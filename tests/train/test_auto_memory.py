@@ -11,6 +11,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
 from raytrain_gpt.cluster.ray_cluster import Node, Resources
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory import training_memory
 from raytrain_gpt.core.memory_fit import Fit
@@ -20,24 +21,29 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import auto_memory
 from raytrain_gpt.train.auto_memory import (
     PROCESS_BYTES,
-    counted_config,
-    decided,
+    counted_fit,
     fit_memory,
     kept_fit,
     on_cpu,
+)
+from raytrain_gpt.train.auto_memory import (
+    decided as decided_words,
 )
 from raytrain_gpt.train.launch import train
 
 VOCAB_SIZE = 257
 
 
-def config(**values: object) -> Config:
+def config(**values: object) -> FittedConfig:
     sizes = {
         "num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": 32,
         "global_batch_tokens": 24 * 32, "micro_batch_sequences": "auto",
-        "activation_checkpointing": "auto", "use_gpu": False, "cpus_per_worker": 2,
+        "activation_checkpointing": "auto",
     }  # fmt: skip
-    return Config().updated({**sizes, **values})
+    return decided(
+        FittedConfig, Config().updated(sizes),
+        **{"num_workers": 2, "use_gpu": False, "cpus_per_worker": 2, **values},
+    )  # fmt: skip
 
 
 def state(trained: Config, num_workers: int) -> CheckpointState:
@@ -60,7 +66,7 @@ def nodes(*found: Node) -> Resources:
     return Resources(found, ours=False)
 
 
-BEFORE = Fit(4, "selective", 0).applied(config())
+BEFORE = RunPlan.of(config(), 2, 4, "selective").config
 
 
 @pytest.mark.parametrize(
@@ -85,11 +91,14 @@ def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
 
 def test_numbers_stay_and_nobody_is_asked() -> None:
     given = config(micro_batch_sequences=6, activation_checkpointing="none")
-    assert fit_memory(given, 2, VOCAB_SIZE, pytest.fail) == given
+    plan = fit_memory(given, 2, VOCAB_SIZE, pytest.fail)
+    assert plan.config.field_values() == given.field_values()
+    assert (plan.world_size, plan.worker_sequences, plan.micro_batches_per_step) == (2, 12, 2)
     fewer = fit_memory(
         config(micro_batch_sequences=8, activation_checkpointing="none"), 4, 1, print
     )
-    assert fewer.micro_batch_sequences == 6
+    assert fewer.config.train.micro_batch_sequences == 6
+    assert (fewer.worker_sequences, fewer.micro_batches_per_step) == (6, 1)
 
 
 def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
@@ -113,8 +122,8 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))
     monkeypatch.setattr(auto_memory.ray_cluster, "resources", lambda: there)
-    fitted = fit_memory(config(), 2, VOCAB_SIZE, lines.append)
-    assert (fitted.micro_batch_sequences, fitted.activation_checkpointing) == (12, "none")
+    train = fit_memory(config(), 2, VOCAB_SIZE, lines.append).config.train
+    assert (train.micro_batch_sequences, train.activation_checkpointing) == (12, "none")
     assert lines[0].startswith(
         "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none ("
     )
@@ -139,13 +148,13 @@ def test_counting_alone_gives_the_largest_that_fits_and_where_nothing_does_the_l
         (room_for_32 - 1, (16, "none")),
         (0, (1, "full")),
     ):
-        found = counted_config(wanted, 1, shape, False, limit_bytes, on_gpu=True)
-        assert (found.micro_batch_sequences, found.activation_checkpointing) == expected
+        found = counted_fit(wanted, 1, shape, False, limit_bytes, on_gpu=True)
+        assert (found.sequences, found.activation_checkpointing) == expected
 
 
 def test_what_is_not_auto_is_not_said_to_be() -> None:
     half = config(micro_batch_sequences=6)
-    assert decided(half, 2, Fit(6, "none", 0)) == (
+    assert decided_words(half, 2, Fit(6, "none", 0)) == (
         "micro_batch_sequences 6 of 12, activation_checkpointing auto: none"
     )
 

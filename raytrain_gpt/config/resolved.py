@@ -1,0 +1,131 @@
+"""The configuration after `auto` was decided: plain values in the same tree, and what follows from them.
+
+    Config          as written; `auto` possible
+    SizedConfig     workers and their CPUs are decided, whether they get GPUs is not (of a sweep)
+    FittedConfig    the cluster section is decided (cluster/ray_cluster.fit_to_cluster)
+    ResolvedConfig  so is what depends on a device's memory (train/auto_memory.fit_memory)
+    RunPlan         a resolved configuration for one number of workers
+
+Whatever runs after a decision takes the type that has it, so mypy knows that there is no `auto` left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from raytrain_gpt.config.schema import ClusterSection, Config, TrainSection, field_section
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+
+class SizedCluster(ClusterSection):
+    """What the run asks of Ray, but for its GPUs."""
+
+    num_workers: int
+    cpus_per_worker: int
+
+
+class FittedCluster(SizedCluster):
+    """What the run asks of Ray, decided for a cluster."""
+
+    use_gpu: bool
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of a worker: a share of one, or 0 on CPUs."""
+        return self.gpus_per_worker if self.use_gpu else 0.0
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """What Ray reserves for a worker."""
+        gpus = {"GPU": self.gpus_per_worker} if self.use_gpu else {}
+        return {"CPU": self.cpus_per_worker, **gpus}
+
+    @property
+    def least_workers(self) -> int:
+        """The fewest workers that the run goes on with."""
+        return self.min_workers or self.num_workers
+
+
+class SizedConfig(Config):
+    """A configuration whose workers have a number and a size."""
+
+    cluster: SizedCluster
+
+
+class FittedConfig(SizedConfig):
+    """A configuration that was fitted to a cluster."""
+
+    cluster: FittedCluster
+
+
+class ResolvedTrain(TrainSection):
+    """Steps, batch and arithmetic, decided for a device's memory."""
+
+    micro_batch_sequences: int
+    activation_checkpointing: ActivationCheckpointing
+
+
+class ResolvedConfig(FittedConfig):
+    """A configuration without any `auto` of the cluster or the memory."""
+
+    train: ResolvedTrain
+
+
+C = TypeVar("C", bound=Config)
+
+
+def decided(kind: type[C], config: Config, **values: Any) -> C:
+    """A configuration as one of a kind that allows fewer `auto`; values in place of those.
+
+    Raises:
+        ValidationError: an `auto` is left that the kind does not allow.
+    """
+    tree = config.model_dump()
+    for name, value in values.items():
+        tree[field_section(name)][name] = value
+    return kind.model_validate(tree)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What every worker of an attempt does in a step.
+
+    Attributes:
+        config: `micro_batch_sequences` divides `worker_sequences`.
+        world_size: Number of workers; with fewer than `num_workers` nodes, fewer than that.
+        worker_sequences: Sequences of one worker in a step.
+        micro_batches_per_step: Forward and backward passes of one worker in a step.
+    """
+
+    config: ResolvedConfig
+    world_size: int
+    worker_sequences: int
+    micro_batches_per_step: int
+
+    @classmethod
+    def of(
+        cls, config: FittedConfig, world_size: int, micro_batch_sequences: int, mode: str
+    ) -> RunPlan:
+        """The plan for a micro-batch and a mode of activation checkpointing.
+
+        Args:
+            config: Fitted to the cluster.
+            world_size: Number of workers; divides the global batch.
+            micro_batch_sequences: Divides a worker's sequences of a step.
+            mode: Of activation checkpointing.
+        """
+        resolved = decided(
+            ResolvedConfig,
+            config,
+            micro_batch_sequences=micro_batch_sequences,
+            activation_checkpointing=mode,
+        )
+        worker_sequences = config.batch_sequences // world_size
+        return cls(
+            config=resolved,
+            world_size=world_size,
+            worker_sequences=worker_sequences,
+            micro_batches_per_step=worker_sequences // micro_batch_sequences,
+        )
