@@ -44,6 +44,7 @@ from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, still_held
@@ -177,8 +178,9 @@ class Worker:
             "activation_checkpointing": self.config.train.activation_checkpointing,
         }
         self.link.log(
-            f"{name} on {socket.gethostname()}, {torch.get_num_threads()} threads, {self.precision}, "
-            f"{self.plan.worker_sequences} of {self.config.batch_sequences} sequences a step"
+            f"{name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
+            f"{self.precision}, {self.plan.worker_sequences} of {self.config.batch_sequences} "
+            "sequences a step"
         )
 
     def _check_lease(self) -> None:

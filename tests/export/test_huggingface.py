@@ -381,7 +381,9 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config.updated({"num_layers": 1}), manifest)
     for source in (exported[1], exported[1] / "model.safetensors"):
         hugging_face = config.updated({"init_from": str(source)})
-        with raises_line(CheckpointError, f"raytrain-gpt import {source} --out", "use CHECKPOINT"):
+        with raises_line(
+            CheckpointError, "import them first", f"raytrain-gpt import {source} --out CHECKPOINT"
+        ):
             check_init_from(hugging_face, manifest)
     other = manifest.model_copy(update={"vocab_hash": "other"})
     with raises_line(DataError, "prepare the data with the same tokenizer"):
