@@ -30,8 +30,8 @@ from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.cluster import ray_cluster
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.core.generate import SamplingOptions
-from raytrain_gpt.core.sample import sample_tokens
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
 from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens

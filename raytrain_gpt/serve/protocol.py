@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import suggestion
-from raytrain_gpt.core.generate import SamplingOptions
 
 MAX_BODY_BYTES = 1 << 20
 MAX_STOPS = 4

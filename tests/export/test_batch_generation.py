@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json
@@ -24,7 +24,7 @@ from tests.conftest import RaisesLine
 
 RunCli = Callable[..., tuple[int, str, str]]
 
-OPTIONS = SamplingOptions(8, temperature=2.0, top_k=None, seed=7)
+OPTIONS = SamplingOptions(max_new_tokens=8, temperature=2.0, top_k=None, seed=7)
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": f"{'word ' * (i % 9)}{i}", "id": i, "more": {"of": [i, None]}}
     for i in range(TASK_PROMPTS + 6)

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
 from raytrain_gpt.serve.engine import Engine
 from raytrain_gpt.serve.replica import load_weights
