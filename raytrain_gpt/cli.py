@@ -1,8 +1,8 @@
 """The command line: `raytrain-gpt COMMAND …`.
 
-Configuration flags are made from the configuration tree, so that a leaf's name is its flag. Every
-error of the user's is one line on stderr with exit code 2; 130 after Ctrl+C or SIGTERM; 1 otherwise.
-What a command needs is imported when it runs, so that help and messages come at once.
+Every configuration field is a flag of the same name. A user error is one line on stderr and exit code 2;
+Ctrl+C and SIGTERM give 130, everything else 1. What a command needs is imported when it runs, so that help
+and error messages come at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _complain(f"{kind}{' '.join(str(error).split())}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe, as `head`, has enough; Python would complain of it once more at its end.
+        # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def _complain(text: str) -> None:
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
-    """All flags with underscores, but for those behind `--`, which are another program's."""
+    """All flags with underscores, except those after `--`, which belong to another program."""
     own = argv.index("--") if "--" in argv else len(argv)
     return [*map(_underscored_flag, argv[:own]), *argv[own:]]
 

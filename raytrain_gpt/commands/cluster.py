@@ -1,4 +1,4 @@
-"""`doctor` and `node`: see that a cluster is well, be a node of one."""
+"""`doctor` and `node`: check a cluster, run a node of one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 from raytrain_gpt.commands.flags import (
+    add_command,
     add_config,
     add_fields,
+    add_json,
     config_of,
-    json_flag,
     say,
     train_command,
 )
@@ -20,44 +21,47 @@ from raytrain_gpt.config.batch import micro_batches_per_step
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    doctor = commands.add_parser(
+    doctor = add_command(
+        commands,
         "doctor",
-        help="find what is wrong with a cluster before training on it",
-        description="Look at all that `train` with the same flags needs, on the cluster that it would use: "
-        "a line for each check, PASS, FAIL with what to do, or SKIP with why. Exit code 1 if one fails.",
+        _doctor,
+        "check a cluster before training on it",
+        "Checks everything that `train` with the same flags needs, on the cluster it would use. Every check "
+        "is one line: PASS, FAIL with what to do, or SKIP with the reason. Exit code 1 if one fails.",
     )
     add_config(doctor)
     doctor.add_argument(
-        "--bench",
-        action="store_true",
-        help="time some steps: tokens/s, and when max_steps are done",
+        "--bench", action="store_true", help="time some steps: tokens/s and time to max_steps"
     )
     doctor.add_argument(
-        "--tokenizer", metavar="NAME", help="also see that `prepare --tokenizer NAME` finds it"
+        "--tokenizer", metavar="NAME", help="also check that `prepare --tokenizer NAME` finds it"
     )
+    add_json(doctor)
     add_fields(doctor)
-    json_flag(doctor, _doctor)
 
-    node = commands.add_parser(
+    node = add_command(
+        commands,
         "node",
-        help="be a worker node of a cluster, whose runs save when it is taken away",
-        description="Start a worker node of a Ray cluster, and stay. On SIGTERM or Ctrl+C the runs on it "
-        "save and go on without it; then the node stops.",
+        _node,
+        "run a worker node of a Ray cluster, whose runs are saved before it stops",
+        "Runs until SIGTERM or Ctrl+C. Runs on this node then save a checkpoint and continue without it.",
     )
     node.add_argument(
-        "--address", required=True, metavar="HOST:PORT", help="as the head's `ray start` prints it"
+        "--address",
+        required=True,
+        metavar="HOST:PORT",
+        help="as printed by `ray start` on the head",
     )
     node.add_argument(
         "--grace_s",
         type=float,
         default=60.0,
-        metavar="S",
-        help="how long runs may take to save after the signal (default: 60)",
+        metavar="SECONDS",
+        help="time for runs to save after the signal (default: 60)",
     )
     node.add_argument(
-        "flags", nargs="*", metavar="-- FLAG", help="further flags of `ray start`, as --num-cpus=8"
+        "flags", nargs="*", metavar="-- FLAG", help="more flags of `ray start`, as --num-cpus=8"
     )
-    node.set_defaults(command=_node)
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -68,7 +72,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
     found = examine(config, args.tokenizer, args.bench, say)
     say(
-        f"next: {train_command(args) if found.ok else 'what the lines of FAIL say, then this again'}"
+        f"next: {train_command(args) if found.ok else 'do what the FAIL lines say, then run this again'}"
     )
     if args.json:
         say(json.dumps(found.as_json()))

@@ -7,68 +7,65 @@ import json
 from typing import Any
 
 from raytrain_gpt.commands.flags import (
+    add_command,
     add_config,
     add_fields,
+    add_json,
+    add_options,
     config_of,
-    json_flag,
+    options_of,
     say,
     train_command,
 )
+from raytrain_gpt.config.options import Options
+
+
+class EstimateFlags(Options):
+    """What is known of the run besides its configuration."""
+
+    device: str | None = None
+    """GPU to estimate for, such as H200 or A100-SXM4-80GB."""
+    step_time_s: float | None = None
+    """Measured time per step (seconds)."""
+    mfu: float | None = None
+    """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
+    train_tokens: int | None = None
+    """Tokens of the training data (default: those of data_path, if it exists)."""
+    vocab_size: int | None = None
+    """Vocabulary size of the tokenizer (default: that of data_path, else 50257)."""
+    price_per_hour: float | None = None
+    """Price of one device per hour, on demand."""
+    spot_price_per_hour: float | None = None
+    """Price of one device per hour, as a spot machine."""
 
 
 def add_parsers(commands: Any) -> None:
     """Add the parser of the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "estimate",
-        help="parameters, memory, time and price of a run, before it starts",
-        description="What `train` with the same flags would take. The speed comes from --probe, from "
-        "--step_time_s, or from the device's peak and an assumed MFU.",
+        _estimate,
+        "parameters, memory, time and price of a run, before it starts",
+        "Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of "
+        "the device and an assumed MFU.",
     )
     add_config(parser)
-    parser.add_argument("--device", metavar="NAME", help="GPU, as H200 or A100-SXM4-80GB")
     parser.add_argument(
         "--probe",
         action="store_true",
         help="time a few real steps on the cluster that train would use",
     )
-    numbers = (
-        ("step_time_s", float, "S", "seconds of a step, if you know them"),
-        (
-            "mfu",
-            float,
-            "F",
-            "share of the device's peak that is assumed without them (default: 0.4)",
-        ),
-        (
-            "train_tokens",
-            int,
-            "N",
-            "tokens of the training data (default: of data_path, if it is there)",
-        ),
-        ("vocab_size", int, "N", "of the tokenizer (default: of data_path, else 50257)"),
-        ("price_per_hour", float, "P", "of one device, on demand"),
-        ("spot_price_per_hour", float, "P", "of one device, as spot machine"),
-    )
-    for name, kind, metavar, text in numbers:
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    add_options(parser, EstimateFlags)
+    add_json(parser)
     add_fields(parser)
-    json_flag(parser, _estimate)
 
 
 def _estimate(args: argparse.Namespace) -> None:
     from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
 
     config = config_of(args)
-    asked = EstimateOptions(
-        device=args.device,
-        probe=args.probe,
-        step_time_s=args.step_time_s,
-        mfu=args.mfu,
-        train_tokens=args.train_tokens,
-        vocab_size=args.vocab_size,
-        price_per_hour=args.price_per_hour,
-        spot_price_per_hour=args.spot_price_per_hour,
-    )
+    flags = options_of(args, EstimateFlags)
+    asked = EstimateOptions(probe=args.probe, **flags.model_dump())
     config, found = answer(config, asked, say)
     for line in lines(config, found):
         say(line)

@@ -6,95 +6,71 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.commands.flags import checkpoint_argument, json_flag, say
+from pydantic import Field
+
+from raytrain_gpt.commands.flags import (
+    CHECKPOINT_HELP,
+    add_command,
+    add_json,
+    add_options,
+    options_of,
+    say,
+)
+from raytrain_gpt.config.options import Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
 
 
+class EvalOptions(Options):
+    """What a checkpoint is evaluated on."""
+
+    data: str | None = None
+    """Dataset (default: the one it was trained on)."""
+    eval_tokens: int | None = Field(None, ge=1)
+    """Validation tokens at most (default: as in training)."""
+    hellaswag: str | None = None
+    """HellaSwag .jsonl file, or download for the public one (default: not evaluated)."""
+
+
+class NumSamples(Options):
+    """How many texts are generated."""
+
+    num_samples: int | None = Field(None, ge=1)
+    """Continuations per prompt (default: 5; with --batch: 1)."""
+
+
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    evaluate = commands.add_parser("eval", help="validation loss and HellaSwag of a checkpoint")
-    checkpoint_argument(evaluate)
-    evaluate.add_argument(
-        "--data", metavar="DIR", help="dataset (default: the one it was trained on)"
+    evaluate = add_command(
+        commands, "eval", _eval, "validation loss and HellaSwag score of a checkpoint"
     )
-    evaluate.add_argument(
-        "--eval_tokens",
-        type=int,
-        metavar="N",
-        help="upper limit of tokens (default: as in training)",
-    )
-    evaluate.add_argument(
-        "--hellaswag",
-        metavar="FILE|download",
-        help="ask HellaSwag too: its .jsonl, or the public file (default: not asked)",
-    )
-    json_flag(evaluate, _eval)
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
+    add_options(evaluate, EvalOptions)
+    add_json(evaluate)
 
-    sample = commands.add_parser("sample", help="continue prompts with a checkpoint")
-    checkpoint_argument(sample)
+    sample = add_command(commands, "sample", _sample, "continue prompts with a checkpoint")
+    sample.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     prompts = sample.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT")
+    prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--batch",
         metavar="FILE",
-        help='JSON lines {"prompt": TEXT, …}, continued on all of a cluster',
+        help='JSON lines {"prompt": TEXT, …}, continued on all of a Ray cluster',
     )
     sample.add_argument(
-        "--out", metavar="FILE", help="the lines of --batch with their continuations (JSON lines)"
+        "--out", metavar="FILE", help="where --batch writes its lines with their continuations"
     )
-    sample.add_argument(
-        "--num_samples",
-        type=int,
-        metavar="N",
-        help="continuations of a prompt (default: 5, with --batch 1)",
-    )
-    sample.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of each, unless its text ends before (default: 32)",
-    )
-    sample.add_argument(
-        "--top_k",
-        type=int,
-        default=50,
-        metavar="K",
-        help="draw from the k most likely tokens (default: 50)",
-    )
-    sample.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="of them, from the most likely that have this probability together (default: 1.0)",
-    )
-    sample.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="0: always the most likely token (default: 1.0)",
-    )
-    sample.add_argument(
-        "--seed", type=int, default=42, metavar="N", help="of the draws (default: 42)"
-    )
-    sample.set_defaults(command=_sample)
+    add_options(sample, NumSamples)
+    add_options(sample, SamplingOptions, without=["stop_at_eot"])
 
 
 def _eval(args: argparse.Namespace) -> None:
+    options = options_of(args, EvalOptions)
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    path, metrics = evaluate_checkpoint(
-        args.checkpoint,
-        say,
-        data=args.data,
-        eval_tokens=args.eval_tokens,
-        hellaswag=args.hellaswag,
-    )
+    path, metrics = evaluate_checkpoint(args.checkpoint, say, **options.model_dump())
     _say_metrics(path, metrics)
     if args.json:
         say(json.dumps({"checkpoint": str(path), **metrics}))
@@ -132,20 +108,18 @@ def _sample(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--batch FILE and --out FILE belong together; give both, or --prompt TEXT"
         )
-    options = {
-        name: getattr(args, name)
-        for name in ("max_new_tokens", "top_k", "top_p", "temperature", "seed")
-    }
+    options = options_of(args, SamplingOptions).model_dump()
+    num = options_of(args, NumSamples).num_samples
     if args.batch is not None:
         from raytrain_gpt.export.batch_generation import sample_batch
 
-        num = 1 if args.num_samples is None else args.num_samples
-        sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num, **options)
-        say(f"next: raytrain-gpt eval {args.checkpoint}")
-        return
-    from raytrain_gpt.evaluate.inference import sample_checkpoint
+        sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num or 1, **options)
+    else:
+        from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-    num = 5 if args.num_samples is None else args.num_samples
-    for text in sample_checkpoint(args.checkpoint, args.prompt, say, num_samples=num, **options):
-        say(f"{text}\n{'-' * 40}")
+        texts = sample_checkpoint(
+            args.checkpoint, args.prompt, say, num_samples=num or 5, **options
+        )
+        for text in texts:
+            say(f"{text}\n{'-' * 40}")
     say(f"next: raytrain-gpt eval {args.checkpoint}")

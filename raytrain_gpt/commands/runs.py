@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from raytrain_gpt.commands.flags import json_flag, say
+from raytrain_gpt.commands.flags import add_command, add_json, say
 
 
 def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    runs = commands.add_parser("runs", help="list, show, compare runs and their checkpoints")
+    """Add the parser of this command."""
+    runs = add_command(commands, "runs", _runs, "list runs, show one, its checkpoints or a report")
     runs.add_argument("action", choices=("list", "show", "checkpoints", "report"))
-    runs.add_argument("runs", nargs="*", metavar="RUN", help="a run's name or directory")
+    runs.add_argument("runs", nargs="*", metavar="RUN", help="name or directory of a run")
     runs.add_argument(
         "--storage_path",
         default="runs",
         metavar="DIR",
         help="directory or s3:// URL of all runs (default: runs)",
     )
-    json_flag(runs, _runs)
+    add_json(runs)
 
 
 def _runs(args: argparse.Namespace) -> None:

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.commands.flags import add_config, add_fields, add_flag, config_of, say
+from raytrain_gpt.commands.flags import (
+    add_command,
+    add_config,
+    add_fields,
+    add_flag,
+    config_of,
+    say,
+)
 from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.load import DEFAULT_PRESET
 from raytrain_gpt.config.schema import FIELDS
@@ -16,38 +23,40 @@ from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    train = commands.add_parser(
+    train = add_command(
+        commands,
         "train",
-        help="train a model, or go on with a run",
-        description="Train a model. Defaults < preset < configuration file < flags; without --preset and "
-        f"--config the preset is {DEFAULT_PRESET}. The same run_name goes on where it stopped.",
+        _train,
+        "train a model, or resume a run",
+        "A run_name that exists continues from its newest checkpoint. Values: defaults < preset or file < "
+        f"flags; without --preset and --config the preset is {DEFAULT_PRESET}.",
     )
     add_config(train)
     train.add_argument(
         "--dry_run", action="store_true", help="print the resolved configuration and stop"
     )
     add_fields(train)
-    train.set_defaults(command=_train)
 
-    tune = commands.add_parser(
+    tune = add_command(
+        commands,
         "tune",
-        help="search learning rate, batch size or anything else over many runs",
-        description="Run the trials of a sweep file, compare them at equal tokens, and write down the best "
-        "configuration. Flags win over the file.",
+        _tune,
+        "search learning rate, batch size or any other field over many runs",
+        "Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best "
+        "configuration. Flags override the file.",
     )
-    tune.add_argument("file", type=Path, metavar="FILE", help="a sweep file, as in tune_configs/")
+    tune.usage = "%(prog)s FILE [--FIELD VALUE ...] [options]"
+    tune.add_argument("file", type=Path, metavar="FILE", help="sweep file, as in tune_configs/")
     tune.add_argument(
-        "--resume", action="store_true", help="go on with a sweep that was stopped or killed"
+        "--resume", action="store_true", help="continue a sweep that was stopped or killed"
     )
     tune.add_argument(
-        "--dry_run", action="store_true", help="print the trials and what they cost, and stop"
+        "--dry_run", action="store_true", help="print the trials and their cost, and stop"
     )
     search = tune.add_argument_group("sweep")
     for name in SWEEP_FLAGS:
-        field = Sweep.model_fields[name]
-        add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
+        add_flag(search, name, Sweep.model_fields[name], "the file's")
     add_fields(tune, without=DECIDED, default="the file's base")
-    tune.set_defaults(command=_tune)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -66,10 +75,9 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    names = [*SWEEP_FLAGS, *FIELDS]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    flags = {name: value for name, value in given.items() if name not in DECIDED}
-    sweep = load_sweep(args.file, flags)
+    given = vars(args)
+    names = [name for name in (*SWEEP_FLAGS, *FIELDS) if name in given and name not in DECIDED]
+    sweep = load_sweep(args.file, {name: given[name] for name in names})
     if args.dry_run:
         from raytrain_gpt.sweep.cost import cost_lines
 
