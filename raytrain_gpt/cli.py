@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
-from raytrain_gpt.commands import cluster, data, estimate, inference, models, runs, serve, train
+from raytrain_gpt.commands import cluster, data, estimate, inference, models, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 from raytrain_gpt.redact import redacted
@@ -73,14 +74,13 @@ def _complain(text: str) -> None:
 def _underscored(argv: Sequence[str]) -> list[str]:
     """All flags with underscores, except those after `--`, which belong to another program."""
     own = argv.index("--") if "--" in argv else len(argv)
-    return [*map(_underscored_flag, argv[:own]), *argv[own:]]
+    return [re.sub(r"(?<=^--)[^=]+", _with_underscores, argument) for argument in argv[:own]] + [
+        *argv[own:]
+    ]
 
 
-def _underscored_flag(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return f"--{flag[2:].replace('-', '_')}{equals}{value}"
+def _with_underscores(name: re.Match[str]) -> str:
+    return name[0].replace("-", "_")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (data, estimate, train, runs, inference, models, serve, cluster):
+    for module in (data, estimate, train, inference, models, cluster):
         module.add_parsers(commands)
     return parser
 

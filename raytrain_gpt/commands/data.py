@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import Any, Literal
 
-from raytrain_gpt.commands.flags import add_command, add_json, add_options, options_of, say
+from raytrain_gpt.commands import flags
+from raytrain_gpt.commands.flags import say
 from raytrain_gpt.config.options import Options
 from raytrain_gpt.errors import ConfigError
 
@@ -31,43 +32,53 @@ class PrepareOptions(Options):
     """Skip up to this many unreadable documents: not UTF-8, not JSON, or without the text field."""
 
 
+class DataOptions(Options):
+    """Where pictures go."""
+
+    png: str | None = None
+    """File for the plot of `stats` (default: document_lengths.png in DIR)."""
+
+
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    prepare = add_command(
+    prepare = flags.add_command(
         commands,
-        "prepare",
         _prepare,
+        "prepare",
         "make a dataset from text or token ids",
         "A stopped command continues where it was; the finished dataset is the same on any number of CPUs.",
+        options=[PrepareOptions],
     )
     prepare.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of "
+        help="Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of "
         "files; or stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin "
-        "of nanoGPT or llm.c, .npy, .parquet with lists",
+        "of nanoGPT or llm.c, .npy, .parquet with lists.",
     )
     prepare.add_argument(
-        "--out", required=True, metavar="DIR", help="new dataset: a directory or s3://bucket/prefix"
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="New dataset: a directory or s3://bucket/prefix.",
     )
-    add_options(prepare, PrepareOptions)
-
-    data = add_command(
-        commands, "data", _data, "show a dataset, verify all its bytes, or print its statistics"
+    data = flags.add_command(
+        commands,
+        _data,
+        "data",
+        "show a dataset, verify all its bytes, or print its statistics",
+        options=[DataOptions],
+        json=True,
     )
     data.add_argument("action", choices=("show", "verify", "stats"))
-    data.add_argument("directory", metavar="DIR", help="a dataset: directory or s3://bucket/prefix")
     data.add_argument(
-        "--png",
-        metavar="FILE",
-        help="where stats plots the document lengths (default: DIR/document_lengths.png)",
+        "directory", metavar="DIR", help="A dataset: directory or s3://bucket/prefix."
     )
-    add_json(data)
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    options = options_of(args, PrepareOptions)
+    options = flags.options_of(args, PrepareOptions)
     if options.val_fraction is not None and options.val_tokens is not None:
         raise ConfigError(
             "--val_fraction and --val_tokens exclude each other; leave one of them out"
@@ -92,7 +103,8 @@ def _data(args: argparse.Namespace) -> None:
     directory = Location.of(args.directory)
     manifest = read_manifest(directory)
     if args.action == "stats":
-        picture = Location.of(args.png) if args.png else directory / PICTURE_FILE
+        png = flags.options_of(args, DataOptions).png
+        picture = Location.of(png) if png else directory / PICTURE_FILE
         facts = dataset_stats(directory, manifest, picture, say)
     else:
         if args.action == "verify":

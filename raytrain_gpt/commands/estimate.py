@@ -6,23 +6,16 @@ import argparse
 import json
 from typing import Any
 
-from raytrain_gpt.commands.flags import (
-    add_command,
-    add_config,
-    add_fields,
-    add_json,
-    add_options,
-    config_of,
-    options_of,
-    say,
-    train_command,
-)
+from raytrain_gpt.commands import flags
+from raytrain_gpt.commands.flags import say
 from raytrain_gpt.config.options import Options
 
 
-class EstimateFlags(Options):
+class Known(Options):
     """What is known of the run besides its configuration."""
 
+    probe: bool = False
+    """Time a few real steps on the cluster that train would use."""
     device: str | None = None
     """GPU to estimate for, such as H200 or A100-SXM4-80GB."""
     step_time_s: float | None = None
@@ -41,34 +34,26 @@ class EstimateFlags(Options):
 
 def add_parsers(commands: Any) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = flags.add_command(
         commands,
-        "estimate",
         _estimate,
+        "estimate",
         "parameters, memory, time and price of a run, before it starts",
         "Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of "
         "the device and an assumed MFU.",
+        options=[Known],
+        json=True,
     )
-    add_config(parser)
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="time a few real steps on the cluster that train would use",
-    )
-    add_options(parser, EstimateFlags)
-    add_json(parser)
-    add_fields(parser)
+    flags.add_config(parser)
 
 
 def _estimate(args: argparse.Namespace) -> None:
     from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
 
-    config = config_of(args)
-    flags = options_of(args, EstimateFlags)
-    asked = EstimateOptions(probe=args.probe, **flags.model_dump())
-    config, found = answer(config, asked, say)
+    known = flags.options_of(args, Known)
+    config, found = answer(flags.config_of(args), EstimateOptions(**known.model_dump()), say)
     for line in lines(config, found):
         say(line)
-    say(f"next: {train_command(args)}")
+    say(f"next: {flags.train_command(args)}")
     if args.json:
         say(json.dumps(found.as_json()))

@@ -7,7 +7,7 @@ import json
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
@@ -17,74 +17,86 @@ from raytrain_gpt.config.options import Options
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.redact import redacted
 
-CHECKPOINT_HELP = (
-    "directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest"
-)
-
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str, more: str = ""
+    commands: Any,
+    run: Callable[[argparse.Namespace], None],
+    name: str,
+    text: str,
+    more: str = "",
+    *,
+    options: Sequence[type[Options]] = (),
+    json: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a command and return its parser.
 
     Args:
         commands: The subparsers of the command line.
-        name: What the user types.
         run: Called with the parsed arguments.
+        name: What the user types.
         text: One line for the list of commands.
         more: Sentences that follow it in the command's own help.
+        options: Get a flag for each field; see `options_of`.
+        json: Whether there is a flag `--json`.
     """
     description = f"{text[0].upper()}{text[1:]}. {more}"
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.set_defaults(command=run)
+    for field_name, field in (item for kind in options for item in kind.model_fields.items()):
+        if field.annotation is bool:
+            parser.add_argument(f"--{field_name}", action="store_true", help=field.description)
+        elif not field.exclude:
+            add_flag(parser, field_name, field, field.default)
+    if json:
+        parser.add_argument("--json", action="store_true", help="Print one JSON object last.")
     return parser
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add `--preset` and `--config`, and shorten the usage line, where all fields would be a wall."""
-    parser.usage = "%(prog)s [--preset NAME | --config FILE] [--FIELD VALUE ...] [options]"
-    base = parser.add_mutually_exclusive_group()
-    base.add_argument("--preset", metavar="NAME", help=", ".join(preset_names()))
-    base.add_argument(
-        "--config", metavar="FILE", help="YAML file or its URL, with the sections below"
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the argument CHECKPOINT."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest.",
     )
 
 
-def add_fields(
+def add_config(
     parser: argparse.ArgumentParser, without: Collection[str] = (), default: str | None = None
 ) -> None:
-    """Add a flag for every field of the configuration.
+    """Add a flag for every field of the configuration; see `config_of`.
 
     Args:
         parser: A command's.
         without: Fields that get no flag.
-        default: Shown as the default of every flag; None: the field's own default.
+        default: Where the values of flags that are not given come from. None: from the flags `--preset` and
+            `--config`, which are added too.
     """
+    # All fields in the usage line would be a wall.
+    parser.usage = "%(prog)s FILE [--FIELD VALUE ...] [options]"
+    if default is None:
+        parser.usage = "%(prog)s [--preset NAME | --config FILE] [--FIELD VALUE ...] [options]"
+        base = parser.add_mutually_exclusive_group()
+        presets = f"Configuration to start from: {', '.join(preset_names())}."
+        base.add_argument("--preset", metavar="NAME", help=presets)
+        base.add_argument("--config", metavar="FILE", help="The same from a YAML file or URL.")
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
     for name, (section, field) in FIELDS.items():
         if name not in without:
             add_flag(groups[section], name, field, default or json.dumps(field.default).strip('"'))
 
 
-def add_options(
-    parser: argparse.ArgumentParser, options: type[Options], without: Collection[str] = ()
-) -> None:
-    """Add a flag for every field of a set of options; see `options_of`."""
-    for name, field in options.model_fields.items():
-        if name not in without:
-            shown = None if field.default is None else str(field.default)
-            add_flag(parser, name, field, shown)
+def add_flag(group: Any, name: str, field: FieldInfo, default: object) -> None:
+    """Add the flag of a field; absent from the parsed arguments unless it is given.
 
-
-def add_flag(group: Any, name: str, field: FieldInfo, default: str | None) -> None:
-    """Add the flag of a field; absent from the parsed arguments unless it is given."""
+    Args:
+        group: A parser, or a group of one.
+        name: The field's.
+        field: Its type and help are shown.
+        default: Shown too, unless it is None.
+    """
     shown = "" if default is None else f" (default: {default})"
     text = f"{(field.description or '').rstrip('.')}{shown}".replace("%", "%%")
     group.add_argument(
@@ -98,7 +110,7 @@ def _kind(annotation: Any) -> str:
     if parts := typing.get_args(annotation):
         return "|".join(map(_kind, parts))
     names = {bool: "true|false", types.NoneType: "null"}
-    return names.get(annotation, annotation.__name__)
+    return names.get(annotation) or str(annotation.__name__)
 
 
 def given_flags(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def given_flags(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any
 
 
 def options_of(args: argparse.Namespace, options: type[OptionsT]) -> OptionsT:
-    """The options that the flags of `add_options` mean.
+    """The options that flags mean.
 
     Raises:
         ConfigError: a value is out of range.

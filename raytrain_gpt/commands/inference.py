@@ -1,4 +1,4 @@
-"""`eval` and `sample`: use a checkpoint."""
+"""`eval`, `sample` and `serve`: use a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import (
-    CHECKPOINT_HELP,
-    add_command,
-    add_json,
-    add_options,
-    options_of,
-    say,
-)
+from raytrain_gpt.commands import flags
+from raytrain_gpt.commands.flags import say
 from raytrain_gpt.config.options import Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
@@ -43,31 +38,46 @@ class NumSamples(Options):
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    evaluate = add_command(
-        commands, "eval", _eval, "validation loss and HellaSwag score of a checkpoint"
+    evaluate = flags.add_command(
+        commands,
+        _eval,
+        "eval",
+        "validation loss and HellaSwag score of a checkpoint",
+        options=[EvalOptions],
+        json=True,
     )
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
-    add_options(evaluate, EvalOptions)
-    add_json(evaluate)
-
-    sample = add_command(commands, "sample", _sample, "continue prompts with a checkpoint")
-    sample.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
+    sample = flags.add_command(
+        commands,
+        _sample,
+        "sample",
+        "continue prompts with a checkpoint",
+        options=[NumSamples, SamplingOptions],
+    )
     prompts = sample.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompts.add_argument("--prompt", metavar="TEXT", help="Text to continue.")
     prompts.add_argument(
         "--batch",
         metavar="FILE",
-        help='JSON lines {"prompt": TEXT, …}, continued on all of a Ray cluster',
+        help='JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster.',
     )
     sample.add_argument(
-        "--out", metavar="FILE", help="where --batch writes its lines with their continuations"
+        "--out", metavar="FILE", help="Where --batch writes its lines with their continuations."
     )
-    add_options(sample, NumSamples)
-    add_options(sample, SamplingOptions, without=["stop_at_eot"])
+    serve = flags.add_command(
+        commands,
+        _serve,
+        "serve",
+        "serve a checkpoint over HTTP: OpenAI's completions API and a web page",
+        "Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in "
+        "RAYTRAIN_GPT_API_KEY, which callers must send.",
+        options=[ServeOptions],
+    )
+    for parser in (evaluate, sample, serve):
+        flags.add_checkpoint(parser)
 
 
 def _eval(args: argparse.Namespace) -> None:
-    options = options_of(args, EvalOptions)
+    options = flags.options_of(args, EvalOptions)
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     path, metrics = evaluate_checkpoint(args.checkpoint, say, **options.model_dump())
@@ -108,8 +118,8 @@ def _sample(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--batch FILE and --out FILE belong together; give both, or --prompt TEXT"
         )
-    options = options_of(args, SamplingOptions).model_dump()
-    num = options_of(args, NumSamples).num_samples
+    options = flags.options_of(args, SamplingOptions).model_dump()
+    num = flags.options_of(args, NumSamples).num_samples
     if args.batch is not None:
         from raytrain_gpt.export.batch_generation import sample_batch
 
@@ -123,3 +133,10 @@ def _sample(args: argparse.Namespace) -> None:
         for text in texts:
             say(f"{text}\n{'-' * 40}")
     say(f"next: raytrain-gpt eval {args.checkpoint}")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    options = flags.options_of(args, ServeOptions)
+    from raytrain_gpt.serve.server import serve_checkpoint
+
+    serve_checkpoint(args.checkpoint, options, say)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal
 
-from raytrain_gpt.commands.flags import CHECKPOINT_HELP, add_command, add_options, options_of, say
+from raytrain_gpt.commands import flags
+from raytrain_gpt.commands.flags import say
 from raytrain_gpt.config.options import Options
 
 
@@ -29,29 +30,34 @@ class ImportOptions(Options):
 
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    export = add_command(
-        commands, "export", _export, "write a checkpoint as a directory that transformers loads"
+    export = flags.add_command(
+        commands,
+        _export,
+        "export",
+        "write a checkpoint as a directory that transformers loads",
+        options=[ExportOptions],
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
-    export.add_argument("--out", required=True, metavar="DIR", help="a new local directory")
-    add_options(export, ExportOptions)
-
-    importing = add_command(
-        commands, "import", _import, "make a checkpoint from GPT-2 weights of Hugging Face"
+    flags.add_checkpoint(export)
+    export.add_argument("--out", required=True, metavar="DIR", help="A new local directory.")
+    importing = flags.add_command(
+        commands,
+        _import,
+        "import",
+        "make a checkpoint from GPT-2 weights of Hugging Face",
+        options=[ImportOptions],
     )
     importing.add_argument(
         "source",
         metavar="DIR_OR_FILE",
-        help="a Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)",
+        help="A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt).",
     )
     importing.add_argument(
-        "--out", required=True, metavar="CHECKPOINT", help="a new directory, or s3://bucket/prefix"
+        "--out", required=True, metavar="CHECKPOINT", help="A new directory, or s3://bucket/prefix."
     )
-    add_options(importing, ImportOptions)
 
 
 def _export(args: argparse.Namespace) -> None:
-    options = options_of(args, ExportOptions)
+    options = flags.options_of(args, ExportOptions)
     from raytrain_gpt.export.huggingface import export_checkpoint
 
     directory = export_checkpoint(args.checkpoint, args.out, options.dtype, say)
@@ -59,7 +65,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _import(args: argparse.Namespace) -> None:
-    options = options_of(args, ImportOptions)
+    options = flags.options_of(args, ImportOptions)
     from raytrain_gpt.export.huggingface import import_weights
 
     place, shape = import_weights(args.source, args.out, say, **options.model_dump())

@@ -1,4 +1,4 @@
-"""`train` and `tune`: one run, and many."""
+"""`train`, `tune` and `runs`: make one run or many, look at them."""
 
 from __future__ import annotations
 
@@ -6,61 +6,77 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.commands.flags import (
-    add_command,
-    add_config,
-    add_fields,
-    add_flag,
-    config_of,
-    say,
-)
+from raytrain_gpt.commands import flags
+from raytrain_gpt.commands.flags import say
 from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.load import DEFAULT_PRESET
+from raytrain_gpt.config.options import Options
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 
+class DryRun(Options):
+    """Whether anything is done at all."""
+
+    dry_run: bool = False
+    """Print the resolved configuration, or the trials of a sweep and their cost, and stop."""
+
+
+class Resume(Options):
+    """What becomes of a sweep that exists."""
+
+    resume: bool = False
+    """Continue a sweep that was stopped or killed."""
+
+
+class RunsOptions(Options):
+    """Where runs are."""
+
+    storage_path: str = "runs"
+    """Directory or s3:// URL of all runs."""
+
+
 def add_parsers(commands: Any) -> None:
     """Add the parsers of these commands."""
-    train = add_command(
+    train = flags.add_command(
         commands,
-        "train",
         _train,
+        "train",
         "train a model, or resume a run",
         "A run_name that exists continues from its newest checkpoint. Values: defaults < preset or file < "
         f"flags; without --preset and --config the preset is {DEFAULT_PRESET}.",
+        options=[DryRun],
     )
-    add_config(train)
-    train.add_argument(
-        "--dry_run", action="store_true", help="print the resolved configuration and stop"
-    )
-    add_fields(train)
-
-    tune = add_command(
+    flags.add_config(train)
+    tune = flags.add_command(
         commands,
-        "tune",
         _tune,
+        "tune",
         "search learning rate, batch size or any other field over many runs",
         "Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best "
         "configuration. Flags override the file.",
+        options=[Resume, DryRun],
     )
-    tune.usage = "%(prog)s FILE [--FIELD VALUE ...] [options]"
-    tune.add_argument("file", type=Path, metavar="FILE", help="sweep file, as in tune_configs/")
-    tune.add_argument(
-        "--resume", action="store_true", help="continue a sweep that was stopped or killed"
-    )
-    tune.add_argument(
-        "--dry_run", action="store_true", help="print the trials and their cost, and stop"
-    )
-    search = tune.add_argument_group("sweep")
+    tune.add_argument("file", type=Path, metavar="FILE", help="Sweep file, as in tune_configs/.")
+    sweep = tune.add_argument_group("sweep")
     for name in SWEEP_FLAGS:
-        add_flag(search, name, Sweep.model_fields[name], "the file's")
-    add_fields(tune, without=DECIDED, default="the file's base")
+        flags.add_flag(sweep, name, Sweep.model_fields[name], "the file's")
+    flags.add_config(tune, without=DECIDED, default="the file's base")
+    runs = flags.add_command(
+        commands,
+        _runs,
+        "runs",
+        "list runs, or show one, its checkpoints or a report",
+        options=[RunsOptions],
+        json=True,
+    )
+    runs.add_argument("action", choices=("list", "show", "checkpoints", "report"))
+    runs.add_argument("runs", nargs="*", metavar="RUN", help="Name or directory of a run.")
 
 
 def _train(args: argparse.Namespace) -> None:
-    config = config_of(args)
+    config = flags.config_of(args)
     if isinstance(config.cluster.num_workers, int):
         micro_batches_per_step(config, config.cluster.num_workers)
     if args.dry_run:
@@ -93,3 +109,11 @@ def _tune(args: argparse.Namespace) -> None:
         say(f"{name:<16}{summary.directory / name}")
     best = summary.directory / "best.yaml"
     say(next_line(best, f"raytrain-gpt train --config {best}"))
+
+
+def _runs(args: argparse.Namespace) -> None:
+    storage_path = flags.options_of(args, RunsOptions).storage_path
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.tracking.runs import runs_command
+
+    runs_command(args.action, args.runs, Location.of(storage_path), args.json, say)

@@ -49,5 +49,5 @@ class SamplingOptions(Options):
     """Sample from the most likely tokens whose probabilities add up to this, among those of top_k."""
     seed: int = 42
     """Seed of the draws."""
-    stop_at_eot: bool = True
+    stop_at_eot: bool = Field(True, exclude=True)
     """End a continuation where the model ends its text."""
