@@ -19,7 +19,7 @@ class DoctorOptions(Options):
     bench: bool = False
     """Time a few steps: tokens/s, and when max_steps would be reached."""
     tokenizer: str | None = None
-    """Also check that `prepare` with this --tokenizer finds it."""
+    """Also check that `prepare` with this --tokenizer finds it (default: not checked)."""
 
 
 class NodeOptions(Options):
@@ -54,10 +54,10 @@ def add_parsers(commands: Any) -> None:
         "--address",
         required=True,
         metavar="HOST:PORT",
-        help="As `ray start` prints it on the head.",
+        help="As `ray start` prints it on the head",
     )
     node.add_argument(
-        "flags", nargs="*", metavar="-- FLAG", help="More flags of `ray start`, as --num-cpus=8."
+        "flags", nargs="*", metavar="-- FLAG", help="More flags of `ray start`, as --num-cpus=8"
     )
 
 

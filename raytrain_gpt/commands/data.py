@@ -23,7 +23,7 @@ class PrepareOptions(Options):
     """Fraction of documents for validation; of fewer than 100 documents: the end of the text
     (default: 0.01; files of token ids with val in their name)."""
     val_tokens: int | None = None
-    """Use the first documents for validation, about this many tokens, instead of a fraction."""
+    """Use the first documents for validation, about this many tokens (default: val_fraction)."""
     shard_tokens: int = 100_000_000
     """Tokens per shard, approximately."""
     dedupe: Literal["none", "exact"] = "none"
@@ -55,13 +55,13 @@ def add_parsers(commands: Any) -> None:
         metavar="SOURCE",
         help="Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of "
         "files; or stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin "
-        "of nanoGPT or llm.c, .npy, .parquet with lists.",
+        "of nanoGPT or llm.c, .npy, .parquet with lists",
     )
     prepare.add_argument(
         "--out",
         required=True,
         metavar="DIR",
-        help="New dataset: a directory or s3://bucket/prefix.",
+        help="New dataset: a directory or s3://bucket/prefix",
     )
     data = flags.add_command(
         commands,
@@ -72,9 +72,7 @@ def add_parsers(commands: Any) -> None:
         json=True,
     )
     data.add_argument("action", choices=("show", "verify", "stats"))
-    data.add_argument(
-        "directory", metavar="DIR", help="A dataset: directory or s3://bucket/prefix."
-    )
+    data.add_argument("directory", metavar="DIR", help="A dataset: directory or s3://bucket/prefix")
 
 
 def _prepare(args: argparse.Namespace) -> None:

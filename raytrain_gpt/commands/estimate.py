@@ -17,9 +17,9 @@ class Known(Options):
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
     device: str | None = None
-    """GPU to estimate for, such as H200 or A100-SXM4-80GB."""
+    """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the one of --probe)."""
     step_time_s: float | None = None
-    """Measured time per step (seconds)."""
+    """Time per step in seconds, if you have measured it (default: estimated)."""
     mfu: float | None = None
     """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
     train_tokens: int | None = None
@@ -27,9 +27,9 @@ class Known(Options):
     vocab_size: int | None = None
     """Vocabulary size of the tokenizer (default: that of data_path, else 50257)."""
     price_per_hour: float | None = None
-    """Price of one device per hour, on demand."""
+    """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = None
-    """Price of one device per hour, as a spot machine."""
+    """Price of one spot device per hour (default: no price)."""
 
 
 def add_parsers(commands: Any) -> None:

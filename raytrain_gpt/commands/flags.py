@@ -45,12 +45,10 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
     parser.set_defaults(command=run)
     for field_name, field in (item for kind in options for item in kind.model_fields.items()):
-        if field.annotation is bool:
-            parser.add_argument(f"--{field_name}", action="store_true", help=field.description)
-        elif not field.exclude:
-            add_flag(parser, field_name, field, field.default)
+        if not field.exclude:
+            add_flag(parser, field_name, field, is_switch=field.annotation is bool)
     if json:
-        parser.add_argument("--json", action="store_true", help="Print one JSON object last.")
+        parser.add_argument("--json", action="store_true", help="Print one JSON object last")
     return parser
 
 
@@ -59,49 +57,54 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest.",
+        help="Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest",
     )
 
 
 def add_config(
-    parser: argparse.ArgumentParser, without: Collection[str] = (), default: str | None = None
+    parser: argparse.ArgumentParser, without: Collection[str] = (), with_base: bool = True
 ) -> None:
     """Add a flag for every field of the configuration; see `config_of`.
 
     Args:
         parser: A command's.
         without: Fields that get no flag.
-        default: Where the values of flags that are not given come from. None: from the flags `--preset` and
-            `--config`, which are added too.
+        with_base: Add `--preset` and `--config` too.
     """
     # All fields in the usage line would be a wall.
     parser.usage = "%(prog)s FILE [--FIELD VALUE ...] [options]"
-    if default is None:
+    if with_base:
         parser.usage = "%(prog)s [--preset NAME | --config FILE] [--FIELD VALUE ...] [options]"
         base = parser.add_mutually_exclusive_group()
-        presets = f"Configuration to start from: {', '.join(preset_names())}."
+        presets = f"Configuration to start from: {', '.join(preset_names())}"
         base.add_argument("--preset", metavar="NAME", help=presets)
-        base.add_argument("--config", metavar="FILE", help="The same from a YAML file or URL.")
+        base.add_argument("--config", metavar="FILE", help="The same from a YAML file or its URL")
     groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
     for name, (section, field) in FIELDS.items():
         if name not in without:
-            add_flag(groups[section], name, field, default or json.dumps(field.default).strip('"'))
+            add_flag(groups[section], name, field, show_default=with_base)
 
 
-def add_flag(group: Any, name: str, field: FieldInfo, default: object) -> None:
+def add_flag(
+    group: Any, name: str, field: FieldInfo, *, is_switch: bool = False, show_default: bool = True
+) -> None:
     """Add the flag of a field; absent from the parsed arguments unless it is given.
 
     Args:
         group: A parser, or a group of one.
         name: The field's.
-        field: Its type and help are shown.
-        default: Shown too, unless it is None.
+        field: Has the type and the help.
+        is_switch: The flag takes no value, and is true where it is given.
+        show_default: False where another default than the field's applies.
     """
-    shown = "" if default is None else f" (default: {default})"
-    text = f"{(field.description or '').rstrip('.')}{shown}".replace("%", "%%")
-    group.add_argument(
-        f"--{name}", metavar=_kind(field.annotation), help=text, default=argparse.SUPPRESS
-    )
+    text = (field.description or "").rstrip(".").replace("%", "%%")
+    kind = _kind(field.annotation)
+    if "default:" in text:  # it says what happens without the flag
+        kind = kind.removesuffix("|null")
+    elif show_default and not is_switch:
+        text += f" (default: {json.dumps(field.default)})".replace('"', "")
+    how: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": kind}
+    group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 
 
 def _kind(annotation: Any) -> str:

@@ -54,14 +54,14 @@ def add_parsers(commands: Any) -> None:
         options=[NumSamples, SamplingOptions],
     )
     prompts = sample.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT", help="Text to continue.")
+    prompts.add_argument("--prompt", metavar="TEXT", help="Text to continue")
     prompts.add_argument(
         "--batch",
         metavar="FILE",
-        help='JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster.',
+        help='JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster',
     )
     sample.add_argument(
-        "--out", metavar="FILE", help="Where --batch writes its lines with their continuations."
+        "--out", metavar="FILE", help="Where --batch writes its lines with their continuations"
     )
     serve = flags.add_command(
         commands,

@@ -38,7 +38,7 @@ def add_parsers(commands: Any) -> None:
         options=[ExportOptions],
     )
     flags.add_checkpoint(export)
-    export.add_argument("--out", required=True, metavar="DIR", help="A new local directory.")
+    export.add_argument("--out", required=True, metavar="DIR", help="A new local directory")
     importing = flags.add_command(
         commands,
         _import,
@@ -49,10 +49,10 @@ def add_parsers(commands: Any) -> None:
     importing.add_argument(
         "source",
         metavar="DIR_OR_FILE",
-        help="A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt).",
+        help="A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)",
     )
     importing.add_argument(
-        "--out", required=True, metavar="CHECKPOINT", help="A new directory, or s3://bucket/prefix."
+        "--out", required=True, metavar="CHECKPOINT", help="A new directory, or s3://bucket/prefix"
     )
 
 

@@ -44,7 +44,7 @@ def add_parsers(commands: Any) -> None:
         _train,
         "train",
         "train a model, or resume a run",
-        "A run_name that exists continues from its newest checkpoint. Values: defaults < preset or file < "
+        "An existing run_name continues from its newest checkpoint. Values: defaults < preset or file < "
         f"flags; without --preset and --config the preset is {DEFAULT_PRESET}.",
         options=[DryRun],
     )
@@ -58,11 +58,11 @@ def add_parsers(commands: Any) -> None:
         "configuration. Flags override the file.",
         options=[Resume, DryRun],
     )
-    tune.add_argument("file", type=Path, metavar="FILE", help="Sweep file, as in tune_configs/.")
+    tune.add_argument("file", type=Path, metavar="FILE", help="Sweep file, as in tune_configs/")
     sweep = tune.add_argument_group("sweep")
     for name in SWEEP_FLAGS:
-        flags.add_flag(sweep, name, Sweep.model_fields[name], "the file's")
-    flags.add_config(tune, without=DECIDED, default="the file's base")
+        flags.add_flag(sweep, name, Sweep.model_fields[name], show_default=False)
+    flags.add_config(tune, without=DECIDED, with_base=False)
     runs = flags.add_command(
         commands,
         _runs,
@@ -72,7 +72,7 @@ def add_parsers(commands: Any) -> None:
         json=True,
     )
     runs.add_argument("action", choices=("list", "show", "checkpoints", "report"))
-    runs.add_argument("runs", nargs="*", metavar="RUN", help="Name or directory of a run.")
+    runs.add_argument("runs", nargs="*", metavar="RUN", help="Name or directory of a run")
 
 
 def _train(args: argparse.Namespace) -> None:

@@ -31,8 +31,8 @@ class Options(BaseModel):
             first = error.errors()[0]
             name = str(first["loc"][0])
             message = first["msg"].replace("Input should be", "must be")
-            hint = type(self).model_fields[name].description
-            raise ConfigError(f"{name}={first['input']!r}: {message} ({hint})") from None
+            hint = (type(self).model_fields[name].description or "").rstrip(".")
+            raise ConfigError(f"{name}={first['input']}: {message} ({hint})") from None
 
 
 def _as_in_evaluations(name: str) -> Any:
