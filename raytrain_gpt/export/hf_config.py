@@ -1,4 +1,4 @@
-"""A Hugging Face GPT-2's `config.json`: written, and read where it describes the GPT-2 of this package."""
+"""Hugging Face's `config.json` of a GPT-2, written and read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HF_GENERATION_FILE = "generation_config.json"
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _DROPOUT_DEFAULT = 0.1
-"""transformers' where the file has none."""
+"""The default of transformers."""
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""Two names of the same function."""
+"""Two names of the same activation function."""
 
 _PLAIN: dict[str, tuple[Any, Callable[[Any, dict[str, Any]], bool]]] = {
     "model_type": ("gpt2", lambda value, _: value == "gpt2"),
@@ -28,19 +28,16 @@ _PLAIN: dict[str, tuple[Any, Callable[[Any, dict[str, Any]], bool]]] = {
     "layer_norm_epsilon": (1e-5, lambda value, _: value == 1e-5),
     "n_inner": (None, lambda value, config: value in (None, 4 * int(config["n_embd"]))),
 }
-"""Key -> transformers' default, and whether a value is that of the released models."""
+"""Key -> default of transformers, and whether a value is the one that this package's GPT-2 has."""
 
 
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
-    """What `AutoModelForCausalLM` needs besides the tensors.
+    """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         eot_token: Id that opens and closes documents.
-        dtype: Of the tensors: `float32` or `bfloat16`.
-
-    Returns:
-        File name -> content.
+        dtype: torch's name of the tensors' type: `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     config = {
@@ -63,7 +60,7 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
         "torch_dtype": dtype,
         **ends,
     }
-    # Without an id to pad with, transformers takes eos and says so at every call.
+    # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
     return {
         HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
@@ -72,12 +69,10 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
 
 
 def read_hf_config(directory: Path) -> GPTShape:
-    """The shape that a Hugging Face directory's `config.json` describes.
-
-    Dropout is that of its three if they are equal, else 0.
+    """The model shape in a Hugging Face directory; dropout is 0 unless its three probabilities agree.
 
     Raises:
-        CheckpointError: it is missing or damaged, or not a plain GPT-2.
+        CheckpointError: `config.json` is missing or damaged, or not that of a plain GPT-2.
     """
     path = directory / HF_CONFIG_FILE
     try:
@@ -86,8 +81,8 @@ def read_hf_config(directory: Path) -> GPTShape:
             value = content.get(key, default)
             if not is_plain(value, content):
                 raise CheckpointError(
-                    f"{path} has {key} {value!r}, a GPT-2 has {default!r}; raytrain-gpt imports plain "
-                    "GPT-2 models only"
+                    f"{path} has {key}={value!r}, a plain GPT-2 has {default!r}; only plain GPT-2 models "
+                    "can be imported"
                 )
         dropouts = {float(content.get(name, _DROPOUT_DEFAULT)) for name in _DROPOUTS}
         return GPTShape(
