@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,15 @@ HF_GENERATION_FILE = "generation_config.json"
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _DROPOUT_DEFAULT = 0.1
 """The default of transformers."""
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""Two names of the same activation function."""
-
-_PLAIN: dict[str, tuple[Any, Callable[[Any, dict[str, Any]], bool]]] = {
-    "model_type": ("gpt2", lambda value, _: value == "gpt2"),
-    "activation_function": ("gelu_new", lambda value, _: value in _TANH_GELU),
-    "scale_attn_weights": (True, lambda value, _: value is True),
-    "scale_attn_by_inverse_layer_idx": (False, lambda value, _: value is False),
-    "add_cross_attention": (False, lambda value, _: value is False),
-    "layer_norm_epsilon": (1e-5, lambda value, _: value == 1e-5),
-    "n_inner": (None, lambda value, config: value in (None, 4 * int(config["n_embd"]))),
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "layer_norm_epsilon": (1e-5,),
 }
-"""Key -> default of transformers, and whether a value is the one that this package's GPT-2 has."""
+"""Key -> values of a GPT-2 as this package has it, the default of transformers first."""
 
 
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
@@ -77,11 +72,12 @@ def read_hf_config(directory: Path) -> GPTShape:
     path = directory / HF_CONFIG_FILE
     try:
         content = json.loads(path.read_text("utf-8"))
-        for key, (default, is_plain) in _PLAIN.items():
-            value = content.get(key, default)
-            if not is_plain(value, content):
+        mlp_sizes = (None, 4 * int(content.get("n_embd", 0)))
+        for key, plain in {**_PLAIN, "n_inner": mlp_sizes}.items():
+            value = content.get(key, plain[0])
+            if value not in plain:
                 raise CheckpointError(
-                    f"{path} has {key}={value!r}, a plain GPT-2 has {default!r}; only plain GPT-2 models "
+                    f"{path} has {key}={value!r}, a plain GPT-2 has {plain[0]!r}; only plain GPT-2 models "
                     "can be imported"
                 )
         dropouts = {float(content.get(name, _DROPOUT_DEFAULT)) for name in _DROPOUTS}
