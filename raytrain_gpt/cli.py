@@ -25,9 +25,6 @@ from raytrain_gpt.redact import redacted
 class _Parser(argparse.ArgumentParser):
     """Errors in one line, flags with hyphens or underscores, no guessed abbreviations."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see: {self.prog} --help")
 
@@ -86,12 +83,17 @@ def _with_underscores(name: re.Match[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raytrain-gpt",
+        allow_abbrev=False,
         description="Pretrain GPT-2-class language models on Ray: from text to a trained model.",
     )
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (data, estimate, train, inference, models, cluster):
-        module.add_parsers(commands)
+    for command in (
+        *(data.prepare, data.data, estimate.estimate, train.train, train.tune, train.runs),
+        *(inference.evaluate, inference.sample, inference.serve, models.export, models.import_),
+        *(cluster.doctor, cluster.node),
+    ):
+        command.add_parser(commands)
     return parser
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from raytrain_gpt.commands import flags
-from raytrain_gpt.commands.flags import say
+from raytrain_gpt.commands.flags import JsonOptions, Metavar, command, say
 from raytrain_gpt.config.options import Options
 from raytrain_gpt.errors import ConfigError
 
@@ -15,7 +13,13 @@ from raytrain_gpt.errors import ConfigError
 class PrepareOptions(Options):
     """How a dataset is made; the limits stand in `data.prepare_plan`."""
 
-    tokenizer: str = "bytes"
+    sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
+    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
+    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin of nanoGPT or
+    llm.c, .npy, .parquet with lists."""
+    out: Annotated[str, Metavar("DIR")]
+    """New dataset: a directory or s3://bucket/prefix."""
+    tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
     """bytes, or a tiktoken encoding: gpt2, cl100k_base, …; for token ids: the one that made them."""
     text_field: str = "text"
     """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
@@ -32,51 +36,25 @@ class PrepareOptions(Options):
     """Skip up to this many unreadable documents: not UTF-8, not JSON, or without the text field."""
 
 
-class DataOptions(Options):
-    """Where pictures go."""
+class DataOptions(JsonOptions):
+    """What is looked at."""
 
-    png: str | None = None
-    """File for the plot of `stats` (default: document_lengths.png in DIR)."""
-
-
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    prepare = flags.add_command(
-        commands,
-        _prepare,
-        "prepare",
-        "make a dataset from text or token ids",
-        "A stopped command continues where it was; the finished dataset is the same on any number of CPUs.",
-        options=[PrepareOptions],
-    )
-    prepare.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of "
-        "files; or stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin "
-        "of nanoGPT or llm.c, .npy, .parquet with lists",
-    )
-    prepare.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="New dataset: a directory or s3://bucket/prefix",
-    )
-    data = flags.add_command(
-        commands,
-        _data,
-        "data",
-        "show a dataset, verify all its bytes, or print its statistics",
-        options=[DataOptions],
-        json=True,
-    )
-    data.add_argument("action", choices=("show", "verify", "stats"))
-    data.add_argument("directory", metavar="DIR", help="A dataset: directory or s3://bucket/prefix")
+    action: Annotated[
+        Literal["show", "verify", "stats"], Metavar("show|verify|stats", positional=True)
+    ]
+    """show: contents; verify: check all bytes; stats: document lengths and tokens."""
+    directory: Annotated[str, Metavar("DIR", positional=True)]
+    """A dataset: directory or s3://bucket/prefix."""
+    png: Annotated[str | None, Metavar("FILE")] = None
+    """Plot of `stats` (default: document_lengths.png in DIR)."""
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    options = flags.options_of(args, PrepareOptions)
+@command("prepare", PrepareOptions)
+def prepare(options: PrepareOptions) -> None:
+    """Make a dataset from text or token ids.
+
+    A stopped command continues where it was; the finished dataset is the same on any number of CPUs.
+    """
     if options.val_fraction is not None and options.val_tokens is not None:
         raise ConfigError(
             "--val_fraction and --val_tokens exclude each other; leave one of them out"
@@ -85,36 +63,40 @@ def _prepare(args: argparse.Namespace) -> None:
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.launch import prepare_dataset
 
-    out = Location.of(args.out)
-    more = options.model_dump(exclude={"tokenizer"}) | {"dedupe": options.dedupe == "exact"}
-    manifest = prepare_dataset(args.sources, out, options.tokenizer, say, **more)
+    out = Location.of(options.out)
+    more = options.model_dump(exclude={"sources", "out", "tokenizer"})
+    more["dedupe"] = options.dedupe == "exact"
+    manifest = prepare_dataset(options.sources, out, options.tokenizer, say, **more)
     describe_dataset(out, manifest, say)
-    say(_train_line(args.out))
+    say(_train_line(options.out))
 
 
-def _data(args: argparse.Namespace) -> None:
+@command("data", DataOptions)
+def data(options: DataOptions) -> None:
+    """Show a dataset, verify all its bytes, or print its statistics."""
     from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats, describe_dataset
     from raytrain_gpt.data.shards import read_manifest
     from raytrain_gpt.data.verify import check_shard, check_tokenizer
     from raytrain_gpt.storage.location import Location
 
-    directory = Location.of(args.directory)
+    directory = Location.of(options.directory)
     manifest = read_manifest(directory)
-    if args.action == "stats":
-        png = flags.options_of(args, DataOptions).png
-        picture = Location.of(png) if png else directory / PICTURE_FILE
+    if options.action == "stats":
+        picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
         facts = dataset_stats(directory, manifest, picture, say)
     else:
-        if args.action == "verify":
+        if options.action == "verify":
             check_tokenizer(directory, manifest)
             for shard in manifest.shards:
                 check_shard(directory, manifest, shard, content=True)
-                if not args.json:
+                if not options.as_json:
                     say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
             say(f"all {len(manifest.shards)} shards of {directory} are intact")
-        facts = describe_dataset(directory, manifest, say) | {"verified": args.action == "verify"}
-    say(_train_line(args.directory))
-    if args.json:
+        facts = describe_dataset(directory, manifest, say) | {
+            "verified": options.action == "verify"
+        }
+    say(_train_line(options.directory))
+    if options.as_json:
         say(json.dumps(facts))
 
 

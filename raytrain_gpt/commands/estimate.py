@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any
+from typing import Annotated
 
-from raytrain_gpt.commands import flags
-from raytrain_gpt.commands.flags import say
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 
 
-class Known(Options):
+class EstimateFlags(JsonOptions, ConfigOptions):
     """What is known of the run besides its configuration."""
 
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
-    device: str | None = None
+    device: Annotated[str | None, Metavar("NAME")] = None
     """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the one of --probe)."""
     step_time_s: float | None = None
     """Time per step in seconds, if you have measured it (default: estimated)."""
@@ -32,28 +29,19 @@ class Known(Options):
     """Price of one spot device per hour (default: no price)."""
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parser of the command."""
-    parser = flags.add_command(
-        commands,
-        _estimate,
-        "estimate",
-        "parameters, memory, time and price of a run, before it starts",
-        "Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of "
-        "the device and an assumed MFU.",
-        options=[Known],
-        json=True,
-    )
-    flags.add_config(parser)
+@command("estimate", EstimateFlags, SECTIONS)
+def estimate(options: EstimateFlags) -> None:
+    """Parameters, memory, time and price of a run, before it starts.
 
-
-def _estimate(args: argparse.Namespace) -> None:
+    Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
+    device and an assumed MFU.
+    """
     from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
 
-    known = flags.options_of(args, Known)
-    config, found = answer(flags.config_of(args), EstimateOptions(**known.model_dump()), say)
+    known = options.model_dump(exclude={"as_json", "preset", "config"})
+    config, found = answer(options.resolved(), EstimateOptions(**known), say)
     for line in lines(config, found):
         say(line)
-    say(f"next: {flags.train_command(args)}")
-    if args.json:
+    say(f"next: {options.train_command()}")
+    if options.as_json:
         say(json.dumps(found.as_json()))

@@ -1,4 +1,4 @@
-"""What the commands share: flags made from declared fields, and lines on stdout."""
+"""What the commands share: parsers made from declared options, and lines on stdout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.load import preset_names, resolve
@@ -18,92 +20,151 @@ from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.redact import redacted
 
 OptionsT = TypeVar("OptionsT", bound=Options)
+Groups = dict[str, dict[str, FieldInfo]]
+
+SECTIONS: Groups = {
+    section: {name: field for name, (own, field) in FIELDS.items() if own == section}
+    for section in Config.model_fields
+}
+"""Section of the configuration -> its fields, each of which becomes a flag."""
 
 
-def add_command(
-    commands: Any,
-    run: Callable[[argparse.Namespace], None],
-    name: str,
-    text: str,
-    more: str = "",
-    *,
-    options: Sequence[type[Options]] = (),
-    json: bool = False,
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser.
+@dataclass(frozen=True)
+class Metavar:
+    """Marks a field: what stands for its value in the help, and whether it is an argument, not a flag."""
 
-    Args:
-        commands: The subparsers of the command line.
-        run: Called with the parsed arguments.
-        name: What the user types.
-        text: One line for the list of commands.
-        more: Sentences that follow it in the command's own help.
-        options: Get a flag for each field; see `options_of`.
-        json: Whether there is a flag `--json`.
-    """
-    description = f"{text[0].upper()}{text[1:]}. {more}"
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
-    parser.set_defaults(command=run)
-    for field_name, field in (item for kind in options for item in kind.model_fields.items()):
-        if not field.exclude:
-            add_flag(parser, field_name, field, is_switch=field.annotation is bool)
-    if json:
-        parser.add_argument("--json", action="store_true", help="Print one JSON object last")
-    return parser
+    text: str
+    positional: bool = False
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the argument CHECKPOINT."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest",
+class CheckpointOptions(Options):
+    """Options of a command that uses a checkpoint."""
+
+    checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
+    """Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest."""
+
+
+class JsonOptions(Options):
+    """Options of a command whose result programs can read."""
+
+    as_json: bool = Field(False, alias="json")
+    """Print one JSON object last."""
+
+
+class ConfigOptions(Options):
+    """A configuration: a preset or file, and flags for single fields."""
+
+    preset: Annotated[str | None, Metavar("NAME")] = Field(
+        None,
+        description=f"Configuration to start from (default: quickstart): {', '.join(preset_names())}",
     )
+    config: Annotated[str | None, Metavar("FILE")] = None
+    """Configuration to start from, as a YAML file or its URL (default: the preset)."""
+    fields: dict[str, str | None] = Field({}, exclude=True)
+
+    def resolved(self) -> Config:
+        """The configuration.
+
+        Raises:
+            ConfigError: an unknown preset, or a value that is not possible.
+        """
+        from raytrain_gpt.data.locations import config_on_disk
+
+        with config_on_disk(self.config) as file:
+            return resolve(self.preset, file, self.fields)
+
+    def train_command(self) -> str:
+        """The `train` command with the same configuration."""
+        given = {"preset": self.preset, "config": self.config}
+        given = {name: value for name, value in given.items() if value is not None}
+        values = {**given, **self.fields}.items()
+        flags = [
+            f"--{name} {shlex.quote('null' if value is None else value)}" for name, value in values
+        ]
+        return " ".join(["raytrain-gpt train", *flags])
 
 
-def add_config(
-    parser: argparse.ArgumentParser, without: Collection[str] = (), with_base: bool = True
-) -> None:
-    """Add a flag for every field of the configuration; see `config_of`.
+@dataclass(frozen=True)
+class Command(Generic[OptionsT]):
+    """A command of the command line, whose parser is made from the fields of its options.
 
-    Args:
-        parser: A command's.
-        without: Fields that get no flag.
-        with_base: Add `--preset` and `--config` too.
+    Attributes:
+        name: What the user types.
+        options: Its flags and arguments.
+        groups: Further fields by group of the help; the given ones become `options.fields`, as text.
+        run: Called with the options. Its docstring is the help.
     """
-    # All fields in the usage line would be a wall.
-    parser.usage = "%(prog)s FILE [--FIELD VALUE ...] [options]"
-    if with_base:
-        parser.usage = "%(prog)s [--preset NAME | --config FILE] [--FIELD VALUE ...] [options]"
-        base = parser.add_mutually_exclusive_group()
-        presets = f"Configuration to start from: {', '.join(preset_names())}"
-        base.add_argument("--preset", metavar="NAME", help=presets)
-        base.add_argument("--config", metavar="FILE", help="The same from a YAML file or its URL")
-    groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
-    for name, (section, field) in FIELDS.items():
-        if name not in without:
-            add_flag(groups[section], name, field, show_default=with_base)
+
+    name: str
+    options: type[OptionsT]
+    groups: Groups
+    run: Callable[[OptionsT], None]
+
+    def add_parser(self, commands: Any) -> None:
+        """Add it to the subparsers of the command line."""
+        text = " ".join((self.run.__doc__ or "").split())
+        summary = text.partition(". ")[0].rstrip(".")
+        parser = commands.add_parser(
+            self.name,
+            help=f"{summary[0].lower()}{summary[1:]}",
+            description=text,
+            allow_abbrev=False,
+        )
+        if self.groups:  # all fields in the usage line would be a wall
+            file = " FILE" * ("file" in self.options.model_fields)
+            parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
+        for name, field in self.options.model_fields.items():
+            if not field.exclude:
+                _add(parser, field.alias or name, field, is_switch=field.annotation is bool)
+        for title, fields in self.groups.items():
+            group = parser.add_argument_group(title)
+            for name, field in fields.items():
+                _add(group, name, field, show_default=issubclass(self.options, ConfigOptions))
+        parser.set_defaults(command=self)
+
+    def __call__(self, args: argparse.Namespace) -> None:
+        """Run it with parsed arguments.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        given = {name: value for name, value in vars(args).items() if name != "command"}
+        own = {field.alias or name: field for name, field in self.options.model_fields.items()}
+        for name, value in given.items():
+            if value == "null" and not (name in own and own[name].annotation == str | None):
+                given[name] = None
+        fields = {name: given.pop(name) for name in [*given] if name not in own}
+        self.run(self.options(**given, **({"fields": fields} if self.groups else {})))
 
 
-def add_flag(
+def command(
+    name: str, options: type[OptionsT], groups: Groups | None = None
+) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
+    """Make a function a `Command`; arguments as there."""
+    return lambda run: Command(name, options, groups or {}, run)
+
+
+def _add(
     group: Any, name: str, field: FieldInfo, *, is_switch: bool = False, show_default: bool = True
 ) -> None:
-    """Add the flag of a field; absent from the parsed arguments unless it is given.
-
-    Args:
-        group: A parser, or a group of one.
-        name: The field's.
-        field: Has the type and the help.
-        is_switch: The flag takes no value, and is true where it is given.
-        show_default: False where another default than the field's applies.
-    """
+    """Add a flag or an argument, which is absent from the parsed arguments unless it is given."""
     text = (field.description or "").rstrip(".").replace("%", "%%")
-    kind = _kind(field.annotation)
-    if "default:" in text:  # it says what happens without the flag
-        kind = kind.removesuffix("|null")
-    elif show_default and not is_switch:
+    mark = next((one for one in field.metadata if isinstance(one, Metavar)), None)
+    kind = mark.text if mark else _kind(field.annotation)
+    how: dict[str, Any] = {"metavar": kind}
+    if mark and mark.positional:
+        if typing.get_origin(field.annotation) is list:
+            how |= {"nargs": "+"} if field.is_required() else {"nargs": "*", "default": []}
+        group.add_argument(name, help=text, **how)
+        return
+    if is_switch:
+        how = {"action": "store_true"}
+    elif "default:" in text:  # it says what happens without the flag
+        how["metavar"] = kind.removesuffix("|null")
+    elif show_default and field.is_required():
+        how["required"] = True
+    elif show_default:
         text += f" (default: {json.dumps(field.default)})".replace('"', "")
-    how: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": kind}
     group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 
 
@@ -114,41 +175,6 @@ def _kind(annotation: Any) -> str:
         return "|".join(map(_kind, parts))
     names = {bool: "true|false", types.NoneType: "null"}
     return names.get(annotation) or str(annotation.__name__)
-
-
-def given_flags(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The flags among `names` that were given, as text; `null` is None."""
-    given = vars(args)
-    return {name: None if given[name] == "null" else given[name] for name in names if name in given}
-
-
-def options_of(args: argparse.Namespace, options: type[OptionsT]) -> OptionsT:
-    """The options that flags mean.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    return options(**given_flags(args, options.model_fields))
-
-
-def config_of(args: argparse.Namespace) -> Config:
-    """The configuration that preset, file and flags mean.
-
-    Raises:
-        ConfigError: an unknown preset, or a value that is not possible.
-    """
-    from raytrain_gpt.data.locations import config_on_disk
-
-    with config_on_disk(args.config) as file:
-        return resolve(args.preset, file, given_flags(args, FIELDS))
-
-
-def train_command(args: argparse.Namespace) -> str:
-    """The `train` command with the same configuration."""
-    names = ["preset", "config", *FIELDS]
-    given = {name: getattr(args, name, None) for name in names}
-    flags = [f"--{name} {shlex.quote(value)}" for name, value in given.items() if value is not None]
-    return " ".join(["raytrain-gpt train", *flags])
 
 
 def say(line: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from raytrain_gpt.commands import flags
-from raytrain_gpt.commands.flags import say
-from raytrain_gpt.config.options import Options, SamplingOptions
+from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.options import ServeOptions
 
@@ -18,71 +16,48 @@ if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
 
 
-class EvalOptions(Options):
+class EvalOptions(JsonOptions, CheckpointOptions):
     """What a checkpoint is evaluated on."""
 
-    data: str | None = None
+    data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset (default: the one it was trained on)."""
     eval_tokens: int | None = Field(None, ge=1)
     """Validation tokens at most (default: as in training)."""
-    hellaswag: str | None = None
-    """HellaSwag .jsonl file, or download for the public one (default: not evaluated)."""
+    hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
+    """HellaSwag as .jsonl, or the public file (default: not evaluated)."""
 
 
-class NumSamples(Options):
-    """How many texts are generated."""
+class SampleOptions(SamplingOptions, CheckpointOptions):
+    """What is continued, and how often."""
 
+    prompt: Annotated[str | None, Metavar("TEXT")] = None
+    """Text to continue (default: those of --batch)."""
+    batch: Annotated[str | None, Metavar("FILE")] = None
+    """JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster (default: only --prompt)."""
+    out: Annotated[str | None, Metavar("FILE")] = None
+    """Where --batch writes its lines with their continuations (default: nowhere)."""
     num_samples: int | None = Field(None, ge=1)
     """Continuations per prompt (default: 5; with --batch: 1)."""
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    evaluate = flags.add_command(
-        commands,
-        _eval,
-        "eval",
-        "validation loss and HellaSwag score of a checkpoint",
-        options=[EvalOptions],
-        json=True,
-    )
-    sample = flags.add_command(
-        commands,
-        _sample,
-        "sample",
-        "continue prompts with a checkpoint",
-        options=[NumSamples, SamplingOptions],
-    )
-    prompts = sample.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT", help="Text to continue")
-    prompts.add_argument(
-        "--batch",
-        metavar="FILE",
-        help='JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster',
-    )
-    sample.add_argument(
-        "--out", metavar="FILE", help="Where --batch writes its lines with their continuations"
-    )
-    serve = flags.add_command(
-        commands,
-        _serve,
-        "serve",
-        "serve a checkpoint over HTTP: OpenAI's completions API and a web page",
-        "Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in "
-        "RAYTRAIN_GPT_API_KEY, which callers must send.",
-        options=[ServeOptions],
-    )
-    for parser in (evaluate, sample, serve):
-        flags.add_checkpoint(parser)
+class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
+    """What is served, and how."""
 
 
-def _eval(args: argparse.Namespace) -> None:
-    options = flags.options_of(args, EvalOptions)
+@command("eval", EvalOptions)
+def evaluate(options: EvalOptions) -> None:
+    """Validation loss and HellaSwag score of a checkpoint."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    path, metrics = evaluate_checkpoint(args.checkpoint, say, **options.model_dump())
+    path, metrics = evaluate_checkpoint(
+        options.checkpoint,
+        say,
+        data=options.data,
+        eval_tokens=options.eval_tokens,
+        hellaswag=options.hellaswag,
+    )
     _say_metrics(path, metrics)
-    if args.json:
+    if options.as_json:
         say(json.dumps({"checkpoint": str(path), **metrics}))
 
 
@@ -113,30 +88,37 @@ def _accuracy(metrics: dict[str, Any], name: str) -> str:
     return f"{value:.4f} ± {stderr:.4f}"
 
 
-def _sample(args: argparse.Namespace) -> None:
-    if (args.batch is None) != (args.out is None):
-        raise ConfigError(
-            "--batch FILE and --out FILE belong together; give both, or --prompt TEXT"
-        )
-    options = flags.options_of(args, SamplingOptions).model_dump()
-    num = flags.options_of(args, NumSamples).num_samples
-    if args.batch is not None:
+@command("sample", SampleOptions)
+def sample(options: SampleOptions) -> None:
+    """Continue prompts with a checkpoint."""
+    how = options.model_dump(include={*SamplingOptions.model_fields})
+    num = options.num_samples
+    if options.batch is not None and options.out is not None and options.prompt is None:
         from raytrain_gpt.export.batch_generation import sample_batch
 
-        sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num or 1, **options)
-    else:
+        sample_batch(
+            options.checkpoint, options.batch, options.out, say, num_samples=num or 1, **how
+        )
+    elif options.prompt is not None and options.batch is None and options.out is None:
         from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-        texts = sample_checkpoint(
-            args.checkpoint, args.prompt, say, num_samples=num or 5, **options
-        )
-        for text in texts:
+        for text in sample_checkpoint(
+            options.checkpoint, options.prompt, say, num_samples=num or 5, **how
+        ):
             say(f"{text}\n{'-' * 40}")
-    say(f"next: raytrain-gpt eval {args.checkpoint}")
+    else:
+        raise ConfigError("give either --prompt TEXT, or --batch FILE and --out FILE")
+    say(f"next: raytrain-gpt eval {options.checkpoint}")
 
 
-def _serve(args: argparse.Namespace) -> None:
-    options = flags.options_of(args, ServeOptions)
+@command("serve", ServeCheckpointOptions)
+def serve(options: ServeCheckpointOptions) -> None:
+    """Serve a checkpoint over HTTP: OpenAI's completions API and a web page.
+
+    Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in
+    RAYTRAIN_GPT_API_KEY, which callers must send.
+    """
     from raytrain_gpt.serve.server import serve_checkpoint
 
-    serve_checkpoint(args.checkpoint, options, say)
+    how = ServeOptions(**options.model_dump(exclude={"checkpoint"}))
+    serve_checkpoint(options.checkpoint, how, say)

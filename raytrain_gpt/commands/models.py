@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from raytrain_gpt.commands import flags
-from raytrain_gpt.commands.flags import say
+from raytrain_gpt.commands.flags import CheckpointOptions, Metavar, command, say
 from raytrain_gpt.config.options import Options
 
 
-class ExportOptions(Options):
-    """How weights are written."""
+class ExportOptions(CheckpointOptions):
+    """What is written, and where."""
 
+    out: Annotated[str, Metavar("DIR")]
+    """A new local directory."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the tensors."""
 
 
 class ImportOptions(Options):
-    """What the imported files do not say, or say otherwise."""
+    """What is read, and what its files do not say."""
 
-    tokenizer: str | None = None
+    source: Annotated[str, Metavar("DIR_OR_FILE", positional=True)]
+    """A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
+    out: Annotated[str, Metavar("CHECKPOINT")]
+    """A new directory, or s3://bucket/prefix."""
+    tokenizer: Annotated[str | None, Metavar("NAME")] = None
     """bytes or a tiktoken encoding (default: the directory's, else gpt2 or bytes by vocabulary size)."""
     num_heads: int | None = None
     """Attention heads per block, for a weights file (default: one per 64 channels)."""
@@ -28,47 +32,22 @@ class ImportOptions(Options):
     """Keep only the first positions, which shortens the context (tokens; default: all)."""
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    export = flags.add_command(
-        commands,
-        _export,
-        "export",
-        "write a checkpoint as a directory that transformers loads",
-        options=[ExportOptions],
-    )
-    flags.add_checkpoint(export)
-    export.add_argument("--out", required=True, metavar="DIR", help="A new local directory")
-    importing = flags.add_command(
-        commands,
-        _import,
-        "import",
-        "make a checkpoint from GPT-2 weights of Hugging Face",
-        options=[ImportOptions],
-    )
-    importing.add_argument(
-        "source",
-        metavar="DIR_OR_FILE",
-        help="A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)",
-    )
-    importing.add_argument(
-        "--out", required=True, metavar="CHECKPOINT", help="A new directory, or s3://bucket/prefix"
-    )
-
-
-def _export(args: argparse.Namespace) -> None:
-    options = flags.options_of(args, ExportOptions)
+@command("export", ExportOptions)
+def export(options: ExportOptions) -> None:
+    """Write a checkpoint as a directory that transformers loads."""
     from raytrain_gpt.export.huggingface import export_checkpoint
 
-    directory = export_checkpoint(args.checkpoint, args.out, options.dtype, say)
+    directory = export_checkpoint(options.checkpoint, options.out, options.dtype, say)
     say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
-def _import(args: argparse.Namespace) -> None:
-    options = flags.options_of(args, ImportOptions)
+@command("import", ImportOptions)
+def import_(options: ImportOptions) -> None:
+    """Make a checkpoint from GPT-2 weights of Hugging Face."""
     from raytrain_gpt.export.huggingface import import_weights
 
-    place, shape = import_weights(args.source, args.out, say, **options.model_dump())
+    more = options.model_dump(exclude={"source", "out"})
+    place, shape = import_weights(options.source, options.out, say, **more)
     say(
         f"fine-tune: raytrain-gpt train --init_from {place} --num_layers {shape.num_layers} "
         f"--num_heads {shape.num_heads} --embd_size {shape.embd_size} --seq_len {shape.seq_len} "

@@ -145,8 +145,8 @@ def test_what_cannot_be_read_or_written_is_refused_first(
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ([], "--prompt --batch"),
-        (["--prompt", "a", "--batch", "b", "--out", "c"], "not allowed with"),
+        ([], "--prompt TEXT, or --batch FILE"),
+        (["--prompt", "a", "--batch", "b", "--out", "c"], "either --prompt"),
         (["--batch", "prompts.jsonl"], "--out FILE"),
         (["--prompt", "a", "--out", "out.jsonl"], "--batch FILE"),
         (["--prompt", "a", "--top_p", "1.5"], "top_p=1.5"),
