@@ -3,7 +3,7 @@
     Config          as written; `auto` possible
     SizedConfig     workers and their CPUs are decided, whether they get GPUs is not (of a sweep)
     FittedConfig    the cluster section is decided (cluster/ray_cluster.fit_to_cluster)
-    ResolvedConfig  so is what depends on a device's memory (train/auto_memory.fit_memory)
+    ResolvedConfig  so is what depends on a device's memory (train/memory_fit.fit_memory)
     RunPlan         a resolved configuration for one number of workers
 
 Whatever runs after a decision takes the type that has it, so mypy knows that there is no `auto` left.

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import ray
 import ray.train
 import ray.train.torch
-from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
@@ -32,6 +31,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import RankState, RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.worker import WorkerSpec
+from raytrain_gpt.train.worker_group import worker_group
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
@@ -121,29 +121,15 @@ class Attempt:
         return self._end(error, recorder), recorder
 
     def _trainer(self, spec: WorkerSpec) -> ray.train.torch.TorchTrainer:
-        c = self.plan.config.cluster
-        filesystem, path = (self.recorder.run_dir / "ray").ray_filesystem()
-        return ray.train.torch.TorchTrainer(
+        return worker_group(
             self.train_loop,
-            train_loop_config=spec,
+            spec,
+            self.plan.config.cluster,
+            self.plan.world_size,
+            name=f"{self.number:03d}",
+            directory=self.recorder.run_dir / "ray",
+            dataset=ingest_dataset(self.ingest, self.num_batches),
             torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=self.plan.world_size,
-                use_gpu=c.use_gpu,
-                resources_per_worker=c.worker_resources,
-            ),
-            run_config=ray.train.RunConfig(
-                name=f"{self.number:03d}",
-                storage_filesystem=filesystem,
-                storage_path=path,
-                failure_config=ray.train.FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
-                ),
-            ),
-            datasets={"train": ingest_dataset(self.ingest, self.num_batches)},
-            dataset_config=ray.train.DataConfig(
-                execution_options=ExecutionOptions(preserve_order=True)
-            ),
         )
 
     def _fit_and_watch(self, trainer: Any, recorder: Any) -> Exception | None:

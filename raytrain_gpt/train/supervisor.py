@@ -52,7 +52,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import mlflow_store
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import Attempt, End
-from raytrain_gpt.train.auto_memory import fit_memory
+from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.resume import check_changes, find_resume
 from raytrain_gpt.train.worker import WorkerSpec
 

@@ -29,8 +29,7 @@ from raytrain_gpt.checkpoint.catalog import (
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.config.resolved import RunPlan
-from raytrain_gpt.core.device import autocast_of, resolve_precision, seed_everything
-from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.device import autocast_of, peak_flops, resolve_precision, seed_everything
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT
@@ -152,7 +151,7 @@ class Worker:
         )
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         self.log = self._step_log(
-            flops_per_token(self.raw_model.shape), peak_flops(name, self.precision)
+            self.raw_model.shape.flops_per_token, peak_flops(name, self.precision)
         )
         self.saver = CheckpointWriter(
             Catalog(spec.run_dir),
