@@ -25,7 +25,7 @@ from made_data import made_dataset
 from object_server import KEYS, object_store
 from ray.data import ExecutionOptions
 
-from raytrain_gpt.cluster.ray_cluster import connect
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.data.mixture import Mixture, Part
 from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset

@@ -2,7 +2,7 @@
 
     Config          as written; `auto` possible
     SizedConfig     workers and their CPUs are decided, whether they get GPUs is not (of a sweep)
-    FittedConfig    the cluster section is decided (cluster/ray_cluster.fit_to_cluster)
+    FittedConfig    the cluster section is decided (cluster/fit_to_cluster)
     ResolvedConfig  so is what depends on a device's memory (train/auto_memory.fit_memory)
     RunPlan         a resolved configuration for one number of workers
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import (
+    Resources,
+    cpus_to_start,
+    fit_to_cluster,
+    num_async_evaluations,
+)
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
@@ -126,7 +132,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     return found
 
 
-def _connect(config: Config, found: Examination) -> ray_cluster.Resources | None:
+def _connect(config: Config, found: Examination) -> Resources | None:
     """Join the cluster, None where that is not possible."""
     address = given_address()
     wrong = None if address is None else judge_head(ask_head(address))
@@ -134,7 +140,7 @@ def _connect(config: Config, found: Examination) -> ray_cluster.Resources | None
         found.add(wrong)
         return None
     try:
-        resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
+        resources = connect(cpus_to_start(config))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
         what = str(error) if isinstance(error, ClusterError) else root_cause(error)
         found.add(failed("cluster", f"{what}; run the doctor on a node of the cluster"))
@@ -151,16 +157,16 @@ def _connect(config: Config, found: Examination) -> ray_cluster.Resources | None
 
 
 def _fit(
-    config: Config, resources: ray_cluster.Resources, found: Examination
+    config: Config, resources: Resources, found: Examination
 ) -> tuple[FittedConfig, int] | None:
     try:
-        fitted, world_size = ray_cluster.fit_to_cluster(config, resources)
+        fitted, world_size = fit_to_cluster(config, resources)
     except (ClusterError, ConfigError) as error:
         found.add(failed("workers", str(error)))
         return None
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    one_more = ", and one more for async evaluation," if ray_cluster.evaluators(config) else ""
+    one_more = ", and one more for async evaluation," if num_async_evaluations(config) else ""
     fit = f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
     found.add(passed("workers", fit))
     return fitted, world_size

@@ -20,8 +20,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_gpt
+from raytrain_gpt.cluster.connection import token_file
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.ray_cluster import token_file
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.errors import RaytrainGptError

@@ -27,7 +27,8 @@ from ray.data import ActorPoolStrategy, ExecutionOptions
 from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import Resources
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.core.generate import SamplingOptions
@@ -82,7 +83,7 @@ def sample_batch(
         raise DataError(f'{source} has no prompt; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
     with StopSignals(f"interrupted; {out} was not written"):
-        resources = ray_cluster.connect(num_cpus_needed=0)
+        resources = connect(num_cpus_needed=0)
         try:
             results = _results(lines, resources, log, (found.path, num_samples, how))
             _write(out, results, len(lines), log)
@@ -141,7 +142,7 @@ def _wrong(content: object) -> str | None:
 
 
 def _results(
-    lines: list[str], resources: ray_cluster.Resources, log: Log, replica_args: tuple[Any, ...]
+    lines: list[str], resources: Resources, log: Log, replica_args: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
     """What a `Replica` makes of each task, in their order; those of a dead one are dealt again."""
     tasks = [

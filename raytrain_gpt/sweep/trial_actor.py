@@ -27,7 +27,7 @@ import ray
 from ray import tune
 
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
@@ -285,7 +285,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._leave(self._run)
 
     def _begin(self) -> TrialRun:
-        ray_cluster.connect(num_cpus_needed=0)
+        connect(num_cpus_needed=0)
         part = self._part
         config = trial_config(part.sweep, part.base, self._values)
         self._tied_values = tied_values(part.sweep, self._values, config)

@@ -22,7 +22,8 @@ from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import largest_world_size
+from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.spikes import BadStretch
@@ -208,7 +209,7 @@ class Attempt:
         world_size = self.plan.world_size
         if world_size == self.plan.config.cluster.num_workers:
             return False
-        possible = ray_cluster.largest_world_size(self.plan.config, ray_cluster.resources())
+        possible = largest_world_size(self.plan.config, cluster_resources())
         if possible is None or possible <= world_size:
             self._more_since = None
             return False

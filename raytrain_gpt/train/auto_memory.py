@@ -20,7 +20,8 @@ import ray
 import torch
 
 from raytrain_gpt.checkpoint.catalog import CheckpointState
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
+from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing, FittedConfig, RunPlan
@@ -96,7 +97,7 @@ def fit_memory(
     if config.cluster.use_gpu:
         found = _on_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
-        found = on_cpu(config, world_size, vocab_size, ray_cluster.resources(), is_trial)
+        found = on_cpu(config, world_size, vocab_size, cluster_resources(), is_trial)
     if found.fit is None:
         raise ClusterError(_nothing_fits(config, GPTShape.of(config, vocab_size), found))
     room = "" if math.isinf(found.limit_bytes) else f" of {size(found.limit_bytes)}"
@@ -168,7 +169,7 @@ def on_cpu(
     config: FittedConfig,
     world_size: int,
     vocab_size: int,
-    resources: ray_cluster.Resources,
+    resources: Resources,
     is_trial: bool = False,
 ) -> Decision:
     """What is counted to fit a worker's share of the nodes' memory.
@@ -181,7 +182,7 @@ def on_cpu(
         is_trial: Other trials may be on a node, as many as it has CPUs for.
     """
     cpus = config.cluster.cpus_per_worker
-    processes = math.inf if is_trial else world_size + ray_cluster.evaluators(config)
+    processes = math.inf if is_trial else world_size + num_async_evaluations(config)
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
         for node in resources.nodes

@@ -12,7 +12,8 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
@@ -67,9 +68,9 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     is_default_data = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
     data = existing_data(config, is_default_data)
-    resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
+    resources = connect(cpus_to_start(config))
     try:
-        fitted, world_size = ray_cluster.fit_to_cluster(config, resources)
+        fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
     finally:
         if resources.ours:
@@ -110,7 +111,7 @@ def prepare_dataset(
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
     with StopSignals("interrupted; finished shards are kept, the same command goes on"):
-        resources = ray_cluster.connect(num_cpus_needed=0)
+        resources = connect(num_cpus_needed=0)
         try:
             return prepare(sources, directory, tokenizer, log=log, **options)
         finally:

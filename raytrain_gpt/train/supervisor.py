@@ -25,7 +25,8 @@ from typing import Any
 import ray
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import largest_world_size
+from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
 from raytrain_gpt.cluster.signals import StopSignals
@@ -279,8 +280,8 @@ class Run:
         """Decide the world size; wait while the cluster has too few workers."""
         waiting_since = said_at = 0.0
         while True:
-            resources = ray_cluster.resources()
-            world_size = ray_cluster.largest_world_size(self.config, resources)
+            resources = cluster_resources()
+            world_size = largest_world_size(self.config, resources)
             if world_size is not None:
                 if waiting_since or world_size != self.world_size:
                     self.log(f"{world_size} of {self.config.cluster.num_workers} workers")
