@@ -179,7 +179,7 @@ def _look_at_data(config: Config, is_default: bool) -> tuple[Mixture | None, Che
         return None, skipped("data", f"{where} is not there yet; the first train makes it")
     try:
         data = data_of(config)
-        preflight.check_data(IngestSpec.of(config, data, world_size=1))
+        preflight.check_data(IngestSpec(config, data, world_size=1))
     except RaytrainGptError as error:
         return None, failed("data", str(error))
     tokens = amount(data.split_tokens("train"))
@@ -264,7 +264,7 @@ def _look_at_ranks(
     config: FittedConfig, world_size: int, data: Mixture | None, bench: bool, found: Examination
 ) -> None:
     readable = data is not None and not found.failed("data")
-    ingest = IngestSpec.of(config, data, world_size) if data and readable else None
+    ingest = IngestSpec(config, data, world_size) if data and readable else None
     plan = None
     if bench and ingest is not None:
         try:

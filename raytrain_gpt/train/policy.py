@@ -15,6 +15,7 @@ from typing import Literal
 
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import ClusterSection
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
@@ -47,15 +48,6 @@ class AttemptResult:
     reason: str = ""
     user_error: bool = False
     stopping: bool = False
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How often a run may start again."""
-
-    max_failures: int
-    max_preemptions: int | None
-    max_rollbacks: int = MAX_ROLLBACKS
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,9 @@ class GoOn:
 Action = Finish | Interrupt | GiveUp | GoOn
 
 
-def next_action(result: AttemptResult, done: Counters, limits: Limits, run_name: str) -> Action:
+def next_action(
+    result: AttemptResult, done: Counters, limits: ClusterSection, run_name: str
+) -> Action:
     """What follows an attempt, given what happened in this command before it."""
     step = result.step
     made_progress = step > result.started_at
@@ -109,7 +103,7 @@ def next_action(result: AttemptResult, done: Counters, limits: Limits, run_name:
     if result.kind == "rolled_back":
         # Progress here: the attempt itself wrote the checkpoint that the run goes back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
-        if rollbacks > limits.max_rollbacks:
+        if rollbacks > MAX_ROLLBACKS:
             return GiveUp(
                 f"run {run_name} rolled back to step {step} {rollbacks} times in a row because of bad "
                 "losses; start again with a lower peak_lr, or set spike_detection to false"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
@@ -61,7 +60,6 @@ class StepLog:
 
     def __init__(
         self,
-        config: Config,
         ingest: IngestSpec,
         resumed: Checkpoint | None,
         rows_before: list[Row],
@@ -73,13 +71,13 @@ class StepLog:
         device: torch.device,
         slowed: range,
     ) -> None:
-        self._config, self._order, self._collectives = config, ingest.order(), collectives
+        self._config, self._order, self._collectives = ingest.config, ingest.order(), collectives
         self._datasets, self._feed = ingest.data.names, feed
         before = [
             (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
             for row in rows_before
         ]
-        self._detector = SpikeDetector(config.spikes, before)
+        self._detector = SpikeDetector(ingest.config.spikes, before)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
         self._pending: list[StepResult] = []

@@ -52,7 +52,6 @@ from raytrain_gpt.train.policy import (
     Finish,
     GiveUp,
     Interrupt,
-    Limits,
     next_action,
     wait_for_workers,
 )
@@ -148,7 +147,7 @@ class Run:
             yield
 
     def _ingest(self, resumed: Checkpoint | None) -> IngestSpec:
-        return IngestSpec.of(
+        return IngestSpec(
             self.config,
             self.data,
             self.world_size,
@@ -176,8 +175,7 @@ class Run:
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         """Start attempts until the policy says that it is over."""
-        c = self.config.cluster
-        limits, counters = Limits(c.max_failures, c.max_preemptions), Counters()
+        counters = Counters()
         while True:
             self.world_size = wait_for_workers(
                 self.config, self.world_size, cluster_resources, self._pause, self.log
@@ -194,7 +192,7 @@ class Run:
                 user_error=end.user_error is not None,
                 stopping=self.signals.stop.is_set(),
             )
-            action = next_action(result, counters, limits, self.run_dir.name)
+            action = next_action(result, counters, self.config.cluster, self.run_dir.name)
             if isinstance(action, GiveUp):
                 if end.user_error is not None:
                     raise end.user_error from None

@@ -83,7 +83,6 @@ class Worker:
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.log = StepLog(
-            self.config,
             spec.ingest,
             spec.resumed,
             spec.rows_before,

@@ -30,7 +30,7 @@ def config(make_config: MakeConfig) -> Config:
 def spec(config: Config) -> IngestSpec:
     """Batches 4 and 5 are left out."""
     data = data_of(config)
-    return IngestSpec.of(config, data, WORLD_SIZE, first_batch=2, skipped=((4, 6),))
+    return IngestSpec(config, data, WORLD_SIZE, first_batch=2, skipped=((4, 6),))
 
 
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[pa.Table]:
@@ -50,7 +50,7 @@ def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSp
         assert next(chunks).first == 0  # the validation share
         feeds.append(TrainFeed(chunks, 2, CPU))
         tokens.append(list(feeds[-1].micro_batches()))
-    share = spec.batch_sequences // WORLD_SIZE
+    share = spec.config.batch_sequences // WORLD_SIZE
     assert [len(own) for own in tokens] == [len(batches) * share // 2] * WORLD_SIZE
     for i, batch in enumerate(batches):
         ids = order.batch_ids(batch)

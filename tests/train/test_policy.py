@@ -11,10 +11,11 @@ import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, decided
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import ClusterSection, Config
 from raytrain_gpt.errors import Interrupted
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,
+    MAX_ROLLBACKS,
     WAIT_LINE_EVERY_S,
     AttemptResult,
     Counters,
@@ -23,14 +24,13 @@ from raytrain_gpt.train.policy import (
     GoOn,
     Interrupt,
     Kind,
-    Limits,
     ScaleUp,
     next_action,
     wait_for_workers,
 )
 
 KINDS = get_args(Kind)
-LIMITS = Limits(max_failures=2, max_preemptions=2, max_rollbacks=2)
+LIMITS = ClusterSection(max_failures=2, max_preemptions=2)
 COUNTERS = [Counters(*counts) for counts in product(range(4), repeat=3)]
 STARTED_AT, ALL_STEPS = 20, 50
 STEPS = {"gone back": 10, "no progress": 20, "progress": 30, "all steps": 50}
@@ -74,13 +74,13 @@ def test_failures_in_a_row_without_progress_end_the_run(kind: Kind, step: int) -
 
 
 def test_no_failure_is_allowed_at_all() -> None:
-    none = Limits(max_failures=0, max_preemptions=0, max_rollbacks=0)
-    for kind, step in product(("failed", "hung", "preempted", "rolled_back"), (20, 30)):
+    none = ClusterSection(max_failures=0, max_preemptions=0)
+    for kind, step in product(("failed", "hung", "preempted"), (20, 30)):
         assert isinstance(next_action(ended(kind, step), Counters(), none, "a"), GiveUp)
 
 
 def test_pauses_grow_to_a_minute() -> None:
-    many = Limits(max_failures=10, max_preemptions=None)
+    many = ClusterSection(max_failures=10)
     counters, pauses = Counters(), []
     for _ in range(7):
         action = next_action(ended("failed", STARTED_AT), counters, many, "a")
@@ -103,7 +103,7 @@ def test_a_failure_while_the_run_is_being_stopped_starts_no_other_attempt() -> N
 
 @pytest.mark.parametrize("limit", [0, 1, 2, None])
 def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> None:
-    limits = replace(LIMITS, max_preemptions=limit)
+    limits = LIMITS.model_copy(update={"max_preemptions": limit})
     for counters, step in product(COUNTERS, (20, 30)):
         action = next_action(ended("preempted", step), counters, limits, "a")
         preemptions = counters.preemptions + 1
@@ -124,7 +124,7 @@ def test_rollbacks_to_the_same_step_end_the_run_and_others_begin_a_new_row() -> 
     for counters, step in product(COUNTERS, (0, 10, 20, 30)):
         action = next_action(ended("rolled_back", step), counters, LIMITS, "a")
         rollbacks = 1 if step > STARTED_AT else counters.rollbacks + 1
-        if rollbacks <= LIMITS.max_rollbacks:
+        if rollbacks <= MAX_ROLLBACKS:
             assert action == GoOn(step, replace(counters, rollbacks=rollbacks))
         else:
             assert isinstance(action, GiveUp)

@@ -56,7 +56,7 @@ def config(make_config: MakeConfig) -> Config:
 
 
 def ingest(config: Config, world_size: int = 1) -> IngestSpec:
-    return IngestSpec.of(config, data_of(config), world_size, first_batch=2, skipped=SKIPPED)
+    return IngestSpec(config, data_of(config), world_size, first_batch=2, skipped=SKIPPED)
 
 
 def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> TrainFeed:
@@ -75,7 +75,9 @@ def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> 
     chunks = rank_chunks([val, *tables], spec, rank)
     next(chunks)
     made = TrainFeed(chunks, 1, CPU)
-    assert len(list(made.micro_batches())) == batches * spec.batch_sequences // spec.world_size
+    assert (
+        len(list(made.micro_batches())) == batches * spec.config.batch_sequences // spec.world_size
+    )
     return made
 
 
@@ -89,7 +91,7 @@ def make_log(
     alone = collectives or Collectives(0, 1)
     spec = ingest(config, alone.world_size)
     given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
-    return StepLog(config, spec, None, list(rows), alone, feed, device=CPU, **given)
+    return StepLog(spec, None, list(rows), alone, feed, device=CPU, **given)
 
 
 def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:
