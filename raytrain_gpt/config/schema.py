@@ -1,6 +1,6 @@
 """One frozen configuration tree with one set of names.
 
-A leaf's name is unique over all sections, so it is at once the YAML key (in its section), the flat
+A field's name is unique over all sections, so it is at once the YAML key (in its section), the flat
 command line flag (`--peak_lr`), the key of a sweep and the name of the tracked parameter. Values come
 from, later ones winning: the defaults here < a preset < a configuration file < flags. The defaults are
 a small GPT that trains on a laptop; every preset states what it changes.
@@ -317,14 +317,14 @@ class Config(_Section):
         return self.train.global_batch_tokens // self.data.seq_len
 
     def field_values(self) -> dict[str, Any]:
-        """Flat view: leaf name -> value."""
+        """Flat view: field name -> value."""
         return {name: getattr(getattr(self, s), name) for name, (s, _) in FIELDS.items()}
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """A copy with leaf values replaced and everything validated again.
+        """A copy with some values replaced and everything validated again.
 
         Raises:
-            ConfigError: unknown leaf, or a value that is not possible.
+            ConfigError: an unknown field or impossible value.
         """
         tree = self.model_dump()
         for name, value in values.items():
@@ -332,11 +332,7 @@ class Config(_Section):
         return _parsed(type(self), tree, "command line")
 
     def to_yaml(self, compact: bool = False) -> str:
-        """The file that `--config` reads back as this configuration.
-
-        Args:
-            compact: A line for each section.
-        """
+        """The file that `--config` reads back as this configuration; compact: a line per section."""
         flow = None if compact else False
         return yaml.safe_dump(
             self.model_dump(),
@@ -348,16 +344,16 @@ class Config(_Section):
 
 
 def _collect_fields() -> dict[str, tuple[str, FieldInfo]]:
-    leaves: dict[str, tuple[str, FieldInfo]] = {}
-    for section, field in Config.model_fields.items():
-        for name, leaf in cast(type[_Section], field.annotation).model_fields.items():
-            assert name not in leaves, f"leaf {name} stands in two sections"
-            leaves[name] = (section, leaf)
-    return leaves
+    fields: dict[str, tuple[str, FieldInfo]] = {}
+    for section, of_section in Config.model_fields.items():
+        for name, field in cast(type[_Section], of_section.annotation).model_fields.items():
+            assert name not in fields, f"field {name} is in two sections"
+            fields[name] = (section, field)
+    return fields
 
 
 FIELDS = _collect_fields()
-"""Leaf name -> (section, pydantic field with default and description)."""
+"""Field name -> (section, pydantic field with default and description)."""
 
 _STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _URL_FIELDS = {
@@ -366,7 +362,7 @@ _URL_FIELDS = {
     ),
     "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
 }
-"""Leaf that may be a URL -> variables for what must not stand in it."""
+"""Field that may be a URL -> environment variables for the secrets that must not be in it."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -379,10 +375,10 @@ C = TypeVar("C", bound=Config)
 
 
 def field_section(name: str) -> str:
-    """Section of a leaf.
+    """Section of a field.
 
     Raises:
-        ConfigError: no leaf has this name.
+        ConfigError: there is no field of this name.
     """
     if name not in FIELDS:
         raise ConfigError(f"unknown configuration key {name}{suggestion(name, FIELDS)}")
@@ -390,26 +386,22 @@ def field_section(name: str) -> str:
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> Config:
-    """The validated configuration of a nested mapping.
-
-    Args:
-        tree: Section -> leaf -> value; missing ones take their defaults.
-        where: Name of the source, for messages.
+    """The validated configuration of a tree: section -> field -> value; missing ones take their defaults.
 
     Raises:
-        ConfigError: one line for the first thing that is wrong.
+        ConfigError: one line for the first thing that is wrong; names the source `where` it is.
     """
     return _parsed(Config, tree, where)
 
 
 def _parsed(kind: type[C], tree: Mapping[str, Any], where: str) -> C:
-    tree = {section: {} if leaves is None else leaves for section, leaves in tree.items()}
-    for section, leaves in tree.items():
+    tree = {section: {} if fields is None else fields for section, fields in tree.items()}
+    for section, fields in tree.items():
         if section not in Config.model_fields:
             raise ConfigError(f"unknown configuration key {section} in {where}{_unknown(section)}")
-        if not isinstance(leaves, Mapping):
-            raise ConfigError(f"section {section} in {where} has no keys below it: {leaves!r}")
-        for name in leaves:
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"section {section} in {where} has no keys below it: {fields!r}")
+        for name in fields:
             if name not in FIELDS or FIELDS[name][0] != section:
                 raise ConfigError(
                     f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
@@ -442,6 +434,6 @@ SAFE_ON_RESUME = frozenset(
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Leaf -> `old -> new` for every value that differs between two flat configurations."""
+    """Field -> `old -> new` for every value that differs between two flat configurations."""
     names = [name for name in FIELDS if before.get(name) != after.get(name)]
     return {name: f"{before.get(name)} -> {after.get(name)}" for name in names}

@@ -27,10 +27,11 @@ from ray.data import ActorPoolStrategy, ExecutionOptions
 from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import Resources
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
@@ -82,7 +83,7 @@ def sample_batch(
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
     with StopSignals(f"interrupted; {out} was not written"):
-        resources = ray_cluster.connect(num_cpus_needed=0)
+        resources = connect(num_cpus_needed=0)
         try:
             results = _results(lines, resources, log, (found.path, num_samples, sampling))
             _write(out, results, len(lines), log)
@@ -141,7 +142,7 @@ def _wrong(content: object) -> str | None:
 
 
 def _results(
-    lines: list[str], resources: ray_cluster.Resources, log: Log, generator: tuple[Any, ...]
+    lines: list[str], resources: Resources, log: Log, generator: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
     """The result of each task, in order; tasks of an actor that died are run again."""
     tasks = [

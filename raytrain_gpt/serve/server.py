@@ -22,7 +22,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
 from raytrain_gpt.serve.follow import Follower, best_usable, described
@@ -126,7 +126,7 @@ def _own_cluster(options: ServeOptions) -> Iterator[int]:
     os.environ["RAY_ADDRESS"] = "local"
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        resources = ray_cluster.connect(num_cpus_needed=options.num_replicas)
+        resources = connect(num_cpus_needed=options.num_replicas)
         if 0 < resources.gpus < options.num_replicas:
             raise ClusterError(
                 f"num_replicas={options.num_replicas} needs a GPU each, and this machine has "

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
+from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from raytrain_gpt.cluster.ray_cluster import DATA_CPUS, Resources
+from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError

@@ -14,8 +14,8 @@ import ray
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 
+from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.cluster.ray_cluster import DATA_CPUS
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config

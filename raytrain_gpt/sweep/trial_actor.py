@@ -27,7 +27,7 @@ import ray
 from ray import tune
 
 from raytrain_gpt.checkpoint.catalog import Catalog, read_checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
@@ -272,7 +272,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._end(self._run)
 
     def _start(self) -> TrialRun:
-        ray_cluster.connect(num_cpus_needed=0)
+        connect(num_cpus_needed=0)
         context = self._context
         config = trial_config(context.sweep, context.base, self._values)
         self._tied_values = tied_values(context.sweep, self._values, config)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import ray
 import yaml
 
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import fit_to_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
@@ -64,9 +65,9 @@ def run_sweep(
         data = existing_data(base, is_default_data)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, goes_on)
-        resources = ray_cluster.connect(cpus_to_start(sweep, base))
+        resources = connect(cpus_to_start(sweep, base))
         try:
-            fitted, _ = ray_cluster.fit_to_cluster(base, resources)
+            fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
             if data is None:

@@ -21,7 +21,8 @@ from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.worker import WorkerSpec, train_worker
+from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.worker_spec import WorkerSpec
 from tests.conftest import RaisesLine
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]

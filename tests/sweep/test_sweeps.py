@@ -23,7 +23,8 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import planned_trials
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
-from raytrain_gpt.train.worker import WorkerSpec, train_worker
+from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.worker_spec import WorkerSpec
 from tests.faults.gates import wait_until
 from tests.runs import command, environment
 
@@ -37,7 +38,7 @@ BROKEN_LR, GOOD_LR, IDLE_LR = 3e-3, 2e-3, 1e-12
 
 def breaks_at_one_rate(spec: WorkerSpec) -> None:
     """What the workers of a sweep run when one of its trials is to fail."""
-    if spec.config.optim.peak_lr == BROKEN_LR:
+    if spec.plan.config.optim.peak_lr == BROKEN_LR:
         raise RuntimeError("this rate is not for training")
     train_worker(spec)
 
