@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import tiktoken
+import torch
 from hypothesis import settings
 
 from raytrain_gpt import cli
@@ -21,11 +23,20 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from tests.forked_workers import forked_workers
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+WITHOUT_METRICS = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+}
+"""As the package starts a cluster of its own: nobody looks at these numbers."""
 
 RaisesLine = Callable[..., AbstractContextManager[None]]
 
@@ -106,9 +117,26 @@ def cluster(s3: S3Server) -> Iterator[str]:
 
     Its processes have the variables for the object store, which must be set before it starts.
     """
-    context = ray.init("local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="fork-", dir="/tmp"
+        ) as directory,  # a socket's path is short
+        forked_workers(Path(directory)),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in WITHOUT_METRICS.items():
+                patch.setenv(name, value)
+            context = ray.init(
+                "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
+            )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors are fastest, and their sums the same everywhere, on one thread."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

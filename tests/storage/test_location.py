@@ -41,7 +41,7 @@ from tests.conftest import RaisesLine
 from tests.data.shard_tools import TEXTS, made_text, write_dataset, write_jsonl, write_parquet
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
-OUTAGE_S = 2.0
+OUTAGE_S = 0.5
 BUCKET = "bucket"
 
 

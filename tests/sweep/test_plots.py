@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from raytrain_gpt.sweep.drawing import spread, upper_limit
 from raytrain_gpt.sweep.plots import (
@@ -21,6 +17,11 @@ from raytrain_gpt.sweep.plots import (
     sweep_plots,
 )
 from raytrain_gpt.sweep.trials import State, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 BUDGET = 1_000_000
 LRS, BATCHES = (3e-4, 1e-3, 3e-3), (4096, 16384)
@@ -135,6 +136,8 @@ def test_the_best_is_ringed_and_named() -> None:
 
 
 def test_a_stopped_trial_is_hollow_with_its_share_and_on_no_line() -> None:
+    from matplotlib.colors import to_hex  # here: it takes seconds
+
     axes = loss_axes(grid(t002=(3.1, BUDGET // 2, None)))
     hollow = [p for p in lines(axes, "point") if to_hex(p.get_markerfacecolor()) == "#ffffff"]
     assert [(p.get_xdata()[0], p.get_ydata()[0]) for p in hollow] == [(1e-3, 3.1)]
