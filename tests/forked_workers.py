@@ -89,7 +89,7 @@ def hand_over(arguments: list[str]) -> None:
             special |= context.get("py_executable", sys.executable) != sys.executable
             if special or context.get("command_prefix"):
                 start_as_ray_does(arguments)
-    job = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    job = {"arguments": arguments, "environment": dict(os.environ), "directory": str(Path.cwd())}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[SOCKET_VARIABLE])
         socket.send_fds(connection, [json.dumps(job).encode()], [0, 1, 2])
