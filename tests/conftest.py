@@ -14,6 +14,7 @@ import ray
 import tiktoken
 import torch
 from hypothesis import settings
+from ray._private import ray_constants
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
@@ -23,7 +24,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.forked_workers import forked_workers
+from tests import forked_workers
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
@@ -118,13 +119,12 @@ def cluster(s3: S3Server) -> Iterator[str]:
     Its processes have the variables for the object store, which must be set before it starts.
     """
     with (
-        tempfile.TemporaryDirectory(
-            prefix="fork-", dir="/tmp"
-        ) as directory,  # a socket's path is short
-        forked_workers(Path(directory)),
+        tempfile.TemporaryDirectory(prefix="fork-", dir="/tmp") as directory,
+        forked_workers.worker_server(Path(directory)) as variables,
     ):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in WITHOUT_METRICS.items():
+            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_workers.__file__)
+            for name, value in {**WITHOUT_METRICS, **variables}.items():
                 patch.setenv(name, value)
             context = ray.init(
                 "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False

@@ -39,37 +39,27 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 @contextmanager
-def forked_workers(directory: Path) -> Iterator[None]:
-    """Clusters that this process starts inside fork their workers.
+def worker_server(directory: Path) -> Iterator[dict[str, str]]:
+    """The server that forks workers, and the variables of a raylet that uses it.
 
     Args:
         directory: Where the server's socket is made; its path must be short.
     """
-    from ray._private import ray_constants
-
     place = str(directory / "workers")
-    own = ray_constants.SETUP_WORKER_FILENAME
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(place)
-    listener.listen(64)
-    # One thread: other threads of a library would not be there in a child.
+    # One thread: those of a library would not be there in a child.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(listener.fileno())],
-        env=environment,
-        pass_fds=[listener.fileno()],
-        start_new_session=True,
-    )
-    listener.close()
-    os.environ[SOCKET_VARIABLE] = place
-    ray_constants.SETUP_WORKER_FILENAME = __file__
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = own
-        del os.environ[SOCKET_VARIABLE]
-        server.kill()
-        server.wait()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(place)
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno())],
+            env=environment,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    yield {SOCKET_VARIABLE: place}
+    server.kill()
+    server.wait()
 
 
 def start_as_ray_does(arguments: list[str]) -> None:
