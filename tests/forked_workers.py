@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -54,6 +55,7 @@ def worker_server(directory: Path) -> Iterator[dict[str, str]]:
         server = subprocess.Popen(
             [sys.executable, __file__, str(listener.fileno())],
             env=environment,
+            stdin=subprocess.PIPE,  # ends with this process, however that ends
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
@@ -88,7 +90,7 @@ def hand_over(arguments: list[str]) -> None:
 def serve(listener: socket.socket) -> list[str]:
     """Fork for each job; returns in the children alone, with the job's arguments."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    while True:
+    while listener in select.select([listener, 0], [], [])[0]:
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3)
         connection.close()
@@ -96,6 +98,8 @@ def serve(listener: socket.socket) -> list[str]:
             break
         for file in files:
             os.close(file)
+    else:
+        sys.exit()
     listener.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, file in enumerate(files):
@@ -133,10 +137,12 @@ def main() -> None:
         return
     listener = socket.socket(fileno=int(sys.argv[1]))
     sys.path[0] = str(Path(__file__).parents[1])
+    import gc
     import importlib
 
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # the children's collections touch nothing of this, so that it stays shared
     work(serve(listener))
 
 
