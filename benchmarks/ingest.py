@@ -25,8 +25,9 @@ from made_data import made_dataset
 from object_server import KEYS, object_store
 from ray.data import ExecutionOptions
 
-from raytrain_gpt.cluster.ray_cluster import connect
-from raytrain_gpt.data.mixture import Mixture, Part
+from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
@@ -50,13 +51,20 @@ def main() -> None:
         connect(num_cpus_needed=4)
         data = Path(work, "data")
         manifest = made_dataset(data, args.tokens, VOCAB_SIZE)
-        parts = (SEQ_LEN, BATCH_SEQUENCES, 1, args.workers, SEQ_LEN)
         is_stored = args.latency_ms is not None
         place = object_store(data, args.latency_ms) if is_stored else nullcontext(Location.of(data))
         with place as directory:
-            cache_bytes = 4 * args.tokens if args.cache else 0
-            mixture = Mixture((Part(directory, manifest, Fraction(1)),))
-            spec = IngestSpec(mixture, *parts, cache_bytes=cache_bytes)
+            config = Config().updated(
+                {
+                    "seq_len": SEQ_LEN,
+                    "global_batch_tokens": BATCH_SEQUENCES * SEQ_LEN,
+                    "seed": 1,
+                    "eval_tokens": SEQ_LEN,
+                    "data_cache_gb": 4e-9 * args.tokens if args.cache else 0,
+                }
+            )
+            mixture = Mixture((WeightedDataset(directory, manifest, Fraction(1)),))
+            spec = IngestSpec(config, mixture, args.workers)
             steps = EPOCHS * spec.order().batches_per_epoch
             dataset = ingest_dataset(spec, steps)
             dataset.context.execution_options = ExecutionOptions(preserve_order=True)

@@ -14,11 +14,11 @@ _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def user_error_in(error: BaseException) -> RaytrainGptError | None:
-    """The first of our errors (the user's, or the storage's) that an exception was raised from, or None."""
+    """The first of our own errors that an exception was raised from, or None."""
     for cause in _causes(error):
         if type(cause).__module__ == errors.__name__ and isinstance(cause, RaytrainGptError):
             return cause
-        # Ray Data drops the cause when it sends an exception, but keeps its traceback's text.
+        # Ray Data drops the cause when it sends an exception to the driver; its traceback's text stays.
         for name, message in _IN_TRACEBACK.findall(str(cause)):
             kind = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, RaytrainGptError):

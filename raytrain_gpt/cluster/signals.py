@@ -17,12 +17,9 @@ _FORCED_AFTER = 3
 class StopSignals:
     """Takes both signals while it is entered; does nothing outside the main thread.
 
-    Until `defer` is called a signal raises KeyboardInterrupt where the main thread is, which no
-    `except Exception` on the way stops, and leaving the context makes it `Interrupted`. From then on it
-    only sets `stop`, and the third one ends the process on the spot.
-
-    Args:
-        message: Of the `Interrupted`.
+    Until `defer` is called, a signal raises KeyboardInterrupt in the main thread, which no
+    `except Exception` on the way swallows, and leaving the context turns it into `Interrupted` with the
+    given message. After that it only sets `stop`, and the third signal ends the process at once.
     """
 
     def __init__(self, message: str) -> None:
@@ -45,7 +42,7 @@ class StopSignals:
         self._count += 1
         if self._count >= _FORCED_AFTER:
             os._exit(Interrupted.exit_code)
-        if self._count == 1:  # the next one may come while this one is in set(), which locks
+        if self._count == 1:  # a second one may come while this one is in set(), which holds a lock
             self.stop.set()
         if not self._deferred:
             raise KeyboardInterrupt

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from raytrain_gpt.config.schema import Config
 
 VOCAB_MULTIPLE = 64
-"""The embedding has a multiple of this many rows, for speed on tensor cores."""
+"""The embedding's number of rows is a multiple of this, for speed on tensor cores."""
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -19,9 +19,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def micro_batches_per_step(config: Config, world_size: int) -> int:
-    """Forward and backward passes of one worker in a step; as many as possible with `auto`.
-
-    `global_batch_tokens / (micro_batch_sequences · seq_len · world_size)`
+    """global_batch_tokens / (micro_batch_sequences · seq_len · world_size); `auto` counts as 1 sequence.
 
     Raises:
         ConfigError: it is not a whole number; names the nearest sizes that are.
@@ -47,7 +45,7 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to a value, for messages."""
+    """The multiples of `unit` next to a value, as text."""
     below = value // unit * unit
     return ", ".join(str(v) for v in (below, below + unit) if v > 0)
 
@@ -57,10 +55,9 @@ def _nearest(valid: list[int], value: int) -> str:
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
-    """The micro-batch for a number of workers, which may be fewer than `num_workers`; `auto` stays.
+    """The micro-batch of a world size that may be below `num_workers`; `auto` stays.
 
-    With fewer workers it is the largest divisor of a worker's sequences of a step that is not above
-    `micro_batch_sequences`.
+    The largest divisor of a worker's sequences per step that is not above `micro_batch_sequences`.
     """
     asked = config.train.micro_batch_sequences
     if asked == "auto":

@@ -49,11 +49,7 @@ def load_config_file(path: Path) -> Config:
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file, whatever it is.
-
-    Args:
-        path: The file.
-        what: It is meant to be, for messages.
+    """The content of a YAML file; `what` it should be is for the message.
 
     Raises:
         ConfigError: it is missing or not YAML.
@@ -66,22 +62,21 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
-def resolve(preset: str | None, file: Path | None, leaves: Mapping[str, Any]) -> Config:
-    """Defaults < preset < file < leaves. A run that its file does not name is called like the file.
+def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
+    """Defaults < preset < file < fields. A file without a run_name gives the run its own name.
 
     Args:
-        preset: None: the quickstart, unless there is a file.
-        file: None: none.
-        leaves: Leaf name -> value.
+        preset: None: `quickstart`, unless there is a file.
+        fields: Name -> value, from flags.
 
     Raises:
-        ConfigError: both preset and file, or something that is unknown or impossible in them.
+        ConfigError: both preset and file, or an unknown key or impossible value in them.
     """
     if file is None:
-        return load_preset(preset or DEFAULT_PRESET).updated(leaves)
+        return load_preset(preset or DEFAULT_PRESET).updated(fields)
     if preset is not None:
         raise ConfigError(f"preset {preset} and configuration {file}: give one of them")
     base = load_config_file(file)
     if "run_name" not in base.run.model_fields_set:
         base = base.updated({"run_name": file.stem})
-    return base.updated(leaves)
+    return base.updated(fields)

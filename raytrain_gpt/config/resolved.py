@@ -1,12 +1,12 @@
-"""The configuration after `auto` was decided: plain values in the same tree, and what follows from them.
+"""The configuration after `auto` was decided: the same tree with plain values, and what follows.
 
     Config          as written; `auto` possible
-    SizedConfig     workers and their CPUs are decided, whether they get GPUs is not (of a sweep)
-    FittedConfig    the cluster section is decided (cluster/ray_cluster.fit_to_cluster)
-    ResolvedConfig  so is what depends on a device's memory (train/memory_fit.fit_memory)
+    SizedConfig     number and CPUs of workers are decided, GPUs are not yet (in a sweep)
+    FittedConfig    the whole cluster section is decided (cluster/capacity.fit_to_cluster)
+    ResolvedConfig  also what depends on a device's memory (train/memory_fit.fit_memory)
     RunPlan         a resolved configuration for one number of workers
 
-Whatever runs after a decision takes the type that has it, so mypy knows that there is no `auto` left.
+Code that runs after a decision takes the type that has it, so mypy knows that no `auto` is left.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ C = TypeVar("C", bound=Config)
 
 
 def decided(kind: type[C], config: Config, **values: Any) -> C:
-    """A configuration as one of a kind that allows fewer `auto`; values in place of those.
+    """A configuration as a type that allows fewer `auto`, with values in their place.
 
     Raises:
         ValidationError: an `auto` is left that the kind does not allow.
@@ -111,10 +111,8 @@ class RunPlan:
         """The plan for a micro-batch and a mode of activation checkpointing.
 
         Args:
-            config: Fitted to the cluster.
-            world_size: Number of workers; divides the global batch.
-            micro_batch_sequences: Divides a worker's sequences of a step.
-            mode: Of activation checkpointing.
+            world_size: Divides the global batch.
+            micro_batch_sequences: Divides a worker's sequences per step.
         """
         resolved = decided(
             ResolvedConfig,

@@ -55,7 +55,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _widens(_: Tensor, rows: Tensor, weight: Tensor) -> bool:
-    """Whether a linear layer's output is needed: the last one's, which narrows, is only added."""
+    """Whether a linear layer's output is needed: not that of the last one, which is only added."""
     return weight.shape[1] >= rows.shape[1]
 
 

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that a model has seen, so that one more token costs one token's work.
+"""A cache of keys and values, so that one more token costs one token's work.
 
-Sequences occupy the rows 0, 1, … without gaps, each from its first token on. Nothing attends to what a row
-holds behind its last token: zeros, or leftovers of an earlier sequence.
+Sequences occupy rows 0, 1, … without gaps, each from its first token on. What follows the last token of a
+row, zeros or the rest of an earlier sequence, is masked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from raytrain_gpt.core.model import GPTShape
 
 
 class KVCache:
-    """A cache for up to `max_rows` sequences; it grows to the rows and tokens that were needed so far."""
+    """Grows to the number of rows and tokens that have been needed so far.
+
+    Args:
+        shape: The model's.
+        max_rows: Number of sequences at most.
+    """
 
     def __init__(self, shape: GPTShape, max_rows: int) -> None:
         self._shape = shape
@@ -29,8 +34,8 @@ class KVCache:
         """For each layer: causal attention of new sequences, which are stored from `first_row` on.
 
         Args:
-            first_row: Row of the first sequence.
-            room_tokens: Tokens that the longest of them may finally have.
+            first_row: Row of the first new sequence.
+            room_tokens: Final length of the longest of them, to allocate once.
         """
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,11 +48,11 @@ class KVCache:
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 
     def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
-        """For each layer: attention of one more token of each of the first rows, which is stored.
+        """For each layer: attention of one more token in each of the first rows, which is stored.
 
         Args:
-            lengths: Tokens that row 0, 1, … has so far.
-            device: Device of the model.
+            lengths: Number of tokens that rows 0, 1, … have so far.
+            device: The model's.
         """
         num_rows, tokens = len(lengths), max(lengths) + 1
         rows = torch.arange(num_rows, device=device)
@@ -70,14 +75,14 @@ class KVCache:
             kept[:, target, :, :tokens] = kept[:, source, :, :tokens]
 
     def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """The layer's tensor, grown to at least this size."""
+        """The layer's tensor, reallocated if it has fewer rows or tokens than needed."""
         old = self._layers[layer]
         old_rows, old_tokens = (0, 0) if old is None else (old.shape[1], old.shape[3])
         if old is not None and rows <= old_rows and tokens <= old_tokens:
             return old
         rows = _grown(old_rows, rows, self._max_rows)
         tokens = _grown(old_tokens, tokens, self._shape.seq_len)
-        # Zeros: masked values are multiplied by 0, and 0 times a NaN would be NaN.
+        # Zeros, not empty memory: masked values are multiplied by 0, and 0 times NaN would be NaN.
         new = like.new_zeros(2, rows, like.shape[1], tokens, like.shape[3])
         if old is not None:
             new[:, :old_rows, :, :old_tokens] = old
@@ -86,5 +91,5 @@ class KVCache:
 
 
 def _grown(size: int, needed: int, most: int) -> int:
-    """At least doubled if it is too small, so that it grows rarely."""
+    """A size that is large enough; at least doubled, so that it grows rarely."""
     return size if needed <= size else min(max(needed, 2 * size), most)

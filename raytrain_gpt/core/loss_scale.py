@@ -53,5 +53,5 @@ class LossScale:
 def loss_scale_for(
     precision: str, device: torch.device, saved: tuple[float, int] | None = None
 ) -> LossScale | None:
-    """The loss scale for a precision, None except for fp16; `saved`: a checkpoint's `state`."""
+    """The loss scale for a resolved precision, None except for fp16; `saved`: a checkpoint's `state`."""
     return LossScale(device, *(saved or ())) if precision == "fp16" else None

@@ -17,9 +17,14 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import (
+    Resources,
+    cpus_to_start,
+    fit_to_cluster,
+    num_async_evaluations,
+)
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
-from raytrain_gpt.cluster.ray_cluster import Resources
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
@@ -146,7 +151,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
 def _connect(found: Examination) -> str:
     """Join the cluster, or start one."""
     try:
-        resources = ray_cluster.connect(ray_cluster.cpus_to_start(found.config))
+        resources = connect(cpus_to_start(found.config))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
         what = str(error) if isinstance(error, ClusterError) else root_cause(error)
         raise Failed(f"{what}; run the doctor on a node of the cluster") from None
@@ -160,10 +165,10 @@ def _connect(found: Examination) -> str:
 @named_check("workers")
 def _fit(found: Examination, resources: Resources) -> str:
     """Whether the workers fit the cluster."""
-    found.fitted = fitted, world_size = ray_cluster.fit_to_cluster(found.config, resources)
+    found.fitted = fitted, world_size = fit_to_cluster(found.config, resources)
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
-    one_more = ", and one more for async evaluation," if ray_cluster.evaluators(fitted) else ""
+    one_more = ", and one more for async evaluation," if num_async_evaluations(fitted) else ""
     return f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
 
 
@@ -174,7 +179,7 @@ def _read_data(found: Examination, is_default: bool) -> str:
     if is_default and not data_is_there(config):
         raise Skipped(f"{config.data.data_path} is not there yet; the first train makes it")
     data = data_of(config)
-    preflight.check_data(IngestSpec.of(config, data, world_size=1))
+    preflight.check_data(IngestSpec(config, data, world_size=1))
     found.data = data
     return f"{amount(data.split_tokens('train'))} train tokens, every shard as the manifest says"
 
@@ -212,7 +217,7 @@ def _look_at_nodes(found: Examination, ours: bool, data_check: Check) -> None:
 def _look_at_ranks(found: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
     ingest = plan = None
     if found.data is not None and not found.failed("data"):
-        ingest = IngestSpec.of(config, found.data, world_size)
+        ingest = IngestSpec(config, found.data, world_size)
     if bench and ingest is not None:
         try:
             plan = fit_memory(config, world_size, ingest.data.vocab_size, found.log)

@@ -18,7 +18,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.cluster.ray_cluster import ANSWER_WITHIN_S, knock, token_file
+from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock, token_file
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"

@@ -22,8 +22,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_gpt
+from raytrain_gpt.cluster.connection import token_file
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.ray_cluster import token_file
 from raytrain_gpt.cluster.shared_storage import (
     MAKE_ROOM,
     ON_ALL_NODES,

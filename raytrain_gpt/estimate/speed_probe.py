@@ -30,7 +30,7 @@ def probe_speed(config: Config, log: Callable[[str], None]) -> tuple[RunPlan, fl
     stopped = StopSignals("interrupted; nothing is left behind")
     with stopped, cluster_for(config, log) as (fitted, world_size, data):
         plan = fit_memory(fitted, world_size, data.vocab_size, log)
-        ingest = IngestSpec.of(fitted, data, world_size)
+        ingest = IngestSpec(fitted, data, world_size)
         preflight.check_data(ingest)
         preflight.check_compile(fitted)
         log(f"timing steps on {world_size} workers")

@@ -1,1 +1,1 @@
-"""How good a model is: validation loss, HellaSwag, samples; inside training, beside it and on its own."""
+"""How good a model is: validation loss, HellaSwag, samples; in training, asynchronously and on its own."""

@@ -5,11 +5,11 @@
    checkpoint first. Attempts come and go meanwhile.
 3. The task loads the verified checkpoint, evaluates it with the code of `eval`, and writes
    `evaluation.json` into its directory.
-4. The row and the samples go to the recorder. What is lost on the way there is read from the
-   checkpoints by the next recorder.
+4. The row and the samples go to the recorder. If the recorder is gone, the next one reads them from the
+   checkpoints.
 
-A task that dies is tried again. What is missing at the end is waited for; what a killed or stopped
-driver left is done by the next command.
+A task that dies is retried. What is missing at the end is waited for; what a killed or stopped driver
+left is done by the next command.
 """
 
 from __future__ import annotations
@@ -25,30 +25,23 @@ from typing import Any
 import ray
 import torch
 
-from raytrain_gpt.checkpoint.catalog import (
-    Catalog,
-    Checkpoint,
-    evaluated_beside,
-    read_checkpoint,
-)
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, write_evaluation_result
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.errors import CheckpointError, RaytrainGptError, TrainingFailed, UserError
+from raytrain_gpt.errors import CheckpointError, RaytrainGptError, UserError
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.evaluate.inference import load_checkpoint, lone_evaluation, validation_feed
 from raytrain_gpt.format import duration
-from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder import RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import finite
 
 MAX_RETRIES = 3
-"""Times that an evaluation whose task died is tried again, before it is left out."""
+"""Retries of an evaluation whose task died, before this command leaves it out."""
 MANY_WAIT = 3
-"""So many checkpoints that wait at once are told."""
-TELL_EVERY_S = 600.0
+"""Checkpoints waiting at a time from which the user is told that evaluation is too slow."""
+SAY_EVERY_S = 600.0
 NICENESS = 19
-"""The lowest priority: where cores are short, it is the training that goes on."""
+"""The lowest priority: where cores are short, training comes first."""
 POLL_S = 0.5
 CLOSE_WITHIN_S = 10.0
 
@@ -57,40 +50,38 @@ class AsyncEvaluation:
     """Evaluates the checkpoints of a run while it is trained.
 
     Args:
-        config: The run's, with every `auto` of the cluster section decided.
-        catalog: Of the run.
-        choices: Reference to HellaSwag's `Choices`; None: it is not asked.
-        stop: Once it is set, the task is cancelled and nothing is begun any more.
+        choices: Ray's reference to HellaSwag; None: it is not scored.
+        stop: Once it is set, the running task is cancelled and no other begins.
     """
 
     def __init__(
         self, config: FittedConfig, catalog: Catalog, choices: Any, stop: threading.Event
     ) -> None:
-        self._config, self._catalogue, self._choices = config, catalog, choices
-        self._stop = stop
+        self._config, self._catalog, self._choices = config, catalog, choices
+        self._stop, self._closed = stop, threading.Event()
         self._news: queue.SimpleQueue[str | EvaluationResult] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._asked = self._busy = self._closed = self._told_many = False
-        self._num_looks = 0
+        self._looks: queue.Queue[None] = queue.Queue()
+        self._said_many_wait = False
         self._left_out: set[str] = set()
-        self._thread = threading.Thread(target=self._work, name="async", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="async evaluation", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """There may be a checkpoint to evaluate: begin, now or behind what is being done."""
-        with self._changed:
-            self._asked = self._busy = True
-            self._num_looks += 1
-            self._changed.notify()
+        """Look for checkpoints to evaluate, after what is being evaluated now."""
+        self._looks.put(None)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being evaluated, and nothing that was found waits."""
-        return not self._busy
+        """Whether nothing is being evaluated and every `look` has been done."""
+        return self._looks.unfinished_tasks == 0
+
+    def due(self) -> list[Checkpoint]:
+        """Complete checkpoints that are yet to be evaluated, oldest first."""
+        return [checkpoint for checkpoint in self._catalog.complete() if self.is_due(checkpoint)]
 
     def is_due(self, checkpoint: Checkpoint) -> bool:
         """Whether it is yet to be evaluated; one that another command left out gets another chance."""
-        due = checkpoint.evaluated_row is None and evaluated_beside(checkpoint.state)
+        due = checkpoint.evaluated_row is None and checkpoint.state.is_evaluated_async
         return due and checkpoint.hash not in self._left_out
 
     def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:
@@ -107,97 +98,38 @@ class AsyncEvaluation:
             elif recorder is not None:
                 recorder.add_evaluated.remote(news.row, news.samples)
 
-    def finish(
-        self,
-        spec: RecorderSpec,
-        newest: Checkpoint,
-        lease: Lease,
-        write_report: Callable[[], None],
-        log: Callable[[str], None],
-    ) -> None:
-        """Evaluate what is due behind the last step, or until `stop`, with a recorder of its own.
-
-        Args:
-            spec: Of the recorder.
-            newest: The run's last checkpoint.
-            lease: On the run's name.
-            write_report: Called when all rows are written.
-            log: Gets console lines.
-
-        Raises:
-            ClusterError: another run took the name over.
-            TrainingFailed: the recorder died.
-        """
-        self.look()
-        try:
-            self._finish(start_recorder(spec), newest, lease, write_report, log)
-        except ray.exceptions.RayActorError as error:
-            raise TrainingFailed(
-                f"the recorder died ({root_cause(error)}); everything is saved, the same command goes on"
-            ) from error
-
-    def _finish(
-        self,
-        recorder: Any,
-        newest: Checkpoint,
-        lease: Lease,
-        write_report: Callable[[], None],
-        log: Callable[[str], None],
-    ) -> None:
-        while not (self.idle or self._stop.is_set()):
-            self._show(recorder, POLL_S, log)
-            lease.check()
-        self._show(recorder, 0.01, log)
-        write_report()
-        status = "KILLED" if self._stop.is_set() else "FINISHED"
-        ray.get(recorder.close.remote(status, str(newest.path)))
-        self._show(recorder, 0.01, log)
-        ray.kill(recorder)
-
-    def _show(self, recorder: Any, within_s: float, log: Callable[[str], None]) -> None:
-        self.hand_over(recorder, log)
-        for line in ray.get(recorder.take_news.remote(within_s)):
-            log(line)
-
     def close(self) -> None:
-        """Cancel what is being done; nothing of it is lost but time."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        """Cancel what is being evaluated; the next command evaluates it."""
+        self._closed.set()
+        self.look()
         self._thread.join(CLOSE_WITHIN_S)
 
     def _ends(self) -> bool:
-        return self._closed or self._stop.is_set()
+        return self._closed.is_set() or self._stop.is_set()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                while not (self._asked or self._closed):
-                    self._busy = False
-                    self._changed.wait()
-                if self._closed:
-                    return
-                self._asked = False
+            self._looks.get()
             try:
-                while not self._ends() and (due := self._due()):
-                    self._tell_many(due)
+                while not self._ends() and (due := self.due()):
+                    self._say_many_wait(due)
                     self._evaluate(due[0])
             except Exception as error:  # whatever it is, it must not end the training
                 self._news.put(f"evaluations wait for the next checkpoint: {root_cause(error)}")
+            self._looks.task_done()
+            if self._closed.is_set():
+                return
 
-    def _due(self) -> list[Checkpoint]:
-        return [checkpoint for checkpoint in self._catalogue.complete() if self.is_due(checkpoint)]
-
-    def _tell_many(self, due: list[Checkpoint]) -> None:
-        if len(due) >= MANY_WAIT and not self._told_many:
-            self._told_many = True
+    def _say_many_wait(self, due: list[Checkpoint]) -> None:
+        if len(due) >= MANY_WAIT and not self._said_many_wait:
+            self._said_many_wait = True
             self._news.put(
                 f"{len(due)} checkpoints wait for their evaluation and are kept until then; if it stays "
                 "slower than training: larger eval_every_steps, fewer eval_tokens, or more cpus_per_worker"
             )
 
     def _evaluate(self, checkpoint: Checkpoint) -> None:
-        """Evaluate a checkpoint, again where the task dies, or leave it out."""
+        """Evaluate a checkpoint; retry where the task dies, then leave it out."""
         c, step = self._config.cluster, checkpoint.state.step
         task = _evaluate.options(num_cpus=c.cpus_per_worker, num_gpus=c.num_gpus)
         for retries_left in reversed(range(MAX_RETRIES + 1)):
@@ -215,26 +147,28 @@ class AsyncEvaluation:
             if not retries_left or isinstance(known, UserError):
                 self._leave_out(checkpoint, reason)
                 return
-            self._news.put(f"evaluation of step {step} failed ({reason}), it is tried again")
+            self._news.put(f"evaluation of step {step} failed ({reason}); trying again")
 
     def _outcome(self, task: Any, step: int) -> EvaluationResult | Exception | None:
-        """What came of a task; None: it was cancelled because all of this ends."""
-        started = told_at = time.monotonic()
-        num_looks = self._num_looks
+        """What came of a task; None: it was cancelled because the run ends."""
+        started = said_at = time.monotonic()
+        num_looks = self._looks.qsize()
+        # Polled, and not a ray.get with a timeout, so that a stop cancels it at once. A task without
+        # resources waits for ever in Ray without a word: hence the line.
         while not ray.wait([task], timeout=POLL_S)[0]:
             if self._ends():
                 ray.cancel(task, force=True)
                 return None
-            if self._num_looks != num_looks:
-                num_looks = self._num_looks
+            if self._looks.qsize() > num_looks:
+                num_looks = self._looks.qsize()
                 with contextlib.suppress(OSError, RaytrainGptError):
-                    self._tell_many(self._due())
+                    self._say_many_wait(self.due())
             now = time.monotonic()
-            if now - told_at >= TELL_EVERY_S:
-                told_at = now
+            if now - said_at >= SAY_EVERY_S:
+                said_at = now
                 self._news.put(
                     f"evaluation of step {step} has not ended after {duration(now - started)}: it is slow, "
-                    "or waits for resources as a worker has them"
+                    "or waits for the resources of a worker"
                 )
         try:
             evaluated: EvaluationResult = ray.get(task)
@@ -244,7 +178,7 @@ class AsyncEvaluation:
 
     def _leave_out(self, checkpoint: Checkpoint, reason: str) -> None:
         self._left_out.add(checkpoint.hash)
-        # Without the mark nothing is lost but the room of a checkpoint that is kept for ever.
+        # If it cannot be marked, the only harm is a checkpoint that is kept for ever.
         with contextlib.suppress(OSError, RaytrainGptError):
             write_evaluation_result(
                 checkpoint.path, checkpoint.hash, EvaluationResult(None, left_out=reason)
@@ -256,18 +190,19 @@ class AsyncEvaluation:
 
 
 def _is_there(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is still the same: a rollback sets it aside, and its step comes again."""
+    """Whether a checkpoint is still the same: after a rollback another one has its step."""
     try:
         return read_checkpoint(checkpoint.path).hash == checkpoint.hash
     except CheckpointError:
         return False
 
 
+# max_calls=1: the process ends with the task, and gives back the memory of its GPU.
 @ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
 def _evaluate(
     checkpoint: Checkpoint, config: FittedConfig, choices: Choices | None
 ) -> EvaluationResult:
-    """Evaluate a checkpoint and write down what was found.
+    """Evaluate a checkpoint and write the result beside its files.
 
     Raises:
         UserError: the checkpoint is damaged or gone, or the dataset is.
@@ -275,7 +210,7 @@ def _evaluate(
     torch.set_num_threads(config.cluster.cpus_per_worker)
     os.nice(NICENESS)
     started = time.perf_counter()
-    if checkpoint.path.is_local:  # what is fetched from an object store is verified then
+    if checkpoint.path.is_local:  # from an object store it is verified when it is fetched
         checkpoint.verify()
     device = torch.device("cuda" if config.cluster.use_gpu else "cpu")
     model, tokenizer = load_checkpoint(checkpoint, config, device)

@@ -1,4 +1,4 @@
-"""Score endings: which of several continuations a model finds the likeliest."""
+"""Score endings: which of several continuations a model finds most likely."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from raytrain_gpt.core.model import GPT
 def ending_losses(
     model: GPT, tokens: Tensor, scored: Tensor, autocast: Autocast
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every row's ending: summed, and per token.
+    """Loss of every row's ending, summed and per token: two float64 (R,) on the CPU, in nats.
 
-    The softmax goes over the vocabulary without the padded ids, which no export has. The model runs
-    eagerly, so that the many shapes of the batches compile nothing, and logits are made for the
-    endings alone.
+    The softmax leaves out the padded ids of the vocabulary, as every exported model does. The model runs
+    eagerly, since batches have too many shapes to compile, and logits are made for the endings alone.
 
     Args:
         model: Not wrapped.
         tokens: int64 (R, T + 1).
-        scored: bool (R, T), whether the token behind each place belongs to the ending.
-        autocast: Makes the context that forward passes run in.
-
-    Returns:
-        Two float64 (R,) on the CPU, in nats.
+        scored: bool (R, T), whether the next token belongs to the ending.
     """
     model.eval()
     with autocast():
@@ -46,12 +41,11 @@ def ending_losses(
 
 @dataclass(frozen=True)
 class ChoiceScore:
-    """How many examples were answered rightly.
+    """How many examples were answered correctly.
 
     Attributes:
-        examples: All of them.
-        correct: Where the right ending has the smallest summed loss.
-        correct_norm: Where it has the smallest loss per token.
+        correct: Examples whose right ending has the smallest summed loss.
+        correct_norm: Examples whose right ending has the smallest loss per token.
     """
 
     examples: int
@@ -70,5 +64,5 @@ class ChoiceScore:
         }
 
     def _stderr(self, accuracy: float) -> float:
-        """Of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1))."""
+        """Standard error of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1))."""
         return math.sqrt(accuracy * (1 - accuracy) / max(1, self.examples - 1))

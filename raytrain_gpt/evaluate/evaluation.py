@@ -1,6 +1,6 @@
 """What an evaluation computes over all ranks: validation loss, HellaSwag, and samples.
 
-The same code evaluates inside training, beside it and in the `eval` command.
+The same code runs in the training workers, in the task of an async evaluation and in `eval`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.evaluate.choices import ChoiceScore, ending_losses
@@ -33,12 +33,7 @@ from raytrain_gpt.ingest.feed import EvalFeed
 
 
 def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
-    """HellaSwag as a model of this configuration is asked it.
-
-    Args:
-        config: Of the model.
-        path: The file, or DOWNLOAD.
-        tokenizer: The model's.
+    """HellaSwag tokenized for a model of this configuration; `path` is a file, or DOWNLOAD.
 
     Raises:
         DataError: the file cannot be read or fetched, or is not as published.
@@ -51,13 +46,10 @@ class Evaluation:
     """Evaluates one model as often as asked.
 
     Args:
-        config: The run's.
-        model: Not wrapped; its weights may come later.
-        tokenizer: Its tokenizer.
+        model: Not wrapped; its weights may be filled in later.
         feed: This rank's share of the validation sequences; None: no validation loss.
-        ranks: This process among all that evaluate together.
-        autocast: Makes the context that forward passes run in.
-        choices: HellaSwag; None: it is not asked.
+        collectives: Over all processes that evaluate together.
+        choices: HellaSwag; None: it is not scored.
     """
 
     def __init__(
@@ -66,21 +58,21 @@ class Evaluation:
         model: GPT,
         tokenizer: tiktoken.Encoding,
         feed: EvalFeed | None,
-        ranks: Collectives,
+        collectives: Collectives,
         autocast: Autocast,
         choices: Choices | None,
     ) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
-        self._feed, self._ranks, self._autocast = feed, ranks, autocast
+        self._feed, self._collectives, self._autocast = feed, collectives, autocast
         self._choices = choices
         lengths = token_bytes(tokenizer, model.shape.padded_vocab_size)
         self._token_bytes = torch.from_numpy(lengths)
 
     def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
-        """The keys of an evaluation's line, over all ranks, which all call this.
+        """The keys of an evaluation's row, over all ranks; all call it.
 
         Args:
-            progress: Called with every micro-batch.
+            progress: Called before every micro-batch.
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
@@ -102,7 +94,7 @@ class Evaluation:
             evaluation_sums(self._model, watched(part), lengths, self._autocast)
             for part in feed.micro_batches()
         ]
-        sums = self._ranks.summed(torch.stack(own))  # (datasets, 4)
+        sums = self._collectives.summed(torch.stack(own))  # (datasets, 4)
         weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
         metrics = eval_result(mixed_sums(sums, weights)).metrics()
         if feed.data.is_mixed:
@@ -116,19 +108,19 @@ class Evaluation:
         for _, labels, *chosen in self.answers(choices, progress):
             right = [(endings == labels).sum() for endings in chosen]
             own += torch.stack([torch.tensor(len(labels)), *right])
-        return ChoiceScore(*self._ranks.summed(own).tolist())
+        return ChoiceScore(*self._collectives.summed(own).tolist())
 
     def answers(
         self, choices: Choices, progress: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """What the model answers to this rank's examples, batch by batch.
+        """The model's answers to this rank's examples, batch by batch.
 
         Yields:
             Four int64 (n,): places of the examples in the file, right endings, and the endings with
             the smallest summed loss and with the smallest loss per token.
         """
         device = self._model.wte.weight.device
-        for batch in choices.batches(self._ranks.rank, self._ranks.world_size):
+        for batch in choices.batches(self._collectives.rank, self._collectives.world_size):
             progress()
             tokens, scored = (
                 torch.from_numpy(part).to(device) for part in (batch.tokens, batch.scored)

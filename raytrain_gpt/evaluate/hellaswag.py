@@ -1,8 +1,8 @@
-"""HellaSwag: contexts with four endings each, of which one is right.
+"""HellaSwag: contexts with four endings each, one of which is right.
 
 1. `read_examples` reads the published file; `downloaded` fetches it once.
 2. `encode_choices` makes a row of tokens of every context with each of its endings.
-3. `Choices.batches` deals them in whole batches, whose composition no number of ranks changes.
+3. `Choices.batches` deals whole batches to the ranks, the same ones for any number of ranks.
 
 Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
 """
@@ -27,10 +27,10 @@ from raytrain_gpt.storage.location import Location, Place, cache_directory
 
 NUM_ENDINGS = 4
 DOWNLOAD = "download"
-"""Stands for the public file where a path is meant."""
+"""In place of a path: the public file."""
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BATCH_TOKENS = 8192
-"""Of a batch, padding included; a batch has one example at least."""
+"""Tokens of a batch, padding included; a batch has at least one example."""
 
 _TIMEOUT_S = 60.0
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
@@ -47,13 +47,13 @@ class Example:
 
 @dataclass(frozen=True)
 class ChoiceBatch:
-    """Rows of some examples, four of each in a row, filled up with zeros.
+    """Rows of some examples, four consecutive ones each, padded with zeros.
 
     Attributes:
-        examples: int64 (n,), places in the file, from 0.
+        examples: int64 (n,), their numbers in the file, from 0.
         labels: int64 (n,)
         tokens: int64 (4n, T + 1)
-        scored: bool (4n, T), whether the token behind each place belongs to the ending.
+        scored: bool (4n, T), whether the next token belongs to the ending.
     """
 
     examples: NDArray[np.int64]
@@ -68,7 +68,7 @@ class Choices:
 
     Attributes:
         tokens: uint32 (tokens,), the rows laid end to end.
-        starts: int64 (4 · examples + 1,), where each row begins, and the end.
+        starts: int64 (4 · examples + 1,), offset of each row, and the end.
         num_scored: int64 (4 · examples,), tokens at the end of each row that are scored.
         labels: int64 (examples,)
         num_cut: Examples that did not fit the model's context with every ending.
@@ -81,7 +81,7 @@ class Choices:
     num_cut: int
 
     def batches(self, rank: int, world_size: int) -> Iterator[ChoiceBatch]:
-        """The batches of a rank: every `world_size`-th of all, which are the same for any number."""
+        """The batches of a rank: every `world_size`-th of all."""
         widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
         for number, examples in enumerate(_batched(widths)):
             if number % world_size == rank:
@@ -99,7 +99,7 @@ class Choices:
 
 
 def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Examples of about the same width together, as many as BATCH_TOKENS allows."""
+    """Examples of similar width together, so that little is padding."""
     batch: list[int] = []
     for example in np.argsort(widths, kind="stable").tolist():
         # They are sorted, so this one would be the widest of the batch.
@@ -139,11 +139,7 @@ def _parsed(content: bytes, name: str) -> list[Example]:
 
 
 def _example(row: Any) -> Example:
-    """The example of a line.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The example of a line; ValueError says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"{type(row).__name__} instead of an object")
     if "ctx" in row:
@@ -215,11 +211,10 @@ def _fetched(url: str) -> bytes:
 
 
 def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
-    """Rows of tokens: a context, then a space and an ending, which are tokenized apart.
+    """Rows of tokens: a context, then a space and an ending, tokenized separately.
 
-    A row has at most `seq_len` + 1 tokens, so that `seq_len` go into the model and each has a target.
-    What does not fit is cut from the left: the context, and of an ending that is longer than the
-    model's context its beginning too.
+    A row has at most `seq_len` + 1 tokens: `seq_len` inputs, each with a target. What does not fit is
+    cut from the left: the context, and the beginning of an ending that is longer than the context.
     """
     rows, num_scored, num_cut = [], [], 0
     for example in examples:

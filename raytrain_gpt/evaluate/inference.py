@@ -1,4 +1,4 @@
-"""Use a checkpoint in this process, without Ray: evaluate it, draw samples from it."""
+"""A checkpoint in this process, without Ray: evaluated, or asked for samples."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
@@ -66,18 +66,15 @@ def evaluate_checkpoint(
     eval_tokens: int | None = None,
     hellaswag: str | None = None,
 ) -> tuple[Location, dict[str, Any]]:
-    """Metrics of a checkpoint.
+    """The path of a checkpoint and its metrics, with `step`.
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line where there is no dataset to validate on, or the device computes no bf16.
-        data: Dataset, or several with weights as in `data_path`; None: what it was trained on, which need
-            not be there for HellaSwag.
-        eval_tokens: Upper limit of tokens; None: as in training.
-        hellaswag: Its file, or `download`; None: it is not asked.
-
-    Returns:
-        The checkpoint's path and its metrics, with `step`.
+        log: Gets a line when there is no dataset to validate on, or the device cannot compute in bf16.
+        data: Dataset, or several with weights as in `data_path`; None: what the checkpoint was trained
+            on, which may be absent if HellaSwag is scored.
+        eval_tokens: Upper limit of validation tokens; None: as in training.
+        hellaswag: The file, or `download`; None: it is not scored.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -88,7 +85,7 @@ def evaluate_checkpoint(
         raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
     if config.train.precision == "bf16" and not has_bf16(device):
-        log("evaluated in fp32: this device computes no bf16")
+        log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
@@ -109,7 +106,7 @@ def lone_evaluation(
     feed: EvalFeed | None,
     choices: Choices | None,
 ) -> Evaluation:
-    """An `Evaluation` by this process alone, where the model is; arguments as there."""
+    """An `Evaluation` by this process alone, on the model's device."""
     device = model.wte.weight.device
     autocast = autocast_of(resolve_precision(config.train.precision, device), device)
     alone = Collectives(rank=0, world_size=1)
@@ -141,12 +138,7 @@ def validation_feed(
             f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
         )
     spec = IngestSpec(
-        data=found,
-        seq_len=config.data.seq_len,
-        batch_sequences=config.batch_sequences,
-        seed=config.train.seed,
-        world_size=1,
-        eval_tokens=eval_tokens or config.eval.eval_tokens,
+        config.updated({"eval_tokens": eval_tokens or config.eval.eval_tokens}), found, 1
     )
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
@@ -162,14 +154,12 @@ def sample_checkpoint(
     num_samples: int,
     **options: Any,
 ) -> list[str]:
-    """Continuations of a prompt, the prompt included.
+    """Continuations of a prompt (which may be empty), the prompt included.
 
     Args:
         path: A checkpoint or a run.
-        prompt: May be empty.
-        log: Gets a line where the prompt is longer than the context.
-        num_samples: Continuations.
-        options: Of `SamplingOptions`.
+        log: Gets a line when the prompt is longer than the context.
+        options: Those of `SamplingOptions`.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
@@ -186,15 +176,11 @@ def sample_checkpoint(
 
 
 def check_num_samples(num_samples: int) -> None:
-    """Refuse less than one.
-
-    Raises:
-        ConfigError: it is below 1.
-    """
+    """Raise ConfigError if it is below 1."""
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
-    """Token ids of a prompt; an empty one is the end of the text before."""
+    """Token ids of a prompt; an empty one becomes `eot`, after which a document begins."""
     return tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]

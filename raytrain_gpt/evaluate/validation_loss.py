@@ -16,13 +16,13 @@ from raytrain_gpt.core.model import GPT
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Sums that give the metrics.
+    """Sums that the metrics follow from.
 
     Attributes:
         nats: Summed loss of all targets.
-        tokens: Targets.
+        tokens: Number of targets.
         text_nats: Summed loss of the targets that are text, not `eot`.
-        text_bytes: Bytes of these targets.
+        text_bytes: Bytes of these.
     """
 
     nats: float
@@ -46,7 +46,7 @@ class EvalResult:
         return self.text_nats / math.log(2) / max(1, self.text_bytes)
 
     def metrics(self) -> dict[str, float | int]:
-        """The keys of an evaluation's line."""
+        """The keys of an evaluation's row."""
         return {
             "val/loss": self.loss,
             "val/perplexity": self.perplexity,
@@ -59,16 +59,12 @@ class EvalResult:
 def evaluation_sums(
     model: GPT, micro_batches: Iterable[MicroBatch], token_bytes: Tensor, autocast: Autocast
 ) -> Tensor:
-    """This rank's sums; added over ranks they make an `EvalResult`.
+    """This rank's sums, to be added over ranks: float64 (4,) on the CPU, fields of `EvalResult`.
 
     Args:
         model: Not wrapped: no collective runs, so ranks may have different numbers of batches.
         micro_batches: Targets of −100 do not count.
-        token_bytes: int64 (padded_vocab_size,), bytes of text behind each id.
-        autocast: Makes the context that forward passes run in.
-
-    Returns:
-        float64 (4,) on the CPU: nats, tokens, text nats, text bytes.
+        token_bytes: int64 (padded_vocab_size,), bytes of text of each id.
     """
     model.eval()
     sums = []
@@ -89,14 +85,11 @@ def eval_result(sums: Tensor) -> EvalResult:
 
 
 def mixed_sums(sums: Tensor, weights: Tensor) -> Tensor:
-    """Sums of several datasets as if each had its weight's part of all tokens.
+    """Sums of all datasets as if each had the share of its weight in all tokens: float64 (4,).
 
     Args:
-        sums: float64 (datasets, 4), of `evaluation_sums`.
+        sums: float64 (datasets, 4), from `evaluation_sums`.
         weights: float64 (datasets,), together 1.
-
-    Returns:
-        float64 (4,)
     """
     tokens = sums[:, 1]
     factors = weights * tokens.sum() / tokens

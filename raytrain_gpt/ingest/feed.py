@@ -23,10 +23,10 @@ class RankChunk:
     """One rank's share of some global batches.
 
     Attributes:
-        first: The first global batch.
+        first: Number of the first global batch.
         tokens: uint16 or uint32 (batches, share, seq_len + 1).
-        ids: int64 (batches, share), what was read, −1 where there is no sequence.
-        planned: int64 (batches,), hash sum of the whole global batch by the plan.
+        ids: int64 (batches, share), what was really read; −1 where there is no sequence.
+        planned: int64 (batches,), hash sum of each whole global batch as planned.
     """
 
     first: int
@@ -39,14 +39,15 @@ def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iter
     """What a worker's dataset shard delivers: its validation share, then its chunks in order.
 
     Raises:
-        RuntimeError: a row is another rank's or not the next one: Ray dealt them otherwise.
+        RuntimeError: a row belongs to another rank or is not the next one. Ray promises neither who
+            gets a block of `streaming_split` nor that none is lost, so every row is checked.
     """
     expected = ("val", rank, 0)
     for table in tables:
         row = {name: table[name].chunk(0)[0] for name in table.column_names}
         found = (row["split"].as_py(), row["rank"].as_py(), row["first"].as_py())
         if found != expected:
-            raise RuntimeError(f"rows were dealt wrongly: wanted {expected}, got {found}")
+            raise RuntimeError(f"Ray Data delivered a wrong row: wanted {expected}, got {found}")
         num_batches = row["num_batches"].as_py()
         tokens = np.frombuffer(row["tokens"].as_buffer(), spec.data.dtype)
         chunk = RankChunk(
@@ -64,9 +65,7 @@ class TrainFeed:
     """Micro-batches of one rank, in order, one ahead on the device.
 
     Args:
-        chunks: This rank's chunks.
-        micro_batch_sequences: Sequences of a micro-batch; divides the rank's share.
-        device: Where they go.
+        micro_batch_sequences: Divides the rank's share of a global batch.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class TrainFeed:
                     yield tokens[start : start + self._size]
 
     def take_hash_sums(self) -> tuple[int, int]:
-        """Of the oldest step not asked for: this rank's delivered and the whole planned hash sum."""
+        """Hash sums of the oldest step not asked for: of what this rank got, and of the whole plan."""
         return self._delivered.popleft()
 
 
@@ -118,9 +117,6 @@ class EvalFeed:
     Args:
         tokens: (n, seq_len + 1).
         ids: int64 (n,), −1 where there is no sequence.
-        data: What they are of.
-        micro_batch_sequences: Sequences of a micro-batch.
-        device: Where they go.
     """
 
     def __init__(
@@ -139,7 +135,7 @@ class EvalFeed:
         self._device = device
 
     def micro_batches(self) -> list[Iterator[MicroBatch]]:
-        """Of each dataset all of the share, in micro-batches of one shape; what fills up does not count."""
+        """The share of each dataset in micro-batches of one shape, padded with targets that do not count."""
         return [self._filled(tokens) for tokens in self._tokens]
 
     def _filled(self, tokens: Tokens) -> Iterator[MicroBatch]:

@@ -27,9 +27,9 @@ from raytrain_gpt.data.order import Ids, Skipped, batches_to_read, sequence_hash
 from raytrain_gpt.data.shards import Split
 
 LEAST_READERS = 2
-RANKS_A_READER = 16
-"""Ranks for which one more chunk is read at a time. A reading task takes a CPU while it runs, and
-twice the window (128 MiB of 2^26 uint16) in memory: its own and the object store's."""
+RANKS_PER_READER = 16
+"""Ranks for which one more chunk is read at a time. A reading task takes a CPU while it runs, and twice the
+window (128 MiB of 2^26 uint16) in memory: its own copy and the object store's."""
 
 
 @dataclass(frozen=True)
@@ -37,52 +37,30 @@ class IngestSpec:
     """All that decides what a run reads.
 
     Attributes:
-        data: The dataset or datasets.
-        seq_len: Tokens of context.
-        batch_sequences: Sequences of a global batch.
-        seed: The run's.
-        world_size: Number of workers.
-        eval_tokens: Upper limit of validation tokens.
         first_batch: The global batch to begin with, unless it is skipped.
-        skipped: Ranges of global batches that are left out.
-        cache_bytes: Bytes of every node's disk that may keep what is read of an object store.
+        skipped: Ranges of global batches that are left out, (first, stop).
     """
 
+    config: Config
     data: Mixture
-    seq_len: int
-    batch_sequences: int
-    seed: int
     world_size: int
-    eval_tokens: int
     first_batch: int = 0
     skipped: Skipped = ()
-    cache_bytes: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        data: Mixture,
-        world_size: int,
-        first_batch: int = 0,
-        skipped: Skipped = (),
-    ) -> IngestSpec:
-        """What a configuration reads of its data; the arguments as above."""
-        return cls(
-            data=data,
-            seq_len=config.data.seq_len,
-            batch_sequences=config.batch_sequences,
-            seed=config.train.seed,
-            world_size=world_size,
-            eval_tokens=config.eval.eval_tokens,
-            first_batch=first_batch,
-            skipped=skipped,
-            cache_bytes=round(config.data.data_cache_gb * 1e9),
-        )
+    @property
+    def seq_len(self) -> int:
+        """Tokens of context; a sequence has one more."""
+        return self.config.data.seq_len
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of every node's disk that may keep what is read of an object store."""
+        return round(self.config.data.data_cache_gb * 1e9)
 
     def order(self) -> BatchOrder:
         """The training order."""
-        return self.data.order(self.batch_sequences, self.seq_len, self.seed)
+        seed = self.config.train.seed
+        return self.data.order(self.config.batch_sequences, self.seq_len, seed)
 
     def eval_ids(self) -> Ids:
         """The validation sequences, padded with −1 to equal shares.
@@ -90,7 +68,7 @@ class IngestSpec:
         Returns:
             int64 (1, world_size · share)
         """
-        found = self.data.val_ids(self.seq_len, self.eval_tokens)
+        found = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
         share = -(-len(found) // self.world_size)
         ids = np.full((1, share * self.world_size), -1, np.int64)
         ids[0, : len(found)] = found
@@ -104,7 +82,8 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
     chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
     rows = [{"split": "val", "first": 0, "stop": 1}]
     rows += [{"split": "train", "first": first, "stop": stop} for first, stop in chunks]
-    # Without the repartition the rows of a chunk are merged into one block and go to one rank.
+    # Ray Data merges the small rows of a task's output into one block, and a block goes to one rank. The
+    # repartition splits them again; it only ever splits (ray #57165, #64722), which is what is needed.
     return (
         ray.data.from_items(rows, override_num_blocks=len(rows))
         .map_batches(
@@ -118,8 +97,8 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
 
 
 def num_readers(world_size: int) -> int:
-    """Chunks that are read at a time for so many ranks."""
-    return max(LEAST_READERS, world_size // RANKS_A_READER)
+    """How many chunks are read at a time."""
+    return max(LEAST_READERS, world_size // RANKS_PER_READER)
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
@@ -132,13 +111,11 @@ def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
 
 
 def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids) -> pa.Table:
-    """A table of one row a rank: its sequences of some global batches.
+    """A table of one row per rank: its sequences of some global batches.
 
     Args:
-        spec: The run.
-        split: `train` or `val`.
-        first: The first global batch, for the worker's check.
-        ids: int64 (batches, sequences), −1 where there is none.
+        first: The first global batch; the worker checks it.
+        ids: int64 (batches, sequences), −1 where there is no sequence.
     """
     num_batches, size = ids.shape
     ranks, share = spec.world_size, size // spec.world_size

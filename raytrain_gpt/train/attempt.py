@@ -12,8 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ray
 import ray.train
@@ -21,25 +21,25 @@ import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
+from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder import RankState, RecorderSpec, start_recorder
+from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import Row
-from raytrain_gpt.train.worker import WorkerSpec
+from raytrain_gpt.train.policy import Kind, ScaleUp
 from raytrain_gpt.train.worker_group import worker_group
+from raytrain_gpt.train.worker_spec import WorkerSpec
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 STACKS_WITHIN_S = 5.0
 TORCH_TIMEOUT_S = 600
-
-Log = Callable[[str], None]
-Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hung", "failed"]
+"""Longest wait in a collective of torch. Its default, 30 minutes, is how long the surviving ranks of a dead
+one would hang before Ray Train sees them fail."""
 
 
 @dataclass(frozen=True)
@@ -47,92 +47,108 @@ class End:
     """How an attempt ended.
 
     Attributes:
-        kind: What it was.
+        kind: How it ended.
         error: What `fit()` raised, or what is missing.
-        bad_stretch: Of `rolled_back`.
+        bad_stretch: The steps that the run rolls back before.
+        user_error: Our own error inside `error`, which no other attempt would get past.
+        gone_back_to: Where the rollback led; None: to step 0.
     """
 
     kind: Kind
     error: Exception | None = None
     bad_stretch: BadStretch | None = None
+    user_error: RaytrainGptError | None = None
+    gone_back_to: Checkpoint | None = None
+
+
+def how_it_ended(
+    outcome: Outcome | None, error: Exception | None, *, stopping: bool, hung: bool
+) -> End:
+    """How an attempt ended.
+
+    Args:
+        outcome: What the workers told the recorder when they left; None: they died, or it did.
+        error: What `fit()` raised.
+        stopping: A signal has asked the run to stop.
+        hung: The ranks were killed because one of them made no progress.
+    """
+    if outcome is not None:
+        # They have saved and left; an error that Ray raises afterwards loses nothing.
+        if outcome.bad_stretch is not None:
+            return End("rolled_back", bad_stretch=outcome.bad_stretch)
+        if outcome.left_for == "preempted":
+            return End("preempted")
+        if outcome.left_for == "stopped":
+            return End("stopped" if stopping else "resized")
+        if error is None:
+            return End("finished")
+    if error is None and stopping:
+        return End("stopped")
+    error = error or RuntimeError("the workers left before the last step")
+    return End("hung" if hung else "failed", error)
 
 
 @dataclass
 class Attempt:
-    """All that one `fit()` needs.
+    """One `fit()`: made, run, closed.
 
     Attributes:
-        plan: Configuration, workers, and what each does in a step.
-        ingest: What is read.
-        num_batches: Global batches to read.
-        recorder: What the recorder begins with.
-        rows_before: The last rows of steps before.
-        resumed: Checkpoint to go on from, or None.
-        number: Of this attempt; Ray knows it by this name.
+        spec: What every worker is told; the recorder's handle is added.
+        recorder_spec: What the recorder begins with.
         train_loop: What every worker runs.
         stop: Set by a signal.
         lease: On the run's name.
         log: Gets console lines.
-        choices: Reference to the HellaSwag's `Choices`, or None.
-        beside: Evaluates the checkpoints, or None: the workers do.
+        evaluations: Evaluates the checkpoints asynchronously; None: the workers evaluate.
         evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
+        recorder: The recorder's handle, open until `close`.
     """
 
-    plan: RunPlan
-    ingest: IngestSpec
-    num_batches: int
-    recorder: RecorderSpec
-    rows_before: list[dict[str, Any]]
-    resumed: Checkpoint | None
-    number: int
+    spec: WorkerSpec
+    recorder_spec: RecorderSpec
     train_loop: Callable[[WorkerSpec], None]
     stop: threading.Event
     lease: Lease
-    log: Log
-    choices: Any
-    async_evaluation: AsyncEvaluation | None = None
+    log: Callable[[str], None]
+    evaluations: AsyncEvaluation | None = None
     evaluated: Callable[[Row], None] | None = None
+    recorder: Any = field(default=None, init=False)
     _asked_to_stop: bool = field(default=False, init=False)
     _watched_at: float = field(default=0.0, init=False)
-    _resizing: bool = field(default=False, init=False)
     _hung: bool = field(default=False, init=False)
-    _more_since: float | None = field(default=None, init=False)
 
-    def run(self) -> tuple[End, Any]:
-        """How it ended, and the recorder, which is still open.
+    def __post_init__(self) -> None:
+        self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
+
+    def run(self) -> End:
+        """Train until the workers have left or died.
 
         Raises:
             ClusterError: another run took the name over.
         """
-        recorder = start_recorder(self.recorder)
-        spec = WorkerSpec(
-            plan=self.plan,
-            run_dir=self.recorder.run_dir,
-            ingest=self.ingest,
-            resumed=self.resumed,
-            rows_before=self.rows_before,
-            attempt=self.number,
-            lease_token=self.lease.token,
-            recorder=recorder,
-            choices=None if self.async_evaluation else self.choices,
-            is_trial=self.evaluated is not None,
-        )
-        error = self._fit_and_watch(self._trainer(spec), recorder)
-        return self._end(error, recorder), recorder
+        self.recorder = start_recorder(self.recorder_spec)
+        self.spec = replace(self.spec, recorder=self.recorder)
+        error = self._fit_and_watch(self._trainer())
+        outcome = None
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            outcome = ray.get(self.recorder.outcome.remote())
+        return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=self._hung)
 
-    def _trainer(self, spec: WorkerSpec) -> ray.train.torch.TorchTrainer:
+    def _trainer(self) -> ray.train.torch.TorchTrainer:
+        config, ingest = self.spec.plan.config, self.spec.ingest
+        steps_done = self.spec.resumed.state.step if self.spec.resumed else 0
         return worker_group(
             self.train_loop,
-            spec,
-            self.plan.config.cluster,
-            self.plan.world_size,
-            name=f"{self.number:03d}",
-            directory=self.recorder.run_dir / "ray",
-            dataset=ingest_dataset(self.ingest, self.num_batches),
+            self.spec,
+            config.cluster,
+            self.spec.plan.world_size,
+            name=f"{self.spec.attempt:03d}",
+            directory=self.spec.run_dir / "ray",
+            dataset=ingest_dataset(ingest, config.train.max_steps - steps_done),
             torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
         )
 
-    def _fit_and_watch(self, trainer: Any, recorder: Any) -> Exception | None:
+    def _fit_and_watch(self, trainer: Any) -> Exception | None:
         raised: list[Exception] = []
 
         def fit() -> None:
@@ -141,130 +157,101 @@ class Attempt:
             except Exception as error:
                 raised.append(error)
 
+        # In a thread: on Ctrl+C Ray Train aborts the run without a checkpoint (and on SIGTERM
+        # Python would not run our handler while the main thread waits inside Ray).
         thread = threading.Thread(target=fit, name="fit", daemon=True)
         thread.start()
         try:
             while thread.is_alive():
-                for news in ray.get(recorder.take_news.remote(POLL_S)):
-                    self._take(news, recorder)
-                if self.async_evaluation is not None:
-                    self.async_evaluation.hand_over(recorder, self.log)
+                for news in ray.get(self.recorder.take_news.remote(POLL_S)):
+                    self._take(news)
+                if self.evaluations is not None:
+                    self.evaluations.hand_over(self.recorder, self.log)
                 if self.stop.is_set() and not self._asked_to_stop:
                     self._asked_to_stop = True
-                    if not ray.get(recorder.is_training.remote()):
-                        self._kill_ranks(recorder)
+                    if not ray.get(self.recorder.is_training.remote()):
+                        self._kill_ranks()
                         return None
                     self.log("stopping: saving a checkpoint first (twice more to stop at once)")
-                    recorder.order.remote("stop")
-                self._watch(recorder)
+                    self.recorder.order.remote("stop")
+                self._watch()
         except ray.exceptions.RayActorError as error:
-            # The recorder is dead, and so end the workers, which find nobody to tell.
+            # The recorder is dead; the workers notice by their heartbeats and exit.
             thread.join(TORCH_TIMEOUT_S)
             raised.append(error)
         return raised[0] if raised else None
 
-    def _take(self, news: str | Row, recorder: Any) -> None:
+    def _take(self, news: str | Row) -> None:
         if isinstance(news, str):
             self.log(news)
-        elif self.async_evaluation is not None:
-            self.async_evaluation.look()
+        elif self.evaluations is not None:
+            self.evaluations.look()
         elif self.evaluated is not None:
             self.evaluated(news)
             if not self.stop.is_set():
-                recorder.order.remote("go_on")
+                self.recorder.order.remote("go_on")
 
-    def _watch(self, recorder: Any) -> None:
-        if time.monotonic() - self._watched_at < WATCH_EVERY_S:
-            return
-        self._watched_at = time.monotonic()
-        if self.lease.lost.is_set():
-            self._kill_ranks(recorder)
-            self.lease.check()
-        timeout_s = self.plan.config.cluster.hang_timeout_s
-        if timeout_s and not self._hung and ray.get(recorder.stalled_s.remote()) > timeout_s:
-            self._hung = True
-            self._dump_stacks(recorder, timeout_s)
-            self._kill_ranks(recorder)
-        if not self._resizing and self._more_workers_for_long():
-            self._resizing = True
-            self.log("more workers are possible: saving a checkpoint and starting again with them")
-            recorder.order.remote("stop")
-
-    def _more_workers_for_long(self) -> bool:
-        world_size = self.plan.world_size
-        if world_size == self.plan.config.cluster.num_workers:
-            return False
-        possible = ray_cluster.largest_world_size(self.plan.config, ray_cluster.resources())
-        if possible is None or possible <= world_size:
-            self._more_since = None
-            return False
+    def _watch(self) -> None:
         now = time.monotonic()
-        self._more_since = self._more_since or now
-        return now - self._more_since >= self.plan.config.cluster.resize_after_s
+        if now - self._watched_at < WATCH_EVERY_S:
+            return
+        self._watched_at = now
+        if self.lease.lost.is_set():
+            self._kill_ranks()
+            self.lease.check()
+        timeout_s = self.spec.plan.config.cluster.hang_timeout_s
+        if timeout_s and not self._hung and ray.get(self.recorder.stalled_s.remote()) > timeout_s:
+            self._hung = True
+            self._dump_stacks(timeout_s)
+            self._kill_ranks()
+        if self._scale_up.is_due(cluster_resources, now):
+            self.log("more workers are possible: saving a checkpoint and restarting with them")
+            self.recorder.order.remote("stop")
 
-    def _dump_stacks(self, recorder: Any, timeout_s: float) -> None:
-        """Say which rank hangs, and where all of them are."""
-        recorder.order.remote("dump")
-        stacks: dict[int, str] = ray.get(recorder.take_stacks.remote(STACKS_WITHIN_S))
-        ranks: dict[int, RankState] = ray.get(recorder.ranks.remote())
+    def _dump_stacks(self, timeout_s: float) -> None:
+        """Show and write where all ranks are, so that the one that hangs can be told."""
+        self.recorder.order.remote("dump")
+        stacks: dict[int, str] = ray.get(self.recorder.take_stacks.remote(STACKS_WITHIN_S))
+        ranks: dict[int, RankState] = ray.get(self.recorder.ranks.remote())
         self.log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
         texts = []
         for rank, state in sorted(ranks.items()):
             missing = f"does not answer (process {state.pid})"
             texts.append(f"[rank {rank}] {stacks.get(rank, missing).rstrip()}")
             self.log(texts[-1])
-        path = self.recorder.sync.work_dir / f"stacks-{self.number:03d}.txt"
+        path = self.recorder_spec.sync.work_dir / f"stacks-{self.spec.attempt:03d}.txt"
         with contextlib.suppress(OSError):  # they are on the console, too
             path.write_text("\n".join(texts) + "\n", "utf-8")
 
-    def _kill_ranks(self, recorder: Any) -> None:
-        """End all workers at once, frozen ones too: by their nodes, not by their own doing."""
+    def _kill_ranks(self) -> None:
+        """End all workers at once by a task on each one's node.
+
+        `ray.kill` needs the actor's handle, which Ray Train keeps to itself, and a frozen (SIGSTOP)
+        process heeds nothing but SIGKILL.
+        """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        ranks: dict[int, RankState] = ray.get(recorder.ranks.remote())
+        ranks: dict[int, RankState] = ray.get(self.recorder.ranks.remote())
         for state in ranks.values():
             if state.node_id in alive:
                 node = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
                 _kill.options(scheduling_strategy=node).remote(state.pid)
 
-    def _end(self, error: Exception | None, recorder: Any) -> End:
-        outcome = None
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            outcome = ray.get(recorder.outcome.remote())
-        if outcome is not None:
-            # They left by themselves and have saved; what Ray says of it afterwards loses nothing.
-            if outcome.bad_stretch is not None:
-                return End("rolled_back", bad_stretch=outcome.bad_stretch)
-            if outcome.left_for == "preempted":
-                return End("preempted")
-            if outcome.left_for == "stopped":
-                return End("stopped" if self.stop.is_set() else "resized")
-            if error is None:
-                return End("finished")
-        if error is None and self.stop.is_set():
-            return End("stopped")
-        error = error or RuntimeError("the workers left before the last step")
-        return End("hung" if self._hung else "failed", error)
-
-    def tell_end(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
+    def record_end(self, end: End, newest: Checkpoint | None) -> None:
         """Write the attempt's last event; a dead recorder cannot."""
         step = newest.state.step if newest else 0
         details = {} if end.error is None else {"error": root_cause(end.error)}
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(recorder.add_event.remote(step, end.kind, **details))
+            ray.get(self.recorder.add_event.remote(step, end.kind, **details))
 
-    def close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
-        """Finish all files, and hand them to the trackers; a dead recorder has done so."""
+    def close(self, end: End, newest: Checkpoint | None) -> None:
+        """Finish all files and hand them to the trackers; a dead recorder's next one does so."""
+        statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
+        status = statuses.get(end.kind, "KILLED")
         with contextlib.suppress(ray.exceptions.RayActorError):
-            self._close(end, recorder, newest)
-
-    def _close(self, end: End, recorder: Any, newest: Checkpoint | None) -> None:
-        status = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}.get(
-            end.kind, "KILLED"
-        )
-        ray.get(recorder.close.remote(status, str(newest.path) if newest else None))
-        for news in ray.get(recorder.take_news.remote(0.01)):
-            self._take(news, recorder)
-        ray.kill(recorder)
+            ray.get(self.recorder.close.remote(status, str(newest.path) if newest else None))
+            for news in ray.get(self.recorder.take_news.remote(0.01)):
+                self._take(news)
+            ray.kill(self.recorder)
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]

@@ -1,9 +1,9 @@
-"""A worker's link to the recorder, and through it to the driver.
+"""A worker's connection to the recorder, and through it to the driver.
 
-Rows, samples and lines go there by calls that nobody waits for. A thread of every rank tells every few
-seconds how far it has come, which is how a hanging rank is noticed, and learns by the same call what
-the driver wants: `stop` (save and leave), `go_on` (to a trial that waits for it) or `dump` (tell where
-every thread is). A rank whose recorder is gone ends itself.
+Rows, samples and lines go there by calls that nobody waits for. A thread of every rank sends a
+heartbeat every few seconds with a count of what it has done, by which a hanging rank is noticed. The
+answer is what the driver orders: `stop` (save and leave), `go_on` (to a trial that waits for it) or
+`dump` (send the stacks of all threads). A rank whose recorder is gone ends itself.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from raytrain_gpt.tracking.run_files import Row
 
 SEND_EVERY_S = 1.0
 ALONE_FOR_S = 30.0
-"""How long a rank goes on while the recorder cannot be reached; below the lease's expiry."""
+"""How long a rank goes on while the recorder cannot be reached; below the lease's expiry, so that it is gone
+before another process may take the run's name."""
 
 
 class RecorderClient:
-    """One rank's end of the link.
-
-    Args:
-        recorder: Handle of the recorder actor.
-        rank: Of this worker.
+    """One rank's side of the connection.
 
     Attributes:
         stop: Set when the driver wants the workers to save and leave.
@@ -44,16 +41,16 @@ class RecorderClient:
         self._last_call: Any = None
         self._progress = 0
         self._closed = False
-        self._verdicts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._decisions: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.stop = threading.Event()
-        threading.Thread(target=self._beat, name="link", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def progress(self) -> None:
-        """Something was done: this rank does not hang."""
+        """Count something done: this rank does not hang."""
         self._progress += 1
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call the recorder and forget."""
+        """Call a method of the recorder without waiting; an actor takes one caller's calls in order."""
         remote: Callable[..., Any] = getattr(self._recorder, method).remote
         self._last_call = remote(*args, **kwargs)
 
@@ -62,11 +59,11 @@ class RecorderClient:
         self.call("log", self._rank, line)
 
     def event(self, step: int, event: str, **details: Any) -> None:
-        """Hand over an event's row, before the rows that come next."""
+        """Send an event's row, behind the rows that wait."""
         self.rows([{"step": step, "event": event, "time": time.time(), **details}], force=True)
 
     def rows(self, rows: list[Row], force: bool = False) -> None:
-        """Hand over rows of rank 0, at most once a second unless forced."""
+        """Send rows of rank 0, at most once a second unless forced."""
         if self._rank != 0:
             return
         self._rows += rows
@@ -75,10 +72,10 @@ class RecorderClient:
             self._rows, self._sent_at = [], time.monotonic()
 
     def await_scheduler(self) -> bool:
-        """Wait until the driver says `go_on` or `stop`; whoever waits for that does not hang."""
+        """Wait until the driver orders `go_on` or `stop`; a rank that waits for it does not hang."""
         while True:
             try:
-                return self._verdicts.get(timeout=SEND_EVERY_S) == "go_on"
+                return self._decisions.get(timeout=SEND_EVERY_S) == "go_on"
             except queue.Empty:
                 self.progress()
 
@@ -94,9 +91,11 @@ class RecorderClient:
         seen = 0
         unheard_since: float | None = None
         while True:
-            told = (self._rank, self._progress, os.getpid(), node, seen)
             try:
-                orders = ray.get(self._recorder.beat.remote(*told))
+                answer = self._recorder.beat.remote(
+                    self._rank, self._progress, os.getpid(), node, seen
+                )
+                orders = ray.get(answer)
                 unheard_since = None
             except Exception as error:
                 if self._closed:
@@ -104,15 +103,15 @@ class RecorderClient:
                 unheard_since = unheard_since or time.monotonic()
                 gone = isinstance(error, ray.exceptions.ActorDiedError)
                 if gone or time.monotonic() - unheard_since > ALONE_FOR_S:
-                    # The attempt is over without this rank: Ray leaves workers of a dead raylet
-                    # alive, and they would go on writing beside the next attempt.
+                    # The attempt is over without this rank. Ray may leave workers of a dead raylet
+                    # alive (ray #20706), and they would go on writing while the next attempt runs.
                     os._exit(1)
                 time.sleep(SEND_EVERY_S)
                 continue
             seen += len(orders)
             for order in orders:
                 if order in ("go_on", "stop"):
-                    self._verdicts.put(order)
+                    self._decisions.put(order)
             if "stop" in orders:
                 self.stop.set()
             if "dump" in orders:
@@ -120,7 +119,7 @@ class RecorderClient:
 
 
 def _stacks() -> str:
-    """Where every thread of this process is."""
+    """Where every other thread of this process is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))

@@ -1,8 +1,4 @@
-"""The two commands that work on a cluster: connect, do the work, leave a cluster of our own.
-
-`train` decides every `auto`, makes the quickstart's data where it is not there yet, and hands over to
-the `supervisor`.
-"""
+"""`train` and `prepare` on a cluster: connect, do the work, shut down a cluster that was started for it."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
+from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
@@ -33,7 +30,7 @@ Log = Callable[[str], None]
 
 
 def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
-    """Run a configuration to its end, going on where the run of that name stopped.
+    """Run a configuration to its end, resuming where the run of that name stopped.
 
     Args:
         config: May hold `auto` and relative paths.
@@ -55,11 +52,7 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
 
 @contextlib.contextmanager
 def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
-    """Inside, the cluster is connected and the data there; gives the fitted configuration, world size, data.
-
-    Args:
-        config: May hold `auto` and relative paths.
-        log: Gets a line where the data is made.
+    """Inside, the cluster is connected and the data is there; gives fitted configuration, world size, data.
 
     Raises:
         UserError: the configuration, data or cluster cannot be used.
@@ -67,9 +60,9 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     is_default_data = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
     data = existing_data(config, is_default_data)
-    resources = ray_cluster.connect(ray_cluster.cpus_to_start(config))
+    resources = connect(cpus_to_start(config))
     try:
-        fitted, world_size = ray_cluster.fit_to_cluster(config, resources)
+        fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
     finally:
         if resources.ours:
@@ -77,11 +70,7 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
 
 
 def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
-    """What is trained on; None where it has to be made first, which only the quickstart's is.
-
-    Args:
-        config: With absolute paths.
-        is_default_data: Its data is DEFAULT_DATA.
+    """What is trained on; None if it is DEFAULT_DATA and has to be prepared first.
 
     Raises:
         ConfigError: a dataset of several has no weight.
@@ -93,7 +82,7 @@ def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
 
 
 def make_default_data(config: Config, log: Log) -> Mixture:
-    """Prepare the quickstart's data on the connected cluster, and read what it is."""
+    """Prepare DEFAULT_DATA on the connected cluster."""
     (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
     prepare([STDLIB], data, "bytes", log=log)
@@ -110,7 +99,7 @@ def prepare_dataset(
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
     with StopSignals("interrupted; finished shards are kept, the same command goes on"):
-        resources = ray_cluster.connect(num_cpus_needed=0)
+        resources = connect(num_cpus_needed=0)
         try:
             return prepare(sources, directory, tokenizer, log=log, **options)
         finally:

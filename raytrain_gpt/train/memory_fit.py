@@ -20,7 +20,8 @@ import ray
 import torch
 
 from raytrain_gpt.checkpoint.catalog import CheckpointState
-from raytrain_gpt.cluster import ray_cluster
+from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
+from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
@@ -80,7 +81,7 @@ def fit_memory(
         fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        resources = ray_cluster.resources()
+        resources = cluster_resources()
         limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources, is_trial)
         fit, why = _decide(search, limit_bytes, "a worker, counted")
     log(describe(config, world_size, fit) + why)
@@ -113,7 +114,7 @@ def cpu_limit_bytes(
     config: FittedConfig,
     world_size: int,
     vocab_size: int,
-    resources: ray_cluster.Resources,
+    resources: Resources,
     is_trial: bool = False,
 ) -> float:
     """What training may use of a worker's share of its node's memory; infinite if Ray knows no node's.
@@ -121,7 +122,7 @@ def cpu_limit_bytes(
     A trial's share is what it has when the other trials fill the nodes' CPUs.
     """
     cpus = config.cluster.cpus_per_worker
-    processes = math.inf if is_trial else world_size + ray_cluster.evaluators(config)
+    processes = math.inf if is_trial else world_size + num_async_evaluations(config)
     shares = [
         node.memory_bytes / min(processes, int(node.cpus // cpus))
         for node in resources.nodes

@@ -1,17 +1,98 @@
-"""A model made ready for training: compiled, on its device, replicated or sharded over the ranks."""
+"""A model made ready for training: loaded, compiled, on its device, replicated or sharded over the ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import ray.train
 import ray.train.torch
+import tiktoken
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
+from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.schema import TrainSection
-from raytrain_gpt.core.device import matmul_dtype
+from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
+from raytrain_gpt.core.loop import Autocast
+from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.parallel import shard
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.parallel import model_to_evaluate, shard
+from raytrain_gpt.core.state import load_model, load_optimizer
+from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.data.tokenizer import read_tokenizer
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A rank's model and what its steps need besides data.
+
+    Attributes:
+        raw_model: The GPT itself; with `fsdp` its parameters are this rank's shards.
+        model: What the training loop runs: `raw_model`, in DDP where it is replicated.
+        eval_model: What evaluations run, without collectives.
+        precision: Without `auto`.
+        autocast: Makes the context that forward passes run in.
+        loss_scale: For fp16; None: no scaling.
+    """
+
+    tokenizer: tiktoken.Encoding
+    raw_model: GPT
+    model: nn.Module
+    eval_model: GPT
+    optimizer: torch.optim.AdamW
+    device: torch.device
+    precision: str
+    autocast: Autocast
+    loss_scale: LossScale | None
+
+
+def set_up_training(
+    config: ResolvedConfig, data: Mixture, resumed: Checkpoint | None, device: torch.device
+) -> TrainingSetup:
+    """The model of a run that begins, or that goes on from a checkpoint; all ranks call it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    precision = resolve_precision(config.train.precision, device)
+    tokenizer = read_tokenizer(data.first.directory)
+    model = GPT.of(
+        config,
+        tokenizer.max_token_value + 1,
+        tokenizer.eot_token,
+        config.train.activation_checkpointing,
+    )
+    source = resumed
+    if source is None and config.model.init_from:
+        source = read_checkpoint(location(config, config.model.init_from))
+    if source is None:
+        model.init_weights(config.train.seed)
+        prepared = prepare_model(model, config.train, precision, device)
+        optimizer = build_optimizer(model, config.optim)
+    else:
+        with source.files() as directory:
+            # Weights before the model is sharded, moments after: the optimizer's are made of shards.
+            load_model(directory, model, crop_context=resumed is None)
+            prepared = prepare_model(model, config.train, precision, device)
+            optimizer = build_optimizer(model, config.optim)
+            if resumed is not None:
+                load_optimizer(directory, model, optimizer)
+    saved_scale = resumed.state.loss_scale if resumed else None
+    return TrainingSetup(
+        tokenizer=tokenizer,
+        raw_model=model,
+        model=prepared,
+        eval_model=model_to_evaluate(model),
+        optimizer=optimizer,
+        device=device,
+        precision=precision,
+        autocast=autocast_of(precision, device),
+        loss_scale=loss_scale_for(precision, device, saved_scale),
+    )
 
 
 def prepare_model(
@@ -26,9 +107,9 @@ def prepare_model(
     Args:
         model: Whole, initialised or loaded, the same on all ranks.
         train: `compile` and `parallel`; a single rank shards nothing.
-        precision: Resolved.
+        precision: Without `auto`.
         device: Where this rank computes.
-        group: What reduces gradients; None: the default group.
+        group: The process group that reduces gradients; None: the default group.
     """
     if train.compile:
         model.compile()

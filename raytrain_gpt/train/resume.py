@@ -1,4 +1,4 @@
-"""What a run of the same name goes on from, and whether it may."""
+"""Which checkpoint a run of a name resumes from, and which changes of its configuration are refused."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def find_resume(
 def check_changes(
     config: Config, data: Mixture, resumed: Checkpoint, log: Callable[[str], None]
 ) -> None:
-    """Refuse what would change the maths of a run that goes on; log what is harmless.
+    """Refuse changes that would alter the maths of a resumed run; log harmless ones.
 
     Raises:
         CheckpointError: lists the keys that differ.
     """
     state = resumed.state
-    # A leaf that the checkpoint's version did not have yet had the effect of its default.
+    # A field that is newer than the checkpoint had the effect of its default.
     before = {
-        name: state.config.get(section, {}).get(name, leaf.default)
-        for name, (section, leaf) in FIELDS.items()
+        name: state.config.get(section, {}).get(name, field.default)
+        for name, (section, field) in FIELDS.items()
     }
     changed = changed_fields(before, config.field_values())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
@@ -57,8 +57,8 @@ def check_changes(
     if refused:
         listed = ", ".join(f"{name} {change}" for name, change in refused.items())
         raise CheckpointError(
-            f"run {resumed.path.parent.parent.name} cannot go on from step {state.step} with changed "
-            f"{listed}; put it back, or use another run_name"
+            f"run {resumed.path.parent.parent.name} cannot resume from step {state.step} with changed "
+            f"{listed}; change it back, or use another run_name"
         )
     if state.step < config.train.max_steps:
         log(f"going on from step {state.step} ({resumed.path})")

@@ -1,9 +1,9 @@
 """From step results on the device to rows: reduced over the ranks, checked and judged.
 
-Results wait until `flush`, the one place that waits for the device. There the losses are reduced, what
-the ranks received is compared with the plan, the order's hash grows by a batch a step, and every step is
-judged: a step that is not finite changed nothing, a spike is marked, and after too many bad steps in a
-row the run is to go back.
+Results stay on the device until `flush`, the one place that waits for it. There the losses are reduced,
+what the ranks received is compared with the plan, the order's hash grows by a batch a step, and every
+step is judged: a step that is not finite changed nothing, a spike is marked, and after too many bad
+steps in a row the run rolls back.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
 from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
-from raytrain_gpt.data.mixture import BatchOrder
 from raytrain_gpt.data.order import Skipped, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import Row, finite
 
 
 @dataclass
 class Position:
-    """Where a run is: what a checkpoint keeps of the data.
+    """Where a run is in its data; goes into every checkpoint.
 
     Attributes:
         next_batch: The global batch that the next update reads.
@@ -42,58 +42,62 @@ class Position:
 
 
 class StepLog:
-    """What was done and is not yet reported.
+    """Steps that are done and not yet reported.
 
     Args:
-        config: Of the run.
-        order: Of the run.
-        datasets: Names of what is trained on.
-        position: Where the run goes on; moved on by `flush`.
-        ranks: This worker among all.
+        ingest: What is read, and from which batch on.
+        resumed: Checkpoint that the run goes on from; None: a new run.
+        rows_before: The last rows of steps before, so that the detector judges as in an unbroken run.
         feed: Delivers the batches.
-        detector: Judges the steps.
-        flops_per_token: Of the model, forward and backward.
-        peak_flops: Of one worker's device, FLOP/s; None where it is not known.
-        device: Of this worker.
-        slowed: Steps that a profile slows: how fast they were would mislead.
+        flops_per_token: FLOP of a token's forward and backward pass.
+        peak_flops: FLOP/s of one worker's device; None where it is not known.
+        slowed: Steps slowed by a profile, whose speed would mislead.
+
+    Attributes:
+        position: Moved on by `flush`.
+        bad_stretch: So many bad steps in a row that the run rolls back before them.
     """
 
     def __init__(
         self,
-        config: Config,
-        order: BatchOrder,
-        datasets: list[str],
-        position: Position,
-        ranks: Collectives,
+        ingest: IngestSpec,
+        resumed: Checkpoint | None,
+        rows_before: list[Row],
+        collectives: Collectives,
         feed: TrainFeed,
-        detector: SpikeDetector,
+        *,
         flops_per_token: float,
         peak_flops: float | None,
         device: torch.device,
         slowed: range,
     ) -> None:
-        self._config, self._order, self._ranks = config, order, ranks
-        self._datasets = datasets
-        self._feed, self._detector = feed, detector
+        self._config, self._order, self._collectives = ingest.config, ingest.order(), collectives
+        self._datasets, self._feed = ingest.data.names, feed
+        before = [
+            (row["step"], row["train/loss"], row["optim/grad_norm"], row.get("optim/loss_scale"))
+            for row in rows_before
+        ]
+        self._detector = SpikeDetector(ingest.config.spikes, before)
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._device, self._slowed = device, slowed
         self._pending: list[StepResult] = []
         self._clock_from = self._began = time.perf_counter()
         self._steps_done = 0
-        self.position = position
+        order_hash = resumed.state.order_hash if resumed else ingest.data.hash
+        self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
         self.bad_stretch: BadStretch | None = None
 
     @property
     def in_bad_stretch(self) -> bool:
-        """Whether the newest step that was judged had a bad loss."""
+        """Whether the newest judged step had a bad loss."""
         return bool(self._detector.streak)
 
     def start_clock(self) -> None:
-        """The first step is about to begin."""
+        """Begin to measure: the first step comes now."""
         self._clock_from = self._began = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was not training."""
+        """Do not count time that was not training, before the next `flush`."""
         self._clock_from += seconds
 
     def add(self, result: StepResult) -> None:
@@ -104,9 +108,10 @@ class StepLog:
         """The rows of all steps since the last time; none behind a stretch of bad steps."""
         if not self._pending:
             return []
+        # All reductions of all pending steps at once, in an order that is the same on every rank.
         pending, self._pending = self._pending, []
         sums = [self._feed.take_hash_sums() for _ in pending]
-        ranks = self._ranks
+        ranks = self._collectives
         losses = ranks.summed(torch.stack([r.loss.float() for r in pending])) / ranks.world_size
         delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
         waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
@@ -115,6 +120,7 @@ class StepLog:
         skipping_ranks = ranks.summed((~torch.isfinite(norms)).long())
         peak_bytes = int(ranks.largest(torch.tensor(peak_memory_bytes(self._device))))
         now = time.perf_counter()
+        # The device runs ahead of the host, so only the mean over a flush is true.
         step_time_s = (now - self._clock_from) / len(pending)
         self._clock_from = now
         self._steps_done += len(pending)
@@ -125,6 +131,7 @@ class StepLog:
         }
         rows: list[Row] = []
         for i, result in enumerate(pending):
+            # Ray Data deals rows to ranks by an order that it does not promise: so the proof is here.
             if int(delivered[i]) != sums[i][1]:
                 raise RuntimeError(
                     f"step {result.step}: the ranks did not receive the sequences of the plan"
@@ -143,7 +150,7 @@ class StepLog:
                 streak = self._detector.streak
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_stretch = BadStretch(streak[0], result.step, first, batch)
-                break
+                break  # the steps behind it will be done again
         return rows
 
     def _row(
@@ -159,7 +166,7 @@ class StepLog:
         tokens_per_s = None if result.step in self._slowed else tokens / step_time_s
         mfu = None
         if self._peak_flops is not None and tokens_per_s is not None:
-            peak = self._peak_flops * self._ranks.world_size
+            peak = self._peak_flops * self._collectives.world_size
             mfu = tokens_per_s * self._flops_per_token / peak
         return {
             "step": result.step,

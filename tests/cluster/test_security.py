@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytrain_gpt.cluster.connection import keep_token_private
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.ray_cluster import keep_token_private
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret, redacted

@@ -19,7 +19,7 @@ from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from raytrain_gpt.cluster.ray_cluster import Node, Resources, fit_to_cluster
+from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.config.load import load_preset
 
 ROOT = Path(__file__).parents[2]

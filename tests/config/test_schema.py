@@ -91,8 +91,6 @@ def test_an_update_replaces_leaves_and_keeps_the_rest() -> None:
         ("global_batch_tokens", "524_288", 524_288),
         ("compile", "true", True),
         ("activation_checkpointing", "selective", "selective"),
-        ("activation_checkpointing", "true", "full"),
-        ("activation_checkpointing", "False", "none"),
         ("num_workers", "4", 4),
         ("num_workers", "auto", "auto"),
         ("use_gpu", "false", False),

@@ -14,7 +14,7 @@ import ray
 
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import read_mixture
+from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.doctor import driver_checks, node_probe
 from raytrain_gpt.doctor.bench import (
@@ -222,7 +222,12 @@ def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:
 def ingest(dataset: Path) -> IngestSpec:
     """Two ranks with 6 of 12 sequences each."""
     data = read_mixture([(Location.of(dataset), Fraction(1))])
-    return IngestSpec(data, 32, 12, 1337, 2, 320)
+    return spec_of(data, 12)
+
+
+def spec_of(data: Mixture, batch_sequences: int) -> IngestSpec:
+    sizes = {"seq_len": 32, "global_batch_tokens": batch_sequences * 32, "eval_tokens": 320}
+    return IngestSpec(Config().updated(sizes), data, world_size=2)
 
 
 def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) -> None:
@@ -281,7 +286,7 @@ def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
     (tmp_path / "a.jsonl").write_text('{"text": "to be, or not to be"}\n' * 100)
     prepare_here([str(tmp_path / "a.jsonl")], small, "bytes", val_fraction=0.5)
     parts = [(Location.of(path), Fraction(1, 2)) for path in (small, dataset)]
-    ingest = IngestSpec(read_mixture(parts), 32, 48, 1337, 2, 320)
+    ingest = spec_of(read_mixture(parts), 48)
     batches = [ingest.order().batch_ids(batch) for batch in range(3)]
     assert any(len(np.unique(batch)) < len(batch) for batch in batches)
     good, other = planned(ingest)

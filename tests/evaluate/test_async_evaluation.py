@@ -13,7 +13,7 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.evaluate import async_evaluation as beside_module
+from raytrain_gpt.evaluate import async_evaluation
 from raytrain_gpt.evaluate.async_evaluation import MAX_RETRIES
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
@@ -38,7 +38,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 
 @pytest.fixture(scope="module")
-def beside(cluster: str, config: Config) -> RunSummary:
+def evaluated(cluster: str, config: Config) -> RunSummary:
     return train(config, print)
 
 
@@ -47,87 +47,87 @@ def evaluations(run_dir: Location) -> list[Row]:
 
 
 def test_metrics_samples_and_best_are_those_of_an_inline_run(
-    inline: RunSummary, beside: RunSummary
+    inline: RunSummary, evaluated: RunSummary
 ) -> None:
-    rows, expected = evaluations(beside.run_dir), evaluations(inline.run_dir)
+    rows, expected = evaluations(evaluated.run_dir), evaluations(inline.run_dir)
     assert [row["step"] for row in rows] == [25, 50]
     for row, other in zip(rows, expected, strict=True):
         numbers = {key for key in other if not key.startswith("perf/")}
         assert numbers == {key for key in row if not key.startswith("perf/")}
         assert {k: row[k] for k in numbers} == pytest.approx({k: other[k] for k in numbers}, 1e-5)
-    assert read_samples(beside.run_dir.path) == read_samples(inline.run_dir.path)
-    best, other_best = (Catalog(run.run_dir).best() for run in (beside, inline))
+    assert read_samples(evaluated.run_dir.path) == read_samples(inline.run_dir.path)
+    best, other_best = (Catalog(run.run_dir).best() for run in (evaluated, inline))
     assert best is not None
     assert other_best is not None
     assert best.state.step == other_best.state.step
     assert best.val_loss == pytest.approx(other_best.val_loss, 1e-5)
-    log = (beside.run_dir.path / "log.txt").read_text()
+    log = (evaluated.run_dir.path / "log.txt").read_text()
     assert [f"{row['step']} val {row['val/loss']:.4f}" in log for row in rows] == [True] * 2
 
 
 def test_training_is_that_of_an_inline_run_and_loses_no_time(
-    inline: RunSummary, beside: RunSummary
+    inline: RunSummary, evaluated: RunSummary
 ) -> None:
-    newest, other = (Catalog(run.run_dir).complete()[-1] for run in (beside, inline))
+    newest, other = (Catalog(run.run_dir).complete()[-1] for run in (evaluated, inline))
     assert newest.state.order_hash == other.state.order_hash
     weights = [(c.path / "model.safetensors").read_bytes() for c in (newest, other)]
     assert weights[0] == weights[1]
-    told = goodput(read_rows(beside.run_dir.path))
+    told = goodput(read_rows(evaluated.run_dir.path))
     assert told.lost_to["evaluation"] == 0
     assert told.restarts == 0
     saved = [
-        row["step"] for row in read_rows(beside.run_dir.path) if row.get("event") == "checkpoint"
+        row["step"] for row in read_rows(evaluated.run_dir.path) if row.get("event") == "checkpoint"
     ]
     assert saved == [10, 20, 25, 30, 40, 50]
     # The best and the newest; nothing waits any more.
-    assert len(Catalog(beside.run_dir).complete()) <= 2
+    assert len(Catalog(evaluated.run_dir).complete()) <= 2
 
 
 def test_what_was_lost_behind_the_last_step_is_made_up_for_and_tracked_once(
-    beside: RunSummary, config: Config, storage: Path
+    evaluated: RunSummary, config: Config, storage: Path
 ) -> None:
     """A row and an evaluation, as a killed driver leaves them."""
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    before = evaluations(beside.run_dir)
-    metrics = beside.run_dir.path / METRICS_FILE
+    before = evaluations(evaluated.run_dir)
+    metrics = evaluated.run_dir.path / METRICS_FILE
     lines = metrics.read_text().splitlines(keepends=True)
     last = [line for line in lines if '"val/loss"' in line][-1]
     metrics.write_text("".join(line for line in lines if line != last))
-    newest = Catalog(beside.run_dir).complete()[-1]
+    newest = Catalog(evaluated.run_dir).complete()[-1]
     said: list[str] = []
     assert not train(config, said.append).already_finished
     (newest.path / "evaluation.json").remove()
     assert not train(config, said.append).already_finished
     assert sum(line.startswith("all steps are done; waiting") for line in said) == 1
     assert train(config, said.append).already_finished
-    after = evaluations(beside.run_dir)
+    after = evaluations(evaluated.run_dir)
     assert [row["val/loss"] for row in after] == [row["val/loss"] for row in before]
 
     client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("async")
-    name = "attributes.run_name = 'beside'"
+    name = "attributes.run_name = 'async'"
     (run,) = client.search_runs([experiment.experiment_id], name)
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "val/loss")
     assert sorted(metric.step for metric in history) == [25, 50]
-    events = EventAccumulator(str(beside.run_dir / "tensorboard")).Reload()
+    events = EventAccumulator(str(evaluated.run_dir / "tensorboard")).Reload()
     assert sorted({event.step for event in events.Scalars("val/loss")}) == [25, 50]
 
 
 def test_evaluations_that_fail_again_and_again_are_left_out_until_the_next_command(
-    beside: RunSummary, config: Config, storage: Path, monkeypatch: pytest.MonkeyPatch
+    evaluated: RunSummary, config: Config, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = Location.of(storage / "beside-lost")
-    shutil.copytree(beside.run_dir.path, lost.path)
+    lost = Location.of(storage / "async-lost")
+    shutil.copytree(evaluated.run_dir.path, lost.path)
     checkpoints = Catalog(lost).complete()
     due = [c.state.step for c in checkpoints if c.evaluated_row is not None]
     assert due == [50]  # which is the best as well: nothing else is kept
     (lost / "checkpoints" / "step=00000050" / "evaluation.json").remove()
     metrics = (lost / METRICS_FILE).read_text().splitlines(keepends=True)
     (lost / METRICS_FILE).write_text("".join(x for x in metrics if '"val/loss"' not in x))
-    config = config.updated({"run_name": "beside-lost", "mlflow_uri": None})
+    config = config.updated({"run_name": "async-lost", "mlflow_uri": None})
 
     def die(_: Checkpoint) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -138,7 +138,7 @@ def test_evaluations_that_fail_again_and_again_are_left_out_until_the_next_comma
     said: list[str] = []
     with monkeypatch.context() as patched:
         for fault in (die, refuse):
-            patched.setattr(beside_module, "_evaluate", evaluates(fault))
+            patched.setattr(async_evaluation, "_evaluate", evaluates(fault))
             assert train(config, said.append).step == 50
     failed = "evaluation of step 50 failed ("
     assert sum(failed in line for line in said) == MAX_RETRIES
@@ -150,4 +150,4 @@ def test_evaluations_that_fail_again_and_again_are_left_out_until_the_next_comma
     assert evaluations(lost) == []
     train(config, said.append)
     (row,) = evaluations(lost)
-    assert row["val/loss"] == evaluations(beside.run_dir)[-1]["val/loss"]
+    assert row["val/loss"] == evaluations(evaluated.run_dir)[-1]["val/loss"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train
 import torch
 from ray.train.v2._internal.execution.context import get_train_context
 
@@ -27,7 +28,10 @@ from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate import async_evaluation
-from raytrain_gpt.train.worker import Worker, WorkerSpec, train_worker
+from raytrain_gpt.train import worker as worker_module
+from raytrain_gpt.train.model_setup import TrainingSetup
+from raytrain_gpt.train.worker import Worker, train_worker
+from raytrain_gpt.train.worker_spec import WorkerSpec
 
 POLL_S = 0.02
 WITHIN_S = 150.0
@@ -96,7 +100,7 @@ class Faults:
         spiked_batches: Global batches whose loss, and so its gradient, is a thousand times too large.
         notice_step: Behind this step every rank waits until Ray has told it of a preemption.
         stop_step: Behind this step every rank waits until it is told to stop.
-        evaluations: Where tasks that evaluate beside training wait; their step is the checkpoint's.
+        evaluations: Where tasks of async evaluation wait; their step is the checkpoint's.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -120,9 +124,9 @@ def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
 
 def _install(faults: Faults, spec: WorkerSpec) -> None:
     """Workers are processes of one attempt, so nothing has to be put back."""
-    record, prepare_model, write = Worker.record, Worker._prepare_model, HostCopy.write
+    record, set_up, write = Worker.record, worker_module.set_up_training, HostCopy.write
     begun = spec.resumed.state.step if spec.resumed else 0
-    num_steps = spec.config.train.max_steps - begun
+    num_steps = spec.plan.config.train.max_steps - begun
     ranges = batches_to_read(spec.ingest.first_batch, num_steps, spec.ingest.skipped)
     batches = [batch for first, stop in ranges for batch in range(first, stop)]
     at = {"rank": 0, "step": begun}
@@ -133,12 +137,12 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
         for gate in faults.gates:
             if (gate.rank, gate.step, gate.in_checkpoint) == (at["rank"], at["step"], False):
                 gate.pass_through()
-        if at["step"] == faults.notice_step and worker.ranks.world_size > 1:
+        if at["step"] == faults.notice_step and worker.collectives.world_size > 1:
             context = get_train_context()
             wait_until(lambda: context.preemption_context.preemption_info, "the notice")
             worker._preemption_asked_at = -math.inf
         if at["step"] == faults.stop_step:
-            assert worker.link.stop.wait(WITHIN_S), "nobody told this rank to stop"
+            assert worker.recorder.stop.wait(WITHIN_S), "nobody told this rank to stop"
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
         if at["rank"] == faults.nan_rank and at["step"] + 1 in faults.nan_steps:
@@ -150,12 +154,13 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
             return loss * 1000
         return None
 
-    def preparing(worker: Worker) -> None:
-        at["rank"] = worker.ranks.rank
-        prepare_model(worker)
+    def setting_up(*args: Any) -> TrainingSetup:
+        at["rank"] = ray.train.get_context().get_world_rank()
+        setup = set_up(*args)
         # In a tensor's hook the gradient is this rank's own, not yet the mean over the ranks.
-        next(iter(worker.raw_model.parameters())).register_hook(spoil_gradient)
-        worker.raw_model.register_forward_hook(spoil_loss)
+        next(iter(setup.raw_model.parameters())).register_hook(spoil_gradient)
+        setup.raw_model.register_forward_hook(spoil_loss)
+        return setup
 
     def writing(copy: HostCopy, file: str, path: Path) -> None:
         write(copy, file, path)
@@ -164,12 +169,12 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
             if gate.in_checkpoint and gate.rank == at["rank"] and name in str(path):
                 gate.pass_through()
 
-    Worker.record, Worker._prepare_model = recording, preparing  # type: ignore[method-assign]
-    HostCopy.write = writing  # type: ignore[method-assign]
+    Worker.record, HostCopy.write = recording, writing  # type: ignore[method-assign]
+    worker_module.set_up_training = setting_up
 
 
 def evaluates(before: Callable[[Checkpoint], None]) -> Any:
-    """The task that evaluates a checkpoint beside training, with something to do before."""
+    """The task that evaluates a checkpoint asynchronously, with something to do before."""
     task = async_evaluation._evaluate
 
     def _evaluate(checkpoint: Checkpoint, *more: Any) -> Any:

@@ -89,7 +89,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
     Path(evaluating.directory).mkdir()
     monkeypatch.setattr(async_evaluation, "_evaluate", held((evaluating,)))
     in_the_stretch = gate(0, 33)
-    run_dir = storage / "beside-rollback"
+    run_dir = storage / "async-rollback"
 
     def hold() -> None:
         evaluating.reached()
@@ -98,7 +98,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
         evaluating.open()
 
     config = make_config(
-        run_name="beside-rollback",
+        run_name="async-rollback",
         eval_mode="async",
         eval_every_steps=10,
         spike_window_steps=16,
@@ -123,8 +123,8 @@ def test_the_last_evaluation_is_done_by_the_next_command(
     """Behind the last step the run is stopped, and then its driver is killed."""
     evaluating = Gate(str(tmp_path), rank=0, step=50)
     faults = Faults(evaluations=(evaluating,))
-    config = make_config(run_name="beside-end", eval_mode="async")
-    run_dir = Path(config.run.storage_path, "beside-end")
+    config = make_config(run_name="async-end", eval_mode="async")
+    run_dir = Path(config.run.storage_path, "async-end")
 
     stopped = start(config, faults, environment(cluster))
     task = stopped.reaches(evaluating)

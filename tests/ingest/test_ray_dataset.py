@@ -34,7 +34,7 @@ def test_what_is_read_of_a_store_is_kept_for_every_dataset_of_a_mixture(
         parts.append((Location.of(f"s3://ingest/{name}"), Fraction(1, 2)))
         prepare_here([str(source)], parts[-1][0], "bytes", val_fraction=0.1)
     values = {"seq_len": 16, "global_batch_tokens": 128, "data_cache_gb": 0.001}
-    spec = IngestSpec.of(Config().updated(values), read_mixture(parts), world_size=2)
+    spec = IngestSpec(Config().updated(values), read_mixture(parts), world_size=2)
     ids = spec.order().batch_ids(0)[None]
     rows = rank_rows(spec, "train", 0, ids)
     with s3.recorded() as asked:

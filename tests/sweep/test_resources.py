@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.cluster.ray_cluster import Node, Resources, fit_to_cluster
+from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_cluster
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.sweep import resources
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once

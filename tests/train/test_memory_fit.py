@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
-from raytrain_gpt.cluster.ray_cluster import Node, Resources
+from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory_search import MemoryFit
@@ -117,7 +117,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
 ) -> None:
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))
-    monkeypatch.setattr(memory_fit.ray_cluster, "resources", lambda: there)
+    monkeypatch.setattr(memory_fit, "cluster_resources", lambda: there)
     train = fit_memory(config(), 2, VOCAB_SIZE, lines.append).config.train
     assert (train.micro_batch_sequences, train.activation_checkpointing) == (12, "none")
     assert lines[0].startswith(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import ray
 
-from raytrain_gpt.cluster import ray_cluster
-from raytrain_gpt.cluster.ray_cluster import (
+from raytrain_gpt.cluster.capacity import (
     DATA_CPUS,
     Node,
     Resources,
@@ -56,17 +54,17 @@ def test_a_share_of_a_gpu_is_for_one_worker() -> None:
         config(num_workers=2, gpus_per_worker=0.5)
 
 
-def beside(**values: object) -> Config:
+def with_async(**values: object) -> Config:
     return config(eval_mode="async", **values)
 
 
-def test_evaluation_beside_training_has_a_share_of_its_own() -> None:
-    fitted, workers = fit_to_cluster(beside(), given(Node(8, 2), Node(8, 1)))
+def test_an_async_evaluation_has_the_resources_of_one_worker() -> None:
+    fitted, workers = fit_to_cluster(with_async(), given(Node(8, 2), Node(8, 1)))
     assert (workers, fitted.cluster.num_workers) == (2, 2)
-    assert fit_to_cluster(beside(num_workers=2), given(Node(4, 0)))[1] == 2
-    half = beside(use_gpu=True, gpus_per_worker=0.5)
+    assert fit_to_cluster(with_async(num_workers=2), given(Node(4, 0)))[1] == 2
+    half = with_async(use_gpu=True, gpus_per_worker=0.5)
     assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
-    elastic = beside(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
+    elastic = with_async(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
     assert largest_world_size(decided(FittedConfig, elastic), given(Node(6, 0))) == 4
     assert largest_world_size(decided(FittedConfig, elastic), given(Node(2, 0))) is None
 
@@ -85,18 +83,18 @@ def test_evaluation_beside_training_has_a_share_of_its_own() -> None:
         ({"num_workers": 9}, [Node(4, 0)], "set num_workers to at most 2"),
     ],
 )
-def test_too_little_for_an_evaluation_beside_is_one_line_with_the_ways_out(
+def test_too_little_for_an_async_evaluation_is_one_line_with_the_ways_out(
     values: dict[str, object], nodes: list[Node], ways: str
 ) -> None:
     with pytest.raises(ClusterError) as raised:
-        fit_to_cluster(beside(**values), given(*nodes))
+        fit_to_cluster(with_async(**values), given(*nodes))
     assert str(raised.value).endswith(f"for eval_mode=async); {ways}")
 
 
-def test_a_cluster_of_ones_own_has_room_for_an_evaluation_beside() -> None:
+def test_a_cluster_of_ones_own_has_room_for_an_async_evaluation() -> None:
     sizes = {"num_workers": 2, "cpus_per_worker": 3, "use_gpu": False}
     assert cpus_to_start(config(**sizes)) == 2 * 3 + 2
-    assert cpus_to_start(beside(**sizes)) == 3 * 3 + 2
+    assert cpus_to_start(with_async(**sizes)) == 3 * 3 + 2
 
 
 def test_fewer_workers_start_where_that_is_allowed() -> None:
@@ -187,26 +185,3 @@ def test_no_size_while_the_cluster_is_empty() -> None:
         largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0))) is None
     )  # the CPU for data
     assert largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0), Node(1, 0))) == 1
-
-
-def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
-        return {"NodeID": name, "Alive": alive, "Resources": resources}
-
-    nodes = [
-        node("a", CPU=4.0),
-        node("b", CPU=8.0, GPU=2.0),
-        node("c", CPU=16.0, GPU=4.0),
-        node("d", alive=False, CPU=32.0),
-        node("e", memory=1.0),
-    ]
-    draining: dict[str, int] = {}
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
-    assert ray_cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0, 1.0))
-    draining["c"] = 0  # a deadline is not always given
-    assert ray_cluster.resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
-    wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
-    assert largest_world_size(decided(FittedConfig, wanted), ray_cluster.resources()) == 2
-    draining.clear()
-    assert largest_world_size(decided(FittedConfig, wanted), ray_cluster.resources()) == 6

@@ -1,0 +1,142 @@
+"""What fits a cluster: pure functions of its nodes' resources, without Ray."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ClusterError, ConfigError
+
+DATA_CPUS = 1
+"""CPUs that must stay free for Ray Data's reading tasks. Workers hold theirs for the whole run, so without
+a free one no task is ever scheduled and the run waits for its first batch for ever."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of the cluster has."""
+
+    cpus: float
+    gpus: float
+    memory_bytes: float = math.inf
+    """Memory that Ray gives to processes, object store excluded; infinite: Ray does not know."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the cluster has, and whether this process started it."""
+
+    nodes: tuple[Node, ...]
+    ours: bool
+
+    @property
+    def cpus(self) -> float:
+        """CPUs of all nodes."""
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return int(sum(node.gpus for node in self.nodes))
+
+    def room_for(self, cpus: int, gpus: float) -> int:
+        """How many workers of this size fit, with `DATA_CPUS` left free somewhere."""
+        return min(self.places(cpus, gpus), max(0, int((self.cpus - DATA_CPUS) // cpus)))
+
+    def places(self, cpus: int, gpus: float) -> int:
+        """How many workers of this size have a node to run on; a worker is never split over nodes."""
+        places = 0
+        for node in self.nodes:
+            by_cpu = int(node.cpus // cpus)
+            # Shares of a GPU do not add up exactly in floats: 1 / 0.1 is a little below 10.
+            places += min(by_cpu, int(node.gpus / gpus + 1e-9)) if gpus else by_cpu
+        return places
+
+
+def cpus_to_start(config: Config) -> int:
+    """Logical CPUs of a cluster started for this run: workers, async evaluation, and two for data."""
+    c, evaluations = config.cluster, num_async_evaluations(config)
+    gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
+    num_workers = max(1, gpus - evaluations) if c.num_workers == "auto" else c.num_workers
+    shares = num_workers + evaluations
+    cpus = _shared_cores(shares) if c.cpus_per_worker == "auto" else c.cpus_per_worker
+    return shares * cpus + 2
+
+
+def num_async_evaluations(config: Config) -> int:
+    """Async evaluations that run at a time, each with the resources of a worker."""
+    return int(config.eval.eval_mode == "async")
+
+
+def _shared_cores(shares: int) -> int:
+    return max(1, (os.cpu_count() or 1) // shares)
+
+
+def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:
+    """The configuration with every `auto` of the cluster section decided, and the world size.
+
+    Raises:
+        ClusterError: the cluster has too few GPUs or CPUs.
+        ConfigError: the batch does not divide over the workers.
+    """
+    c = config.cluster
+    use_gpu = resources.gpus > 0 if c.use_gpu == "auto" else c.use_gpu
+    gpus = c.gpus_per_worker if use_gpu else 0
+    if use_gpu and resources.gpus == 0:
+        raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
+    evaluations = num_async_evaluations(config)
+    num_workers = c.num_workers
+    if num_workers == "auto":
+        free_gpus = resources.gpus - evaluations
+        num_workers = free_gpus if gpus == 1 and free_gpus else 1
+    cpus = c.cpus_per_worker
+    if isinstance(cpus, str):
+        cpus = _shared_cores(num_workers + evaluations) if resources.ours else 1
+    fitted = decided(
+        FittedConfig, config, num_workers=num_workers, use_gpu=use_gpu, cpus_per_worker=cpus
+    )
+    room = resources.room_for(cpus, gpus) - evaluations
+    least = fitted.cluster.least_workers
+    if room < least:
+        raise _too_small(fitted, resources, room)
+    if room >= num_workers:
+        micro_batches_per_step(fitted, num_workers)
+        return fitted, num_workers
+    workers = largest_world_size(fitted, resources)
+    if workers is not None:
+        return fitted, workers
+    raise ConfigError(
+        f"no number of workers from {least} to {room} divides the {config.batch_sequences} "
+        f"sequences of a global batch; set min_workers or global_batch_tokens"
+    )
+
+
+def _too_small(config: FittedConfig, resources: Resources, room: int) -> ClusterError:
+    c, evaluations = config.cluster, num_async_evaluations(config)
+    have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
+    free = f"{DATA_CPUS} CPU must stay free for data"
+    ways = [f"set num_workers to at most {room}"] if room > 0 else []
+    if evaluations:
+        free += ", and the resources of one worker for eval_mode=async"
+        ways += ["set eval_mode to inline"] if room + evaluations >= c.least_workers else []
+    gpus = f" and {c.num_gpus:g} GPU" if c.use_gpu else ""
+    return ClusterError(
+        f"{c.least_workers} workers × {c.cpus_per_worker} CPUs{gpus} do not fit the cluster "
+        f"({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
+    )
+
+
+def largest_world_size(config: FittedConfig, resources: Resources) -> int | None:
+    """The most workers that fit and share the batch equally, None if `min_workers` do not."""
+    c = config.cluster
+    room = resources.room_for(c.cpus_per_worker, c.num_gpus) - num_async_evaluations(config)
+    for workers in range(min(c.num_workers, room), c.least_workers - 1, -1):
+        if config.batch_sequences % workers == 0:
+            return workers
+    return None

@@ -1,0 +1,164 @@
+"""A rank's checkpoints: begun after a step, written while training goes on, then reported."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import ray.train
+from ray.train import CheckpointUploadMode
+
+from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog, CheckpointState
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.data.order import ORDER_VERSION
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.storage.lease import LEASE_FILE, still_held
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.train.heartbeat import RecorderClient
+from raytrain_gpt.train.model_setup import TrainingSetup
+from raytrain_gpt.train.step_log import StepLog
+from raytrain_gpt.train.worker_spec import WorkerSpec
+
+WRITE_WITHIN_S = 1800.0
+"""A checkpoint that takes longer to write, although the storage answers, hangs."""
+
+
+class Checkpointing:
+    """Writes checkpoints of what a rank trains; all ranks call each method at the same step.
+
+    Args:
+        log: Its position goes into the checkpoint; time spent here is left out of its steps.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        setup: TrainingSetup,
+        log: StepLog,
+        collectives: Collectives,
+        recorder: RecorderClient,
+    ) -> None:
+        self._spec, self._setup, self._log = spec, setup, log
+        self._collectives, self._recorder = collectives, recorder
+        self._writer = CheckpointWriter(
+            Catalog(spec.run_dir),
+            f"{spec.attempt:03d}",
+            collectives,
+            setup.raw_model,
+            setup.optimizer,
+            spec.plan.config.train.keep_checkpoints,
+            self._check_lease,
+        )
+        self._blocked_s = 0.0
+        self._rows: list[Row] = []
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part is still being written."""
+        return self._writer.writing
+
+    def add_rows(self, rows: list[Row]) -> None:
+        """Keep rows in the next checkpoint, from which a lost metrics.jsonl is filled in."""
+        self._rows += rows
+
+    def begin(self, step: int, val_loss: float | None) -> None:
+        """Copy the state and write it in the background, after the checkpoint before is complete."""
+        self.collect()
+        started = time.perf_counter()
+        lines = "".join(json.dumps(row) + "\n" for row in self._rows)
+        self._rows = []
+        texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
+        # In a bad stretch the checkpoint before it must stay: the run may roll back to it.
+        prune = not self._log.in_bad_stretch
+        self._writer.begin(self._state(step, val_loss), texts, prune=prune)
+        self._blocked_since(started)
+
+    def collect(self) -> None:
+        """Wait for the checkpoint in flight, if there is one, and report it.
+
+        Raises:
+            CheckpointError: the disk is full.
+            ClusterError: another run took the name over.
+            StorageError: the storage was out of reach for too long.
+        """
+        if not self._writer.in_flight:
+            return
+        started = time.perf_counter()
+        retry_for_s = self._spec.plan.config.run.retry_for_s
+
+        def waiting() -> None:
+            # A rank that waits longer than the storage may be away counts as hanging.
+            if time.perf_counter() - started < retry_for_s + WRITE_WITHIN_S:
+                self._recorder.progress()
+
+        saved = self._writer.collect(waiting)
+        self._report_to_ray(saved.path, saved.state)
+        self._blocked_since(started)
+        self._recorder.event(
+            saved.state.step,
+            "checkpoint",
+            **{
+                "perf/checkpoint_blocked_s": round(self._blocked_s, 4),
+                "perf/checkpoint_write_s": round(saved.write_s, 3),
+            },
+        )
+        self._blocked_s = 0.0
+
+    def _blocked_since(self, started: float) -> None:
+        self._blocked_s += time.perf_counter() - started
+        self._log.leave_out(time.perf_counter() - started)
+
+    def _check_lease(self) -> None:
+        """Before anything is final: a driver that was frozen may have lost the run's name."""
+        if not still_held(self._spec.run_dir / LEASE_FILE, self._spec.lease_token):
+            raise ClusterError(
+                f"run {self._spec.run_dir.name} was taken over by another process; this one stops writing"
+            )
+
+    def _state(self, step: int, val_loss: float | None) -> CheckpointState:
+        data, position = self._spec.ingest.data, self._log.position
+        config, loss_scale = self._spec.plan.config, self._setup.loss_scale
+        return CheckpointState(
+            step=step,
+            next_batch=position.next_batch,
+            order_hash=position.order_hash,
+            val_loss=val_loss,
+            tokens_seen=step * config.train.global_batch_tokens,
+            config=config.model_dump(),
+            manifest_hash=data.hash,
+            vocab_hash=data.vocab_hash,
+            vocab_size=data.vocab_size,
+            order_version=ORDER_VERSION,
+            num_workers=self._collectives.world_size,
+            skipped_batches=position.skipped,
+            loss_scale=loss_scale.state() if loss_scale else None,
+        )
+
+    def _report_to_ray(self, path: Location, state: CheckpointState) -> None:
+        """Report a small pointer to the checkpoint, so that Ray's results name it.
+
+        Ray Train keeps its own index of reported checkpoints, but may lose the newest entry when it is
+        killed and leaves partial ones behind (ray #41700); so our catalog alone decides what is resumed.
+        """
+        # A NaN is written as null, on which the controller fails at the next report; so -1 instead.
+        loss = -1.0 if state.val_loss is None else float(state.val_loss)
+        metrics = {"step": state.step, "val_loss": loss if math.isfinite(loss) else -1.0}
+        pointer = None
+        if self._collectives.rank == 0:
+            directory = tempfile.mkdtemp(prefix="raytrain-gpt-")
+            Path(directory, "pointer.json").write_text(json.dumps({"checkpoint": str(path)}))
+            pointer = ray.train.Checkpoint.from_directory(directory)
+        # Asynchronously: otherwise the report waits for the controller's next poll.
+        ray.train.report(
+            metrics,
+            checkpoint=pointer,
+            checkpoint_dir_name=f"step={state.step:08d}",
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )

@@ -1,0 +1,110 @@
+"""The end of a run with async evaluation: wait for the evaluations that are due after the last step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.errors import Interrupted, RaytrainGptError, TrainingFailed
+from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
+from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.tracking.recorder import start_recorder
+from raytrain_gpt.train.run_output import RunOutput
+
+POLL_S = 0.5
+
+Log = Callable[[str], None]
+
+
+def finish_evaluations(
+    evaluations: AsyncEvaluation,
+    config: FittedConfig,
+    newest: Checkpoint,
+    lease: Lease,
+    output: RunOutput,
+    signals: StopSignals,
+    log: Log,
+) -> bool:
+    """Wait until all is evaluated and written everywhere.
+
+    Returns:
+        Whether anything was missing: an evaluation, or the row of one.
+
+    Raises:
+        ClusterError: another run took the name over.
+        Interrupted: a signal came first; the next command does the rest.
+        TrainingFailed: an evaluation or the recorder failed; the next command tries again.
+    """
+    catalog = Catalog(output.run_dir)
+    written = {row["step"] for row in output.rows() if "val/loss" in row}
+    complete = catalog.complete()
+    due = _steps(evaluations.due())
+    waited = bool(due) or any(c.evaluated_row and c.state.step not in written for c in complete)
+    if waited:
+        signals.defer()
+        if due:
+            log(f"all steps are done; waiting for the evaluation of step {due}")
+        evaluations.hand_over(None, log)
+        # Listed again: what ended since is in the checkpoints, and was just dropped with the queue.
+        spec = output.recorder_spec(config, newest.state.step, catalog.complete(), attempt=None)
+        evaluations.look()
+        try:
+            _watch(evaluations, start_recorder(spec), newest, lease, output, signals, log)
+        except ray.exceptions.RayActorError as error:
+            raise TrainingFailed(
+                f"the recorder died ({root_cause(error)}); everything is saved, the same command resumes it"
+            ) from error
+    # Some were kept only until their evaluation, or were the best until another was evaluated.
+    with contextlib.suppress(OSError, RaytrainGptError):
+        catalog.prune(config.train.keep_checkpoints)
+    if not waited:
+        return False
+    output.sync.push()
+    missing = _steps(evaluations.due())
+    if signals.stop.is_set() and missing:
+        raise Interrupted(
+            f"interrupted at step {newest.state.step}, saved: {newest.path}; the same command "
+            f"evaluates step {missing}"
+        )
+    if missing:
+        raise TrainingFailed(
+            f"all steps are done and saved: {newest.path}, but step {missing} is not evaluated; the "
+            "same command tries it again"
+        )
+    return True
+
+
+def _steps(checkpoints: list[Checkpoint]) -> str:
+    return ", ".join(str(checkpoint.state.step) for checkpoint in checkpoints)
+
+
+def _watch(
+    evaluations: AsyncEvaluation,
+    recorder: Any,
+    newest: Checkpoint,
+    lease: Lease,
+    output: RunOutput,
+    signals: StopSignals,
+    log: Log,
+) -> None:
+    def show(within_s: float) -> None:
+        evaluations.hand_over(recorder, log)
+        for line in ray.get(recorder.take_news.remote(within_s)):
+            log(line)
+
+    while not (evaluations.idle or signals.stop.is_set()):
+        show(POLL_S)
+        lease.check()
+    show(0.01)
+    output.write_report()
+    status = "KILLED" if signals.stop.is_set() else "FINISHED"
+    ray.get(recorder.close.remote(status, str(newest.path)))
+    show(0.01)
+    ray.kill(recorder)

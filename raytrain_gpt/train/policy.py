@@ -1,0 +1,197 @@
+"""What follows an attempt, and with how many workers: pure functions of small values, without Ray.
+
+The supervisor executes what is decided here. Ray's own retries and its elastic mode are off: they save
+nothing before a resize, take numbers of workers that do not divide the batch, and never retry an error
+of Ray Train's controller, such as a slow object store.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raytrain_gpt.cluster.capacity import Resources, largest_world_size
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import ClusterSection
+
+MAX_ROLLBACKS = 3
+"""Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
+BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
+"""Pause after the first, second … failure in a row: one dead process needs none, a full disk does."""
+WAIT_LINE_EVERY_S = 60.0
+POLL_S = 1.0
+
+Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hung", "failed"]
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended, and where the run would go on.
+
+    Attributes:
+        kind: How it ended.
+        started_at: The step that it began at.
+        step: The newest good checkpoint's; after a rollback that of the one gone back to.
+        all_steps: Steps of the whole run.
+        reason: One line; empty unless it failed or hung.
+        user_error: The reason is an error that another attempt would only meet again.
+        stopping: A signal has asked the run to stop.
+    """
+
+    kind: Kind
+    started_at: int
+    step: int
+    all_steps: int
+    reason: str = ""
+    user_error: bool = False
+    stopping: bool = False
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Failures and rollbacks in a row without progress, and all preemptions of this command."""
+
+    failures: int = 0
+    preemptions: int = 0
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All steps are done and saved."""
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """A signal ended the run after it had saved."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Start no further attempt."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Start another attempt from a step, after a pause."""
+
+    from_step: int
+    counters: Counters
+    pause_s: float = 0.0
+
+
+Action = Finish | Interrupt | GiveUp | GoOn
+
+
+def next_action(
+    result: AttemptResult, done: Counters, limits: ClusterSection, run_name: str
+) -> Action:
+    """What follows an attempt, given what happened in this command before it."""
+    step = result.step
+    made_progress = step > result.started_at
+    if result.user_error:
+        return GiveUp(result.reason)
+    if result.kind == "finished":
+        return Finish()
+    if result.kind == "stopped":
+        return Interrupt()
+    if result.kind == "rolled_back":
+        # Progress here: the attempt itself wrote the checkpoint that the run goes back to.
+        rollbacks = 1 if made_progress else done.rollbacks + 1
+        if rollbacks > MAX_ROLLBACKS:
+            return GiveUp(
+                f"run {run_name} rolled back to step {step} {rollbacks} times in a row because of bad "
+                "losses; start again with a lower peak_lr, or set spike_detection to false"
+            )
+        return GoOn(step, replace(done, rollbacks=rollbacks))
+    if step >= result.all_steps:  # it died after the last checkpoint was complete
+        return Finish()
+    if result.kind == "resized":
+        return GoOn(step, done)
+    if result.kind == "preempted":
+        preemptions = done.preemptions + 1
+        if limits.max_preemptions is not None and preemptions > limits.max_preemptions:
+            return GiveUp(
+                f"run {run_name} was preempted {preemptions} times (max_preemptions="
+                f"{limits.max_preemptions}); everything is saved, the same command resumes it"
+            )
+        return GoOn(step, replace(done, preemptions=preemptions))
+    if result.stopping:
+        return GiveUp(f"run {run_name} failed while it was being stopped: {result.reason}")
+    failures = 1 if made_progress else done.failures + 1
+    if failures > limits.max_failures:
+        return GiveUp(
+            f"run {run_name} failed {failures} times without progress at step {step} "
+            f"(max_failures={limits.max_failures}): {result.reason}"
+        )
+    pause_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
+    return GoOn(step, replace(done, failures=failures), pause_s)
+
+
+class ScaleUp:
+    """Notices when more workers have been possible for long enough to restart with them.
+
+    Every restart costs some steps' time, and nodes of an autoscaler come one by one: hence the wait.
+    """
+
+    def __init__(self, config: FittedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
+        self._since: float | None = None
+        self._is_due = world_size < config.cluster.num_workers
+
+    def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
+        """Whether to restart; true at most once.
+
+        Args:
+            resources: Asked only while there are fewer workers than `num_workers`.
+            now: Seconds of any clock.
+        """
+        if not self._is_due:
+            return False
+        possible = largest_world_size(self._config, resources())
+        if possible is None or possible <= self._world_size:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        self._is_due = now - self._since < self._config.cluster.resize_after_s
+        return not self._is_due
+
+
+def wait_for_workers(
+    config: FittedConfig,
+    current: int,
+    resources: Callable[[], Resources],
+    pause: Callable[[float], None],
+    log: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """The largest number of workers that fits; waits while not even `min_workers` do.
+
+    Args:
+        current: Workers up to now, to say so when it is another number.
+        resources: What the cluster has now.
+        pause: Waits for some seconds; raises when the run is to stop.
+        log: Gets a line every minute of waiting, and one with the number.
+        clock: Seconds.
+    """
+    c = config.cluster
+    said_at = -math.inf
+    while True:
+        found = resources()
+        world_size = largest_world_size(config, found)
+        if world_size is not None:
+            if world_size != current or math.isfinite(said_at):
+                log(f"{world_size} of {c.num_workers} workers")
+            return world_size
+        if clock() - said_at >= WAIT_LINE_EVERY_S:
+            said_at = clock()
+            log(
+                f"waiting for nodes: {c.least_workers} workers are needed, the cluster has "
+                f"{found.cpus:g} CPUs and {found.gpus} GPUs"
+            )
+        pause(POLL_S)

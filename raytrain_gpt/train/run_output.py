@@ -1,0 +1,88 @@
+"""What a run writes besides checkpoints: configuration, report, and the rows of its recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.recorder import RecorderSpec
+from raytrain_gpt.tracking.report import write_report
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.tracking.trackers import mlflow_store
+
+
+class RunOutput:
+    """The small files of a run, worked on in a local directory and copied to an object store.
+
+    Args:
+        run_dir: The run's directory.
+        mlflow_tags: Tags of a new MLflow run.
+        log: Gets a line where something is left out.
+    """
+
+    def __init__(
+        self, run_dir: Location, mlflow_tags: dict[str, str], log: Callable[[str], None]
+    ) -> None:
+        self.run_dir, self.sync = run_dir, RunSync(run_dir)
+        self._mlflow_tags, self._log = mlflow_tags, log
+
+    def write_config(self, config: FittedConfig) -> None:
+        """Write the resolved configuration, with which `--config` repeats the run."""
+        Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
+        self.sync.push()
+
+    def rows(self) -> list[Row]:
+        """What is in metrics.jsonl."""
+        return read_rows(self.sync.work_dir)
+
+    def recorder_spec(
+        self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row | None
+    ) -> RecorderSpec:
+        """What a recorder begins with.
+
+        Args:
+            config: The run's.
+            step: Rows above it are dropped: those steps are done again.
+            checkpoints: Their rows fill in what a dead recorder had not written.
+            attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
+        """
+        uri, artifacts = mlflow_store(config)
+        if uri is None and config.tracking.mlflow_uri == "auto":
+            self._log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+        samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
+        return RecorderSpec(
+            run_dir=self.run_dir,
+            sync=self.sync,
+            config=config,
+            mlflow_uri=uri,
+            mlflow_tags=self._mlflow_tags,
+            artifact_location=artifacts,
+            step=step,
+            attempt=attempt,
+            saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
+            saved_samples=[(at, text) for at, text in samples if text],
+        )
+
+    def last_steps(self, step: int, saved_rows: list[Row], number: int) -> list[Row]:
+        """The rows of up to `number` steps before a step, those of dead recorders included."""
+        rows = merge_rows(self.rows(), saved_rows, step)
+        return [row for row in rows if "train/loss" in row][-number:]
+
+    def write_report(self) -> None:
+        """Write `report.html`; before the recorder closes, which hands it to the trackers."""
+        try:
+            write_report(self.sync)
+        except Exception as error:  # a chart that cannot be drawn must not cost a trained model
+            self._log(f"no report: {error!r}")
+
+    def next_attempt(self, newest: int) -> int:
+        """The first attempt number, above `newest`, that Ray has no directory for.
+
+        Every `fit()` gets a name of its own: Ray Train resumes by itself from a name's index, which it
+        rewrites in place, so that one killed at the wrong moment makes the name unusable.
+        """
+        names = (self.run_dir / "ray").names()
+        return max([newest, *(int(name) for name in names if name.isdigit())]) + 1

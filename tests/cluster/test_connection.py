@@ -1,0 +1,34 @@
+"""What of a cluster counts, seen through Ray's list of nodes; real connections are the runs' to show."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from raytrain_gpt.cluster.capacity import Node, largest_world_size
+from raytrain_gpt.cluster.connection import cluster_resources
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from tests.cluster.test_capacity import config
+
+
+def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    nodes = [
+        node("a", CPU=4.0),
+        node("b", CPU=8.0, GPU=2.0),
+        node("c", CPU=16.0, GPU=4.0),
+        node("d", alive=False, CPU=32.0),
+        node("e", memory=1.0),
+    ]
+    draining: dict[str, int] = {}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
+    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0, 1.0))
+    draining["c"] = 0  # a deadline is not always given
+    assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
+    wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
+    assert largest_world_size(decided(FittedConfig, wanted), cluster_resources()) == 2
+    draining.clear()
+    assert largest_world_size(decided(FittedConfig, wanted), cluster_resources()) == 6

@@ -1,0 +1,97 @@
+"""From rows of the dataset to micro-batches: every sequence once, in order, and nothing dealt wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.order import sequence_hashes
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, rank_rows
+from tests.runs import MakeConfig
+
+CPU = torch.device("cpu")
+WORLD_SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def config(make_config: MakeConfig) -> Config:
+    return make_config(num_workers=WORLD_SIZE)
+
+
+@pytest.fixture(scope="module")
+def spec(config: Config) -> IngestSpec:
+    """Batches 4 and 5 are left out."""
+    data = data_of(config)
+    return IngestSpec(config, data, WORLD_SIZE, first_batch=2, skipped=((4, 6),))
+
+
+def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[pa.Table]:
+    """What Ray deals a rank: its validation share, then its part of some global batches."""
+    order = spec.order()
+    yield rank_rows(spec, "val", 0, spec.eval_ids()).slice(rank, 1)
+    for first, stop in ranges:
+        ids = np.stack([order.batch_ids(batch) for batch in range(first, stop)])
+        yield rank_rows(spec, "train", first, ids).slice(rank, 1)
+
+
+def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSpec) -> None:
+    order, batches = spec.order(), [2, 3, 6, 7]
+    feeds, tokens = [], []
+    for rank in range(WORLD_SIZE):
+        chunks = rank_chunks(dealt(spec, rank, (2, 4), (6, 8)), spec, rank)
+        assert next(chunks).first == 0  # the validation share
+        feeds.append(TrainFeed(chunks, 2, CPU))
+        tokens.append(list(feeds[-1].micro_batches()))
+    share = spec.config.batch_sequences // WORLD_SIZE
+    assert [len(own) for own in tokens] == [len(batches) * share // 2] * WORLD_SIZE
+    for i, batch in enumerate(batches):
+        ids = order.batch_ids(batch)
+        expected, _ = spec.data.read("train", spec.seq_len, ids)
+        per_step = share // 2
+        found = [part for own in tokens for part in own[i * per_step : (i + 1) * per_step]]
+        inputs, targets = (torch.cat(parts) for parts in zip(*found, strict=True))
+        assert torch.equal(inputs, torch.from_numpy(expected[:, :-1].astype(np.int64)))
+        assert torch.equal(targets, torch.from_numpy(expected[:, 1:].astype(np.int64)))
+        sums = [feed.take_hash_sums() for feed in feeds]
+        planned = int(sequence_hashes(ids).sum())
+        assert [whole for _, whole in sums] == [planned] * WORLD_SIZE
+        # Sums wrap around at 64 bits, as torch's do.
+        assert int(np.array([own for own, _ in sums]).sum()) == planned
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranges", "words"),
+    [
+        (1, [], r"wanted \('val', 0, 0\), got \('val', 1, 0\)"),
+        (0, [(3, 4)], r"wanted \('train', 0, 2\), got \('train', 0, 3\)"),
+        (0, [(2, 4), (4, 6)], r"wanted \('train', 0, 6\), got \('train', 0, 4\)"),
+        (0, [(2, 4), (2, 4)], r"wanted \('train', 0, 6\), got \('train', 0, 2\)"),
+    ],
+    ids=["another rank", "a lost chunk", "a skipped chunk", "a chunk twice"],
+)
+def test_rows_that_are_dealt_wrongly_are_noticed(
+    spec: IngestSpec, rank: int, ranges: list[tuple[int, int]], words: str
+) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        list(rank_chunks(dealt(spec, rank, *ranges), spec, 0))
+
+
+def test_a_validation_share_is_filled_up_with_targets_that_do_not_count(spec: IngestSpec) -> None:
+    tokens = np.arange(5 * (spec.seq_len + 1), dtype=np.uint16).reshape(5, -1) % 250
+    ids = np.array([0, 1, 2, 3, -1])
+    for _ in range(2):  # every evaluation has them again
+        (part,) = EvalFeed(tokens, ids, spec.data, 3, CPU).micro_batches()
+        found = list(part)
+        assert [inputs.shape for inputs, _ in found] == [(3, spec.seq_len)] * 2
+        inputs, targets = (torch.cat(parts) for parts in zip(*found, strict=True))
+        assert torch.equal(inputs[:4], torch.from_numpy(tokens[:4, :-1].astype(np.int64)))
+        assert torch.equal(targets[:4], torch.from_numpy(tokens[:4, 1:].astype(np.int64)))
+        assert bool((targets[4:] == IGNORED).all())

@@ -1,0 +1,182 @@
+"""A rank's model and its checkpoints: set up, saved and set up again, without Ray's processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.resolved import ResolvedConfig, decided
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train import checkpointing, model_setup
+from raytrain_gpt.train.checkpointing import Checkpointing
+from raytrain_gpt.train.model_setup import TrainingSetup, set_up_training
+from raytrain_gpt.train.step_log import Position
+from tests.runs import MakeConfig
+
+CPU = torch.device("cpu")
+
+
+class FakeRecorder:
+    """Writes down events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, str, dict[str, Any]]] = []
+
+    def event(self, step: int, event: str, **details: Any) -> None:
+        self.events.append((step, event, details))
+
+    def progress(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray Train is told; a rank alone, whose model is not wrapped."""
+    told: list[dict[str, Any]] = []
+    alone = SimpleNamespace(get_world_size=lambda: 1)
+    monkeypatch.setattr(model_setup.ray.train, "get_context", lambda: alone)
+    monkeypatch.setattr(model_setup.ray.train.torch, "prepare_model", lambda model, **_: model)
+    monkeypatch.setattr(
+        checkpointing.ray.train, "report", lambda metrics, **_: told.append(metrics)
+    )
+    return told
+
+
+@pytest.fixture(scope="module")
+def config(make_config: MakeConfig) -> ResolvedConfig:
+    return decided(ResolvedConfig, make_config(keep_checkpoints=1), use_gpu=False)
+
+
+def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:
+    return set_up_training(config, data_of(config), resumed, CPU)
+
+
+def update(setup: TrainingSetup) -> None:
+    tokens = torch.arange(33)[None]
+    setup.model(tokens[:, :-1], tokens[:, 1:]).backward()
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+
+
+def trained(config: ResolvedConfig) -> TrainingSetup:
+    """After one update: before it the optimizer has no moments to save."""
+    setup = set_up(config)
+    update(setup)
+    return setup
+
+
+def made(
+    config: ResolvedConfig, setup: TrainingSetup, run_dir: Location, token: str
+) -> tuple[Checkpointing, Any, FakeRecorder]:
+    spec: Any = SimpleNamespace(
+        plan=SimpleNamespace(config=config),
+        run_dir=run_dir,
+        ingest=IngestSpec(config, data_of(config), 1),
+        attempt=1,
+        lease_token=token,
+    )
+    log: Any = SimpleNamespace(
+        position=Position(7, "ab", ((2, 4),)), in_bad_stretch=False, leave_out=lambda seconds: None
+    )
+    recorder = FakeRecorder()
+    collectives = Collectives(0, 1)
+    return Checkpointing(spec, setup, log, collectives, recorder), log, recorder  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_has_all_that_the_next_attempt_needs(
+    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = Location.of(tmp_path / "run")
+    setup = trained(config)
+    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+        checkpoints, _, recorder = made(config, setup, run_dir, lease.token)
+        checkpoints.collect()  # nothing is in flight
+        checkpoints.add_rows([{"step": 4}, {"step": 5}])
+        checkpoints.begin(5, val_loss=2.5)
+        weights = [p.detach().clone() for p in setup.raw_model.parameters()]
+        update(setup)  # while it is written
+        checkpoints.collect()
+    (checkpoint,) = Catalog(run_dir).complete()
+    checkpoint.verify()
+    state = checkpoint.state
+    assert (state.step, state.next_batch, state.order_hash, state.skipped_batches) == (
+        5,
+        7,
+        "ab",
+        ((2, 4),),
+    )
+    assert (state.val_loss, state.tokens_seen) == (2.5, 5 * config.train.global_batch_tokens)
+    assert checkpoint.rows() == [{"step": 4}, {"step": 5}]
+    assert read_tokenizer(checkpoint.path).n_vocab == setup.tokenizer.n_vocab
+    assert reports == [{"step": 5, "val_loss": 2.5}]
+    ((step, event, details),) = recorder.events
+    assert (step, event) == (5, "checkpoint")
+    assert set(details) == {"perf/checkpoint_blocked_s", "perf/checkpoint_write_s"}
+
+    again = set_up(config, checkpoint)
+    for found, expected in zip(again.raw_model.parameters(), weights, strict=True):
+        assert torch.equal(found, expected)
+    update(again)  # the moments of the optimizer came back, too
+    for found, other in zip(
+        again.raw_model.parameters(), setup.raw_model.parameters(), strict=True
+    ):
+        assert torch.equal(found, other)
+
+
+def test_new_runs_have_the_weights_of_their_seed_or_of_init_from(
+    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    first, second = set_up(config), set_up(config)
+    for a, b in zip(first.raw_model.parameters(), second.raw_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    update(first)
+    run_dir = Location.of(tmp_path / "run")
+    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+        checkpoints, _, _ = made(config, first, run_dir, lease.token)
+        checkpoints.begin(5, val_loss=None)
+        checkpoints.collect()
+    assert reports == [{"step": 5, "val_loss": -1.0}], "Ray cannot take a loss that is missing"
+    source = str(Catalog(run_dir).complete()[0].path)
+    begun = set_up(config.updated({"init_from": source}))
+    for a, b in zip(begun.raw_model.parameters(), first.raw_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not begun.optimizer.state
+
+
+def test_in_a_bad_stretch_the_checkpoint_before_it_stays(
+    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = Location.of(tmp_path / "run")
+    kept = []
+    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+        checkpoints, log, _ = made(config, trained(config), run_dir, lease.token)
+        for step, in_bad_stretch in ((5, False), (10, False), (15, True), (20, False)):
+            log.in_bad_stretch = in_bad_stretch
+            checkpoints.begin(step, val_loss=None)
+            checkpoints.collect()
+            kept.append([c.state.step for c in Catalog(run_dir).complete()])
+    assert kept == [[5], [10], [10, 15], [20]]
+
+
+def test_whoever_lost_the_run_s_name_writes_no_more(
+    config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = Location.of(tmp_path / "run")
+    with held_lease(run_dir / LEASE_FILE, "run"):
+        checkpoints, _, _ = made(config, trained(config), run_dir, "another token")
+        checkpoints.begin(5, val_loss=None)
+        with pytest.raises(ClusterError, match="taken over by another process"):
+            checkpoints.collect()
+    assert Catalog(run_dir).complete() == []
+    assert reports == []

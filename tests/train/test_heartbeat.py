@@ -1,0 +1,195 @@
+"""A rank's connection to the recorder, with a recorder in this process instead of an actor."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from raytrain_gpt.train import heartbeat
+from raytrain_gpt.train.heartbeat import RecorderClient
+
+# The thread of a rank that "ends its process" here ends by SystemExit.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+WAIT_S = 10.0
+
+
+class FakeRecorder:
+    """What a handle of the recorder looks like; every call is done at once and written down."""
+
+    def __init__(self) -> None:
+        self.calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
+        self.orders: queue.Queue[list[str]] = queue.Queue()
+        self.beats: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if name != "beat":
+                self.calls.put((name, args))
+                return None
+            if self.error is not None:
+                raise self.error
+            self.beats.append(args)
+            try:
+                return self.orders.get(timeout=0.01)
+            except queue.Empty:
+                return []
+
+        return SimpleNamespace(remote=remote)
+
+    def called(self) -> list[tuple[str, tuple[Any, ...]]]:
+        found = []
+        while not self.calls.empty():
+            found.append(self.calls.get())
+        return found
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a process would end itself."""
+    ended = threading.Event()
+
+    def exit_(code: int) -> None:
+        ended.set()
+        raise SystemExit(code)  # ends the thread
+
+    context = SimpleNamespace(get_node_id=lambda: "node-1")
+    there = SimpleNamespace(
+        get=lambda value: value,
+        get_runtime_context=lambda: context,
+        exceptions=ray.exceptions,
+    )
+    monkeypatch.setattr(heartbeat, "ray", there)
+    monkeypatch.setattr(heartbeat.os, "_exit", exit_)
+    monkeypatch.setattr(heartbeat, "SEND_EVERY_S", 0.02)
+    return ended
+
+
+@pytest.fixture
+def connect(
+    exits: threading.Event,
+) -> Iterator[Callable[[int], tuple[RecorderClient, FakeRecorder]]]:
+    made = []
+
+    def make(rank: int) -> tuple[RecorderClient, FakeRecorder]:
+        recorder = FakeRecorder()
+        made.append((RecorderClient(recorder, rank), recorder))
+        return made[-1]
+
+    yield make
+    for client, recorder in made:
+        client.close()
+        recorder.error = ConnectionError("closed")
+    wait_until(no_heartbeats)
+
+
+def no_heartbeats() -> bool:
+    """Whether all threads have ended: none may outlive the stand-in for Ray."""
+    return not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+Connect = Callable[[int], tuple[RecorderClient, FakeRecorder]]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(round(WAIT_S / 0.01)):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not come")
+
+
+def test_heartbeats_tell_how_far_a_rank_has_come(connect: Connect) -> None:
+    client, recorder = connect(3)
+    for _ in range(5):
+        client.progress()
+    wait_until(lambda: bool(recorder.beats) and recorder.beats[-1][1] == 5)
+    rank, progress, pid, node, seen = recorder.beats[-1]
+    assert (rank, progress, pid, node, seen) == (3, 5, heartbeat.os.getpid(), "node-1", 0)
+
+
+def test_orders_reach_the_rank_once(connect: Connect) -> None:
+    client, recorder = connect(0)
+    assert not client.stop.is_set()
+    recorder.orders.put(["dump", "go_on"])
+    assert client.await_scheduler() is True
+    recorder.orders.put(["stop"])
+    assert client.stop.wait(WAIT_S)
+    assert client.await_scheduler() is False
+    wait_until(lambda: recorder.beats[-1][4] == 3)
+    ((name, (rank, stacks)),) = recorder.called()
+    assert (name, rank) == ("add_stacks", 0)
+    assert "MainThread" in stacks
+    assert "test_heartbeat.py" in stacks
+
+
+def test_a_rank_that_waits_for_the_scheduler_does_not_hang(connect: Connect) -> None:
+    client, recorder = connect(0)
+    waiting = threading.Thread(target=client.await_scheduler)
+    waiting.start()
+    wait_until(lambda: bool(recorder.beats) and recorder.beats[-1][1] >= 2)
+    recorder.orders.put(["go_on"])
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+
+
+def test_rows_of_rank_0_go_out_in_order_and_not_too_often(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, recorder = connect(0)
+    client.rows([{"step": 1}])
+    monkeypatch.setattr(heartbeat, "SEND_EVERY_S", 1e9)
+    client.rows([{"step": 2}])
+    client.rows([{"step": 3}])
+    client.event(3, "checkpoint", path="a")
+    sent = [[row["step"] for row in args[0]] for name, args in recorder.called()]
+    assert sent == [[1], [2, 3, 3]]
+    client.rows([{"step": 4}])
+    client.close()
+    assert recorder.called() == [("add_rows", ([{"step": 4}],))]
+
+
+def test_other_ranks_send_lines_but_no_rows(connect: Connect) -> None:
+    client, recorder = connect(1)
+    client.rows([{"step": 1}], force=True)
+    client.event(1, "checkpoint")
+    client.log("hello")
+    assert recorder.called() == [("log", (1, "hello"))]
+
+
+def test_a_rank_whose_recorder_died_ends_itself(connect: Connect, exits: threading.Event) -> None:
+    _, recorder = connect(0)
+    recorder.error = ray.exceptions.ActorDiedError()
+    assert exits.wait(WAIT_S)
+
+
+def test_a_recorder_out_of_reach_is_waited_for_before_a_rank_ends_itself(
+    connect: Connect, exits: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, recorder = connect(0)
+    recorder.error = ConnectionError("the network")
+    assert not exits.wait(0.1)
+    recorder.error = None
+    client.progress()
+    wait_until(lambda: recorder.beats[-1][1] == 1)
+    monkeypatch.setattr(heartbeat, "ALONE_FOR_S", 0.05)
+    recorder.error = ConnectionError("the network")
+    assert exits.wait(WAIT_S)
+
+
+def test_a_rank_that_is_done_does_not_mind_that_the_recorder_ends(
+    connect: Connect, exits: threading.Event
+) -> None:
+    client, recorder = connect(0)
+    client.close()
+    recorder.error = ray.exceptions.ActorDiedError()
+    wait_until(no_heartbeats)
+    assert not exits.is_set()

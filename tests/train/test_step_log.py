@@ -1,0 +1,194 @@
+"""From step results to rows, with the real order, data and detector, and ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.loop import StepResult
+from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
+from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, rank_rows
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.train.step_log import StepLog
+from tests.runs import MakeConfig
+
+CPU = torch.device("cpu")
+SKIPPED = ((4, 6),)
+WAIT_S = 30.0
+
+
+class ThreadCollectives:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self.world_size = rank, len(values)
+        self._barrier, self._values = barrier, values
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        self._values[self.rank] = tensor
+        self._barrier.wait(WAIT_S)
+        values = torch.stack(list(self._values))
+        self._barrier.wait(WAIT_S)
+        return values
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return self._gathered(tensor).sum(0)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        return self._gathered(tensor).amax(0)
+
+
+@pytest.fixture(scope="module")
+def config(make_config: MakeConfig) -> Config:
+    return make_config(spike_window_steps=8, spike_patience=3)
+
+
+def ingest(config: Config, world_size: int = 1) -> IngestSpec:
+    return IngestSpec(config, data_of(config), world_size, first_batch=2, skipped=SKIPPED)
+
+
+def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> TrainFeed:
+    """A feed that has delivered the next batches; `damage` changes what was planned."""
+    order, first, tables = spec.order(), spec.first_batch, []
+    for _ in range(batches):
+        ids = order.batch_ids(first)[None]
+        table = rank_rows(spec, "train", first, ids).slice(rank, 1)
+        if damage:
+            planned = (sequence_hashes(ids).sum(1) + damage).tobytes()
+            at = table.column_names.index("planned")
+            table = table.set_column(at, "planned", [np.array([planned], object)])
+        tables.append(table)
+        first = skip_past(first + 1, spec.skipped)
+    val = rank_rows(spec, "val", 0, spec.eval_ids()).slice(rank, 1)
+    chunks = rank_chunks([val, *tables], spec, rank)
+    next(chunks)
+    made = TrainFeed(chunks, 1, CPU)
+    assert (
+        len(list(made.micro_batches())) == batches * spec.config.batch_sequences // spec.world_size
+    )
+    return made
+
+
+def make_log(
+    config: Config,
+    feed: TrainFeed,
+    collectives: Any = None,
+    rows: tuple[Row, ...] = (),
+    **more: Any,
+) -> StepLog:
+    alone = collectives or Collectives(0, 1)
+    spec = ingest(config, alone.world_size)
+    given = {"flops_per_token": 2.0, "peak_flops": None, "slowed": range(0), **more}
+    return StepLog(spec, None, list(rows), alone, feed, device=CPU, **given)
+
+
+def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:
+    return StepResult(step, torch.tensor(loss), 1e-3, torch.tensor(norm), data_wait_s=0.25)
+
+
+def before(config: Config) -> tuple[Row, ...]:
+    """Steps before, by which a spike can be told."""
+    return tuple(
+        {"step": step, "train/loss": 3.0 + step % 2 / 100, "optim/grad_norm": 1.0}
+        for step in range(-config.spikes.spike_window_steps, 1)
+    )
+
+
+def test_rows_have_the_position_and_the_hash_of_what_was_delivered(config: Config) -> None:
+    spec = ingest(config)
+    log = make_log(config, feed(spec), peak_flops=1e6, slowed=range(2, 3))
+    assert log.flush() == []
+    log.start_clock()
+    rows = []
+    for steps in ((1,), (2, 3, 4)):
+        for step in steps:
+            log.add(result(step, loss=3.0 - step / 10))
+        rows += log.flush()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["train/loss"] for row in rows] == pytest.approx([2.9, 2.8, 2.7, 2.6])
+    order_hash, order = spec.data.hash, spec.order()
+    for row, batch in zip(rows, (2, 3, 6, 7), strict=True):
+        order_hash = extend_order_hash(
+            order_hash, int(sequence_hashes(order.batch_ids(batch)).sum())
+        )
+        assert row["data/order_hash"] == order_hash
+        assert row["data/epoch"] == order.epoch(batch)
+        assert row["data/tokens_seen"] == row["step"] * config.train.global_batch_tokens
+        assert row["perf/data_wait_s"] == 0.25
+    assert (log.position.next_batch, log.position.order_hash) == (8, order_hash)
+    # A step that a profile slowed has no speed; steps of one flush share their time.
+    assert rows[1]["perf/tokens_per_s"] is rows[1]["perf/mfu"] is None
+    assert rows[2]["perf/step_time_s"] == rows[3]["perf/step_time_s"] > 0
+    assert rows[2]["perf/mfu"] == pytest.approx(rows[2]["perf/tokens_per_s"] * 2 / 1e6)
+
+
+def test_sequences_that_are_not_those_of_the_plan_end_the_run(config: Config) -> None:
+    log = make_log(config, feed(ingest(config), batches=1, damage=1))
+    log.add(result(1))
+    with pytest.raises(RuntimeError, match="step 1: the ranks did not receive the sequences"):
+        log.flush()
+
+
+def test_time_that_is_left_out_is_no_step_time(config: Config) -> None:
+    log = make_log(config, feed(ingest(config), batches=2))
+    log.start_clock()
+    log.add(result(1))
+    (row,) = log.flush()
+    assert row["perf/step_time_s"] < 5
+    log.leave_out(-100.0)  # as if the step had begun 100 s before
+    log.add(result(2))
+    (row,) = log.flush()
+    assert 100 <= row["perf/step_time_s"] < 105
+
+
+def test_a_step_that_is_not_finite_is_marked_with_the_ranks_that_skipped_it(config: Config) -> None:
+    log = make_log(config, feed(ingest(config), batches=1))
+    log.add(result(1, norm=math.nan))
+    row, event = log.flush()
+    assert row["optim/grad_norm"] is None
+    assert (event["event"], event["skipped_on_ranks"]) == ("nonfinite", 1)
+    assert log.in_bad_stretch
+    assert log.bad_stretch is None
+
+
+def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Config) -> None:
+    log = make_log(config, feed(ingest(config)), rows=before(config))
+    for step in range(1, 8):
+        log.add(result(step, loss=300.0 if step >= 2 else 3.0))
+    rows = log.flush()
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+    assert [row["event"] for row in rows if "event" in row] == ["spike"] * 3
+    # Step 2 read batch 3; 4 and 5 are skipped; steps 3 and 4 read 6 and 7.
+    assert log.bad_stretch == BadStretch(first_step=2, last_step=4, first_batch=3, last_batch=7)
+
+
+def test_all_ranks_report_the_same_means(config: Config) -> None:
+    spec = ingest(config, world_size=2)
+    barrier, values = threading.Barrier(2), [None, None]
+
+    def run(rank: int) -> list[Row]:
+        collectives = ThreadCollectives(rank, barrier, values)
+        log = make_log(config, feed(spec, rank, batches=2), collectives)
+        for step in (1, 2):
+            log.add(result(step, loss=2.0 + rank, norm=math.inf if step == 2 else 1.0))
+        return log.flush()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    columns = ("step", "train/loss", "data/order_hash", "skipped_on_ranks")
+    rows = [[{c: row.get(c) for c in columns} for row in own] for own in found]
+    assert rows[0] == rows[1]
+    assert [row["train/loss"] for row in rows[0][:2]] == [2.5, 2.5]
+    assert rows[0][2]["skipped_on_ranks"] == 2

@@ -1,0 +1,153 @@
+"""The executor of the policy: attempts are made up, checkpoints and messages are real. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.errors import DataError, Interrupted, TrainingFailed
+from raytrain_gpt.train import supervisor
+from raytrain_gpt.train.attempt import End
+from raytrain_gpt.train.policy import Kind
+from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run
+from tests.checkpoint.test_catalog import write
+from tests.runs import MakeConfig
+
+ERROR = RuntimeError("a worker died")
+LEASE: Any = None
+
+Attempts = Callable[..., tuple[Run, list[int], list[str]]]
+
+
+@pytest.fixture
+def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    """A run whose attempts end as given: (end, checkpoints that it writes); where each began, lines."""
+
+    def make(*ends: tuple[End, list[int]], **values: object) -> tuple[Run, list[int], list[str]]:
+        config = make_config(storage_path=str(tmp_path), max_failures=1, **values)
+        fitted = decided(FittedConfig, config, use_gpu=False, num_workers=1)
+        begun: list[int] = []
+        lines: list[str] = []
+        run = Run(fitted, 1, data_of(fitted), StopSignals(""), lines.append, pytest.fail)
+        left = list(ends)
+
+        def attempt(resumed: Checkpoint | None, lease: Any) -> End:
+            begun.append(resumed.state.step if resumed else 0)
+            end, steps = left.pop(0)
+            for step in steps:
+                write(Catalog(run.run_dir), step)
+            return end
+
+        monkeypatch.setattr(run, "_attempt", attempt)
+        monkeypatch.setattr(supervisor, "wait_for_workers", lambda *_: 1)
+        monkeypatch.setattr("raytrain_gpt.train.policy.BACK_OFF_S", (0.0,))
+        return run, begun, lines
+
+    return make
+
+
+def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
+    attempts: Attempts,
+) -> None:
+    run, begun, lines = attempts(
+        (End("failed", ERROR), [10]),
+        (End("preempted"), [20, 30]),
+        (End("resized"), []),
+        (End("finished"), [40, 50]),
+    )
+    summary = run._supervise(None, LEASE)
+    assert begun == [0, 10, 30, 30]
+    assert (summary.step, summary.already_finished) == (50, False)
+    assert lines == [
+        "run failed (RuntimeError: a worker died)",
+        "failed; going on from step 10",
+        "preempted; going on from step 30",
+        "resized; going on from step 30",
+    ]
+
+
+def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
+    run, begun, lines = attempts((End("failed", ERROR), [10, 20]), (End("finished"), [50]))
+    write(Catalog(run.run_dir), 30)
+    model = Catalog(run.run_dir).complete()[-1].path / "model.safetensors"
+    model.write_bytes(b"damaged")
+    run._supervise(None, LEASE)
+    assert begun == [0, 20]
+    assert any(line.startswith("skipped: ") for line in lines)
+
+
+def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
+    bad = BadStretch(first_step=12, last_step=21, first_batch=11, last_batch=20)
+    run, begun, _ = attempts()
+    write(Catalog(run.run_dir), 10)
+    (back,) = Catalog(run.run_dir).complete()
+    run, begun, lines = attempts(
+        (End("rolled_back", bad_stretch=bad, gone_back_to=back), [20]),
+        (End("rolled_back", bad_stretch=bad, gone_back_to=None), []),
+        (End("finished"), [50]),
+    )
+    run._supervise(back, LEASE)
+    assert begun == [10, 10, 0]
+    assert lines == [], "the rollback itself says where it led"
+
+
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(attempts: Attempts) -> None:
+    run, begun, _ = attempts((End("failed", ERROR), [50]))
+    assert run._supervise(None, LEASE).step == 50
+    assert begun == [0]
+
+
+def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attempts) -> None:
+    run, begun, _ = attempts(*[(End("failed", ERROR), [])] * 2)
+    with pytest.raises(TrainingFailed) as raised:
+        run._supervise(None, LEASE)
+    assert str(raised.value).endswith(
+        "failed 2 times without progress at step 0 (max_failures=1): RuntimeError: a worker died"
+    )
+    assert raised.value.__cause__ is ERROR
+    assert begun == [0, 0]
+
+
+def test_an_error_of_ours_inside_rays_is_raised_as_it_is(attempts: Attempts) -> None:
+    known = DataError("a shard is missing")
+    run, begun, _ = attempts((End("failed", ERROR, user_error=known), []))
+    with pytest.raises(DataError) as raised:
+        run._supervise(None, LEASE)
+    assert raised.value is known
+    assert begun == [0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ([], BEFORE_FIRST_STEP),
+        ([10], "interrupted at step 10, no step since the checkpoint: "),
+        ([10, 17], "interrupted at step 17, saved: "),
+    ],
+)
+def test_a_signal_ends_the_run_with_what_is_saved(
+    attempts: Attempts, saved: list[int], words: str
+) -> None:
+    run, _, _ = attempts((End("stopped"), saved[1:]))
+    for step in saved[:1]:
+        write(Catalog(run.run_dir), step)
+    resumed = next(iter(Catalog(run.run_dir).complete()), None)
+    with pytest.raises(Interrupted, match=words):
+        run._supervise(resumed, LEASE)
+
+
+@pytest.mark.parametrize("kind", ["failed", "preempted", "resized"])
+def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind: Kind) -> None:
+    run, begun, _ = attempts((End(kind, ERROR if kind == "failed" else None), [10]))
+    run.signals.stop.set()
+    with pytest.raises((Interrupted, TrainingFailed)):
+        run._supervise(None, LEASE)
+    assert begun == [0]
