@@ -1,19 +1,19 @@
-"""A worker node that is left well: what `raytrain-gpt node` runs on a machine that may be taken away.
+"""A worker node that shuts down gracefully: what `raytrain-gpt node` runs on a machine that may be preempted.
 
-A raylet ends at once on SIGTERM, and all its workers with it, so nothing could be saved. Therefore:
+A raylet exits at once on SIGTERM, and all its workers with it, so nothing could be saved. Therefore:
 
-1. `ray start --block` runs as a child in a session of its own. SIGTERM and SIGINT are blocked in it and
-   in everything that it starts: it does not matter whether a signal is sent to this process alone
-   (Kubernetes, the hook of a spot notice), to its group (a terminal) or to every process (systemd, a
-   shutdown). Only SIGKILL to all, at the end of the sender's own patience, is stronger.
-2. On the signal the cluster is told, as `ray drain-node` does, that the node is about to be preempted:
-   Ray starts nothing here any more, and runs save and leave.
-3. A drained node with nothing left to do ends by itself. When it has, or when `grace_s` are over, what
-   is left in the session is killed.
+1. `ray start --block` runs as a child in a session of its own. SIGTERM and SIGINT are blocked in it and in
+   everything that it starts: it does not matter whether a signal is sent to this process alone (Kubernetes,
+   the hook of a spot notice), to its group (a terminal) or to every process (systemd, a shutdown). Only a
+   SIGKILL to all, when the sender's own patience ends, is stronger.
+2. On the signal the node is drained, as by `ray drain-node` with the reason preemption: Ray starts nothing
+   here any more, and runs save and leave.
+3. A drained node that is idle exits by itself. After that, or after `grace_s`, what is left in the session
+   is killed.
 
 Ray 2.60's own `ray start --block` does 2 and 3 as well, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s),
-where it alone gets the SIGTERM. A program that itself ends its children by SIGTERM cannot do so on this
-node; Ray uses SIGKILL.
+if it alone gets the SIGTERM. A program that ends its own children by SIGTERM cannot do so on this node; Ray
+uses SIGKILL.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Log = Callable[[str], None]
 
 
 class _Signals:
-    """Counts the signals that ask the node to leave."""
+    """Counts the signals that ask the node to stop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,12 +59,12 @@ class _Signals:
 
 
 def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:
-    """Be a node of a cluster until a signal comes, or until Ray ends by itself.
+    """Be a node of a cluster until a signal comes, or until Ray exits by itself.
 
     Args:
         address: HOST:PORT of the head.
-        grace_s: How long runs may take to save and leave; the third signal ends it.
-        flags: Further ones of `ray start`.
+        grace_s: How long runs may take to save and leave; a third signal ends the wait.
+        flags: Further flags of `ray start`.
         log: Gets console lines.
 
     Returns:
@@ -78,7 +78,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(
             f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
-            "`ray start` prints it, and see that this machine may connect to that port"
+            "`ray start` prints it, and check that this machine can connect to that port"
         ) from None
     signals = _Signals()
     name = uuid.uuid4().hex
@@ -90,15 +90,15 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
             time.sleep(POLL_S)
         try:
             _leave(address, name, grace_s, lambda: signals.count >= _FORCED_AFTER, log)
-        except Exception as error:  # whatever it is, the node must end
-            log(f"the cluster could not be told that this node leaves: {error}")
+        except Exception as error:  # whatever it is, the node must stop
+            log(f"this node could not be drained, it stops at once: {error}")
         return 0
     finally:
         _kill_session(child)
 
 
 def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-    # Of several --labels Ray takes the last one.
+    # If --labels is given several times, Ray takes only the last one.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--labels", action="append", default=[f"{LABEL}={name}"])
     own, others = parser.parse_known_args(flags)
@@ -112,7 +112,7 @@ def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Pope
 
 
 def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], log: Log) -> None:
-    """Tell the cluster, and wait until nothing runs here any more or the grace is over."""
+    """Drain the node, and wait until nothing runs here any more or the grace period is over."""
     knock(address)
     gcs = ray._raylet.GcsClient(address=address)
     began, told = time.time(), False
@@ -120,32 +120,32 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
     why = "SIGTERM to raytrain-gpt node"
     drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_WITHIN_S)
     while True:
-        with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: once more
+        with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: try again
             node_id = _node_id(gcs, name)
             if node_id is None and told:
                 log(f"nothing runs on this node any more after {time.time() - began:.0f} s")
                 return
             if node_id is None:
-                log("leaving at once: the cluster does not have this node, or not any more")
+                log("leaving at once: the cluster does not know this node, or no longer")
                 return
             if not told:
                 log(f"leaving: runs on this node have {grace_s:g} s to save")
                 told, _ = gcs.drain_node(node_id, *drain)
         if time.time() >= deadline or forced():
-            log("leaving although something still runs on this node; it is killed")
+            log("the grace period is over: what still runs on this node is killed")
             return
         time.sleep(POLL_S)
 
 
 def _node_id(gcs: Any, name: str) -> str | None:
-    """The id of the node of a name; None before it has joined and when it has ended."""
+    """The id of the node with a name; None before it has joined and after it has left."""
     nodes = gcs.get_all_node_info(timeout=ANSWER_WITHIN_S, state_filter=GcsNodeInfo.ALIVE)
     found = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
     return next(found, None)
 
 
 def _kill_session(leader: subprocess.Popen[bytes]) -> None:
-    """End all processes of a session, those that they start meanwhile too."""
+    """Kill all processes of a session, also those that they start meanwhile."""
     leader.kill()
     leader.wait()
     until = time.monotonic() + ANSWER_WITHIN_S

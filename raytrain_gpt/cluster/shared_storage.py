@@ -1,6 +1,6 @@
 """Whether all nodes of the cluster share the run's storage, see its data, and have room for Ray's files.
 
-A run stops at the first node with a problem. The doctor asks `storage_problem` on every node and lists all.
+A run stops at the first node with a problem; the doctor uses the same judgements and lists all nodes.
 
 No torch here: a node answers from a process of its own, which starts in a fraction of the time without.
 """
@@ -26,6 +26,7 @@ RAY_FILES_BYTES = 2**27
 """Room for Ray's logs and sockets."""
 DRIVER_FILE = "driver"
 ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
+MAKE_ROOM = "make room there, or start Ray with another --temp-dir"
 
 
 def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
@@ -52,7 +53,7 @@ def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
 
 @contextlib.contextmanager
 def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location]:
-    """A directory in `parent` with a file for all nodes to read, removed at the end.
+    """A directory in `parent` (in `storage_path`) with a file for all nodes to read, removed at the end.
 
     Raises:
         ClusterError: this process cannot write there.
@@ -93,17 +94,22 @@ def ray_directory() -> Path:
 
 
 def check_ray_disk(directory: Path, node: str) -> None:
-    """See that Ray has room for its own files on a node: a full disk there hangs a run.
+    """Check that Ray has room for its own files on a node: a full disk there hangs a run.
 
     Raises:
         ClusterError: says what is needed and what is free.
     """
-    free = shutil.disk_usage(directory).free
-    if free < RAY_FILES_BYTES:
-        raise ClusterError(
-            f"node {node} has {size(free)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} "
-            "for its own files; make room there, or start Ray with another --temp-dir"
-        )
+    if problem := ray_disk_problem(str(directory), shutil.disk_usage(directory).free):
+        raise ClusterError(f"node {node} has {problem}; {MAKE_ROOM}")
+
+
+def ray_disk_problem(directory: str, free_bytes: int) -> str:
+    """Why Ray's own files have no room; empty: they have."""
+    if free_bytes >= RAY_FILES_BYTES:
+        return ""
+    return (
+        f"{size(free_bytes)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} for its files"
+    )
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]

@@ -40,7 +40,7 @@ class Skipped(RaytrainGptError):
     """Why something was not looked at."""
 
 
-def checks(name: str) -> Callable[[Callable[P, str]], Callable[P, Check]]:
+def named_check(name: str) -> Callable[[Callable[P, str]], Callable[P, Check]]:
     """Make a function that returns what it saw return a `Check`.
 
     An error that this package raises on purpose fails the check with its text: so the checks that a run

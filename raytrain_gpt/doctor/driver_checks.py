@@ -12,7 +12,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.doctor.check import Failed, Skipped, checks
+from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import size
 from raytrain_gpt.train import preflight
@@ -22,7 +22,7 @@ FETCH_WITHIN_S = 30.0
 TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
-@checks("tokenizer")
+@named_check("tokenizer")
 def check_tokenizer(name: str | None, data: Mixture | None) -> str:
     """Whether `prepare --tokenizer NAME` would find its tokenizer, in the cache or by the network."""
     if name is None:
@@ -47,7 +47,7 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
     raise Failed(f"{name}: {problem[0]}{way}")
 
 
-@checks("tracking")
+@named_check("tracking")
 def check_tracking(config: Config) -> str:
     """Whether MLflow takes what a run would send it."""
     uri = config.tracking.mlflow_uri
@@ -77,7 +77,7 @@ def check_tracking(config: Config) -> str:
     return f"MLflow answers at {uri}"
 
 
-@checks("disk")
+@named_check("disk")
 def check_disk(config: Config, data: Mixture | None) -> str:
     """Whether the checkpoints of the run have room."""
     storage = location(config, config.run.storage_path)

@@ -33,7 +33,7 @@ from raytrain_gpt.data.locations import data_is_there, data_of, location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.doctor import driver_checks, node_probe, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
-from raytrain_gpt.doctor.check import Check, Failed, Skipped, checks
+from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, judge_token
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
@@ -147,7 +147,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     return found
 
 
-@checks("cluster")
+@named_check("cluster")
 def _connect(found: Examination) -> str:
     """Join the cluster, or start one."""
     try:
@@ -162,7 +162,7 @@ def _connect(found: Examination) -> str:
     return f"{whose}: {has}"
 
 
-@checks("workers")
+@named_check("workers")
 def _fit(found: Examination, resources: Resources) -> str:
     """Whether the workers fit the cluster."""
     found.fitted = fitted, world_size = fit_to_cluster(found.config, resources)
@@ -172,7 +172,7 @@ def _fit(found: Examination, resources: Resources) -> str:
     return f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
 
 
-@checks("data")
+@named_check("data")
 def _read_data(found: Examination, is_default: bool) -> str:
     """Whether the driver finds the data as its manifest says."""
     config = found.config
@@ -235,7 +235,7 @@ def _look_at_ranks(found: Examination, config: FittedConfig, world_size: int, be
         found.add(_bench(found, config, group))
 
 
-@checks("bench")
+@named_check("bench")
 def _bench(found: Examination, config: FittedConfig, group: GroupFacts) -> str:
     """When the run would be done."""
     if group.bench is None and (group.sequences is None or not group.has_devices):

@@ -19,7 +19,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
 from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock, token_file
-from raytrain_gpt.doctor.check import Check, Failed, Skipped, checks
+from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
@@ -143,7 +143,7 @@ def judge_head(head: HeadFacts) -> Check | None:
     return None
 
 
-@checks("token")
+@named_check("token")
 def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> str:
     """Whether the cluster refuses strangers, and nobody else reads the token.
 

@@ -25,14 +25,15 @@ import raytrain_gpt
 from raytrain_gpt.cluster.connection import token_file
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.shared_storage import (
+    MAKE_ROOM,
     ON_ALL_NODES,
-    RAY_FILES_BYTES,
     ray_directory,
+    ray_disk_problem,
     storage_problem,
 )
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
-from raytrain_gpt.doctor.check import Failed, checks
+from raytrain_gpt.doctor.check import Failed, named_check
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
@@ -187,7 +188,7 @@ def data_problem(data: Mixture, seq_len: int) -> str:
     return ""
 
 
-@checks("nodes")
+@named_check("nodes")
 def judge_answers(nodes: Sequence[NodeFacts]) -> str:
     """Whether every node runs this package at all."""
     silent = [f"{node.name} ({node.error})" for node in nodes if node.error]
@@ -199,7 +200,7 @@ def judge_answers(nodes: Sequence[NodeFacts]) -> str:
     return f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}"
 
 
-@checks("versions")
+@named_check("versions")
 def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str:
     """Whether Python, Ray, torch and this package are the same on all nodes and the driver."""
     everywhere = {"the driver": driver, **{n.name: n.versions or {} for n in nodes}}
@@ -216,7 +217,7 @@ def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str
     return ", ".join(f"{what} {version}" for what, version in driver.items())
 
 
-@checks("clocks")
+@named_check("clocks")
 def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
     """Whether all clocks, the driver's too, show the same time within `MAX_CLOCK_SKEW_S`."""
     # A clock is somewhere within its uncertainty: only what is surely apart is wrong.
@@ -233,7 +234,7 @@ def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
     return f"against the driver's: {each}"
 
 
-@checks("storage")
+@named_check("storage")
 def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -> str:
     """Whether all nodes write where the driver does, and the driver itself can (`driver_error`)."""
     if driver_error:
@@ -244,7 +245,7 @@ def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -
     return f"{storage} is written and read by {len(nodes)} nodes"
 
 
-@checks("data")
+@named_check("data")
 def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     """Whether all nodes read the dataset that the driver has `seen`."""
     wrong = ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error)
@@ -253,18 +254,12 @@ def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     return f"{data_path} is read by {len(nodes)} nodes: {seen}"
 
 
-@checks("ray_disk")
+@named_check("ray_disk")
 def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
     """Whether Ray has room for its own files on every node: a full disk there hangs a run."""
-    full = [
-        f"{n.name} has {size(n.ray_dir_free_bytes)} free in {n.ray_dir}"
-        for n in nodes
-        if n.ray_dir_free_bytes < RAY_FILES_BYTES
-    ]
+    problems = {n.name: ray_disk_problem(n.ray_dir, n.ray_dir_free_bytes) for n in nodes}
+    full = [f"{name} has {problem}" for name, problem in problems.items() if problem]
     if full:
-        raise Failed(
-            f"{', '.join(full)}; Ray needs {size(RAY_FILES_BYTES)} for its own files: make room there, "
-            "or start Ray with another --temp-dir"
-        )
+        raise Failed(f"{', '.join(full)}; {MAKE_ROOM}")
     least = min(nodes, key=lambda node: node.ray_dir_free_bytes)
     return f"at least {size(least.ray_dir_free_bytes)} free ({least.name})"

@@ -36,7 +36,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
-from raytrain_gpt.doctor.check import Failed, Skipped, checks
+from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
@@ -131,9 +131,9 @@ class GroupFacts:
     @property
     def has_devices(self) -> bool:
         """Whether every rank has a device of its own."""
-        if self.devices is None:
-            return False
-        return not self.use_gpu or devices_are_usable(self.devices)
+        uuids = [device.uuid for device in self.devices or ()]
+        own_gpus = all(uuids) and len(set(uuids)) == len(uuids)
+        return self.devices is not None and (own_gpus or not self.use_gpu)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def probe_rank(spec: RankSpec) -> None:
         return found
 
     devices = tell("devices", _device(rank, use_gpu))
-    usable = not use_gpu or devices_are_usable(devices)
+    usable = GroupFacts(len(devices), use_gpu, devices=devices).has_devices
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
@@ -220,12 +220,6 @@ def probe_rank(spec: RankSpec) -> None:
     if spec.plan is not None and usable:
         vocab_size = spec.ingest.data.vocab_size
         tell("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
-
-
-def devices_are_usable(devices: list[DeviceFacts]) -> bool:
-    """Whether every rank has a GPU, and none has another's."""
-    uuids = [device.uuid for device in devices]
-    return all(uuids) and len(set(uuids)) == len(uuids)
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
@@ -257,22 +251,19 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
         expected = pattern * ranks + ranks * (ranks - 1) // 2
         wrong += int((values != expected).sum())
         values.zero_()
-        seconds[num_bytes] = statistics.median(
-            _seconds_of_one(values, group) for _ in range(REPEATS)
-        )
+        times = []
+        for _ in range(REPEATS):
+            synchronize(device)
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(values, group=group)
+            synchronize(device)
+            times.append(time.perf_counter() - started)
+        seconds[num_bytes] = statistics.median(times)
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)
 
 
-def _seconds_of_one(values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    synchronize(values.device)
-    dist.barrier()
-    started = time.perf_counter()
-    dist.all_reduce(values, group=group)
-    synchronize(values.device)
-    return time.perf_counter() - started
-
-
-@checks("devices")
+@named_check("devices")
 def judge_devices(group: GroupFacts) -> str:
     """Whether each rank has a GPU of its own, if GPUs are asked for."""
     devices = group.devices
@@ -318,7 +309,7 @@ def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
     return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
 
 
-@checks("all_reduce")
+@named_check("all_reduce")
 def judge_all_reduce(group: GroupFacts) -> str:
     """Whether sums over all ranks are right, and over what kind of link they go.
 
@@ -353,7 +344,7 @@ def judge_all_reduce(group: GroupFacts) -> str:
     return f"sums are right; {seen}, {carried}"
 
 
-@checks("sequences")
+@named_check("sequences")
 def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Sequence[int]) -> str:
     """Whether the ranks together were given each sequence of the plan once, and in its step."""
     ranks = group.sequences

@@ -68,12 +68,9 @@ class Estimate:
     Attributes:
         num_parameters: The tied embedding once, its padding included.
         flops_per_token: Forward and backward.
-        total_flops: For all steps.
         steps_per_epoch: None: the data is not known.
         micro_batches_per_step: Per worker.
-        checkpoint_bytes: Size of one checkpoint.
         memory: Needed on one device.
-        device: Kind of GPU, or None.
         fits: Whether the device has enough memory; None: the device is not known.
         largest: For each of GPT-2's sizes; empty: the device is not known.
         speed: None: neither measured, nor given, nor in the table.
@@ -116,10 +113,7 @@ class Facts:
 
     Attributes:
         vocab_size: Vocabulary of the tokenizer; None: GPT-2's.
-        num_workers: World size.
         bf16: Whether it trains in 16 bits.
-        device: Kind of GPU.
-        train_tokens: Tokens of the training data.
         step_time_s: As the user knows it.
         tokens_per_s: As a probe measured it.
         mfu: Used if the speed comes from the table; None: `ASSUMED_MFU`.

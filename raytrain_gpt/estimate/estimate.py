@@ -19,11 +19,13 @@ SPEED_SOURCES = {
     "table": "from the device's peak and an assumed MFU, not measured",
 }
 
-Log = Callable[[str], None]
-
 
 def answer(
-    config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
+    config: Config,
+    given: Facts,
+    log: Callable[[str], None],
+    device: str | None = None,
+    probe: bool = False,
 ) -> tuple[Config, Estimate]:
     """The configuration, fitted to the cluster if that was probed, and the estimate.
 

@@ -42,7 +42,6 @@ POLL_S = 0.5
 PROBE_WITHIN_S = 1800.0
 """Includes waiting for a worker's resources and a few compilations."""
 
-Log = Callable[[str], None]
 Decision = tuple[MemoryFit, str]
 """What fits, and why, for people."""
 
@@ -51,7 +50,7 @@ def fit_memory(
     config: FittedConfig,
     world_size: int,
     vocab_size: int,
-    log: Log,
+    log: Callable[[str], None],
     *,
     resumed: CheckpointState | None = None,
     stop: threading.Event | None = None,
@@ -61,7 +60,6 @@ def fit_memory(
 
     Args:
         config: Fitted to the connected cluster.
-        world_size: Number of workers.
         vocab_size: Vocabulary of the data's tokenizer.
         log: Gets a line if anything was `auto`.
         resumed: State of the checkpoint that the run resumes from.

@@ -1,4 +1,4 @@
-"""What is checked before a run takes any time: data, storage, disk, tools."""
+"""What a run checks before it starts: data, checkpoints, disk, tools. The doctor calls the same functions."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from raytrain_gpt.storage.location import Location, cache_directory, is_url
 C = TypeVar("C", bound=Config)
 
 VERIFY_CONTENT_BYTES = 2**30
-"""Data up to this size is hashed at every start; of more only sizes and footers are read."""
+"""Data up to this size is hashed at every start; of more data only sizes and footers are read."""
 SQLITE = "sqlite:///"
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
 
 def check_data(ingest: IngestSpec) -> None:
-    """Compare shards with the manifest and the batch with the data.
+    """Compare the shards with their manifest, and the batch with the data.
 
     Raises:
-        ConfigError: there is no place for a cache.
+        ConfigError: there is no directory for a cache.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
     shards = [shard for part in ingest.data.parts for shard in part.manifest.shards]
@@ -57,12 +57,12 @@ def check_data(ingest: IngestSpec) -> None:
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
-    """The configuration with `init_from` naming one checkpoint, which exists and fits.
+    """The configuration with `init_from` naming one checkpoint, which exists and fits the model.
 
     Raises:
-        CheckpointError: no good checkpoint, or other shapes.
-        ConfigError: a longer context than the checkpoint's, or other heads.
-        DataError: another tokenizer.
+        CheckpointError: there is no good checkpoint, or its tensors have other shapes.
+        ConfigError: the context is longer than the checkpoint's, or the number of heads differs.
+        DataError: the data has another tokenizer.
     """
     if config.model.init_from is None:
         return config
@@ -74,7 +74,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
             f"to at most {theirs['data']['seq_len']}"
         )
-    if config.model.num_heads != theirs["model"]["num_heads"]:  # no tensor's shape tells
+    if config.model.num_heads != theirs["model"]["num_heads"]:  # shows in no tensor's shape
         raise ConfigError(
             f"num_heads={config.model.num_heads}, {checkpoint.path} has "
             f"{theirs['model']['num_heads']}; set num_heads to {theirs['model']['num_heads']}"
@@ -86,10 +86,10 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
 
 
 def check_compile(config: Config) -> None:
-    """See that torch.compile has what it needs on a CPU.
+    """Check that torch.compile has what it needs on a CPU.
 
     Raises:
-        ConfigError: no C++ compiler or no Python headers.
+        ConfigError: there is no C++ compiler, or no Python headers.
     """
     if not config.train.compile or config.cluster.use_gpu:
         return
@@ -103,13 +103,13 @@ def check_compile(config: Config) -> None:
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
-    """See that the checkpoints to come have room.
+    """Check that there is room for the checkpoints to come.
 
     Args:
-        config: The run.
-        run_dir: The run's directory.
-        vocab_size: Of the data's tokenizer.
-        existing: Checkpoints already there.
+        config: Configuration of the run.
+        run_dir: The run's directory, or one on the same disk.
+        vocab_size: Vocabulary of the data's tokenizer.
+        existing: Number of checkpoints already there.
 
     Raises:
         ClusterError: says what is needed and what is free.
@@ -117,16 +117,16 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     each = GPTShape.of(config, vocab_size).num_parameters * STATE_BYTES_PER_PARAMETER
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
-    if config.eval.eval_mode == "async":  # every evaluation has a checkpoint, too
+    if config.eval.eval_mode == "async":  # every evaluation has a checkpoint as well
         in_all += -(-train.max_steps // config.eval.eval_every_steps)
-    # The best one is kept besides the newest, and one more is there while it is being written.
+    # The best one is kept besides the newest, and one more exists while it is being written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + RUN_FILES_BYTES
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(
             f"{run_dir} has {size(free)} free, {num} checkpoints of {size(each)} need "
-            f"{size(needed)}; make room, set storage_path, or lower keep_checkpoints"
+            f"{size(needed)}; make room, set another storage_path, or lower keep_checkpoints"
         )
 
 
@@ -134,7 +134,7 @@ def absolute_paths(config: C) -> C:
     """The configuration with every path absolute.
 
     Raises:
-        ConfigError: a path is relative inside a submitted job, whose directory is thrown away.
+        ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards.
     """
     changes: dict[str, str] = {}
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
@@ -168,6 +168,6 @@ def _absolute(path: str) -> str:
 
 def _relative_in_job(name: str, value: str) -> str:
     return (
-        f"{name}={value} is relative, but a submitted job's directory is thrown away; "
+        f"{name}={value} is relative, but a submitted job's working directory is deleted afterwards; "
         f"set {name} to an absolute path that all nodes share"
     )
