@@ -27,7 +27,7 @@ from ray.data import ExecutionOptions
 
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.mixture import Mixture, Part
+from raytrain_gpt.data.mixture import Mixture, WeightedDataset
 from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
@@ -63,7 +63,7 @@ def main() -> None:
                     "data_cache_gb": 4e-9 * args.tokens if args.cache else 0,
                 }
             )
-            mixture = Mixture((Part(directory, manifest, Fraction(1)),))
+            mixture = Mixture((WeightedDataset(directory, manifest, Fraction(1)),))
             spec = IngestSpec(config, mixture, args.workers)
             steps = EPOCHS * spec.order().batches_per_epoch
             dataset = ingest_dataset(spec, steps)

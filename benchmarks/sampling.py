@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.core.device import best_device
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.sample import sample_tokens
 
 SHAPE = GPTShape(num_layers=12, num_heads=12, embd_size=768, seq_len=1024, vocab_size=50257)
 
@@ -76,7 +76,7 @@ def timed(draw: Callable[[], Tokens]) -> tuple[float, Tokens]:
 
 def cached(model: GPT, prompts: Tokens, new_tokens: int) -> Tokens:
     """The product's own way."""
-    options = SamplingOptions(new_tokens, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=new_tokens, temperature=0, stop_at_eot=False)
     drawn = sample_tokens(model, SHAPE.vocab_size - 1, prompts, options)
     return [continuation.tokens for continuation in drawn]
 

@@ -1,21 +1,22 @@
 """The command line: `raytrain-gpt COMMAND …`.
 
-Configuration flags are made from the configuration tree, so that a leaf's name is its flag. Every
-error of the user's is one line on stderr with exit code 2; 130 after Ctrl+C or SIGTERM; 1 otherwise.
-What a command needs is imported when it runs, so that help and messages come at once.
+Every configuration field is a flag of the same name. A user error is one line on stderr and exit code 2;
+Ctrl+C and SIGTERM give 130, everything else 1. What a command needs is imported when it runs, so that help
+and error messages come at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
-from raytrain_gpt.commands import cluster, data, estimate, inference, models, runs, serve, train
+from raytrain_gpt.commands import cluster, data, estimate, inference, models, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 from raytrain_gpt.redact import redacted
@@ -23,9 +24,6 @@ from raytrain_gpt.redact import redacted
 
 class _Parser(argparse.ArgumentParser):
     """Errors in one line, flags with hyphens or underscores, no guessed abbreviations."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see: {self.prog} --help")
@@ -54,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _complain(f"{kind}{' '.join(str(error).split())}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of a pipe, as `head`, has enough; Python would complain of it once more at its end.
+        # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -71,27 +69,31 @@ def _complain(text: str) -> None:
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
-    """All flags with underscores, but for those behind `--`, which are another program's."""
+    """All flags with underscores, except those after `--`, which belong to another program."""
     own = argv.index("--") if "--" in argv else len(argv)
-    return [*map(_underscored_flag, argv[:own]), *argv[own:]]
+    return [re.sub(r"(?<=^--)[^=]+", _with_underscores, argument) for argument in argv[:own]] + [
+        *argv[own:]
+    ]
 
 
-def _underscored_flag(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return f"--{flag[2:].replace('-', '_')}{equals}{value}"
+def _with_underscores(name: re.Match[str]) -> str:
+    return name[0].replace("-", "_")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raytrain-gpt",
+        allow_abbrev=False,
         description="Pretrain GPT-2-class language models on Ray: from text to a trained model.",
     )
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (data, estimate, train, runs, inference, models, serve, cluster):
-        module.add_parsers(commands)
+    for command in (
+        *(data.prepare, data.data, estimate.estimate, train.train, train.tune, train.runs),
+        *(inference.evaluate, inference.sample, inference.serve, models.export, models.import_),
+        *(cluster.doctor, cluster.node),
+    ):
+        command.add_parser(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""All errors of this package, as one tree.
 
     RaytrainGptError
     ├── UserError            the user's input is wrong: one line on stderr, exit code 2
@@ -7,7 +7,7 @@
     │   ├── CheckpointError      a checkpoint or a run's directory
     │   └── ClusterError         resources, storage or network that the run needs
     ├── StorageError         an object store stayed out of reach: exit code 1
-    ├── TrainingFailed       the run died of something else: exit code 1
+    ├── TrainingFailed       the run failed for another reason: exit code 1
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
 A message has the value, the limit and the way out, on one line.
@@ -26,13 +26,13 @@ class RaytrainGptError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows, as the command line does: a line, and the traceback of a cause."""
+        """What IPython shows: one line as on the command line, and the traceback of the cause if any."""
         cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
         return redacted(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 
 
 class UserError(RaytrainGptError):
-    """The input is wrong and the user can put it right."""
+    """The input is wrong and the user can fix it."""
 
     exit_code = 2
 
@@ -42,7 +42,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A source, shard, manifest or tokenizer is missing, damaged or does not fit."""
+    """A source, shard, manifest or tokenizer is missing, damaged or does not match."""
 
 
 class CheckpointError(UserError):
@@ -62,6 +62,6 @@ class TrainingFailed(RaytrainGptError):
 
 
 class Interrupted(RaytrainGptError):
-    """The run was stopped by a signal; what was done is saved."""
+    """The run was stopped by a signal, after saving a checkpoint."""
 
     exit_code = 130

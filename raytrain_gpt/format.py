@@ -18,6 +18,16 @@ def duration(seconds: float) -> str:
     return " ".join(f"{amount}{unit}" for amount, unit in parts[first : first + 2])
 
 
+def short_duration(seconds: float) -> str:
+    """`0.3s`, `25s`, `12m 30s`: tenths below ten seconds."""
+    return f"{seconds:.1f}s" if round(seconds, 1) < 10 else duration(seconds)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 step`, `3 steps`; `many` is the plural where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def amount(value: float) -> str:
     """`850.7k`, `124.5M`, `9.9B`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -67,9 +77,19 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
     return line
 
 
-def event_line(row: dict[str, Any], max_steps: int) -> str | None:
-    """The console line of an event; None for those that say what is seen anyway."""
-    start = f"step {row['step']}/{max_steps} | {row['event']}"
+def event_line(row: dict[str, Any], max_steps: int, spike_zscore: float) -> str | None:
+    """The console line of an event; None for those that say what is seen anyway.
+
+    Args:
+        row: The event's row.
+        max_steps: Steps of the run.
+        spike_zscore: Deviations above the mean that make a spike. A step whose loss is below that is
+            marked for its gradient norm alone, which a healthy run has too: it is not called a spike.
+    """
+    event = row["event"]
+    if event == "spike" and (row["loss_zscore"] or 0) < spike_zscore:
+        event = "high gradient norm"
+    start = f"step {row['step']}/{max_steps} | {event}"
     if row["event"] == "checkpoint":
         blocked, write = row["perf/checkpoint_blocked_s"], row["perf/checkpoint_write_s"]
         return f"{start} written in {write:.1f} s, training stood still {blocked * 1000:.0f} ms"

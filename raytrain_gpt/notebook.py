@@ -1,11 +1,12 @@
-"""`train` for a notebook's cell, or any Python program: the command's run with its progress in place.
+"""`train` for notebooks and other Python programs.
 
     from raytrain_gpt import train
     run = train(preset="quickstart", max_steps=100)
     plt.plot(*run.curve("train/loss"))
 
-In Jupyter a bar, the loss so far and the last lines are drawn again with every line of the run;
-elsewhere the lines are printed. Interrupting the kernel saves a checkpoint, and the same call goes on.
+In Jupyter the cell shows a progress bar, the loss so far and the last lines of the run, and updates them in
+place; elsewhere the lines are printed. Interrupting the kernel saves a checkpoint, and the same call
+continues from it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
     from raytrain_gpt.tracking.summary import RunSummary
 
 SHOWN_LINES = 12
-WIDTH, HEIGHT = 640, 160
-_COLOURS = {"train": "#1f77b4", "val": "#d62728"}
+_COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
+"""Style variables of `tracking.charts`."""
 _LOSS_LINE = re.compile(r"step (\d+)/(\d+) \| (?:epoch \d+ \| |(val) )loss ([\d.]+) \|")
-"""What `runtime.console` makes of a step's row and of an evaluation's."""
-
-Point = tuple[int, float]
+"""As `format.step_line` and `format.eval_line` write them."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,12 @@ class TrainedRun:
     """A run after `train`.
 
     Attributes:
-        run_dir: Its directory or URL.
-        step: Updates done.
-        checkpoint: The newest one's directory or URL.
-        best: The one with the lowest validation loss; None: none was evaluated.
-        val_loss: Of the last evaluation, nats per token; None: there was none.
-        report: Its report.html.
+        run_dir: Directory or URL of the run.
+        step: Optimizer steps done.
+        checkpoint: Directory or URL of the newest checkpoint.
+        best: The checkpoint with the lowest validation loss; None if none was evaluated.
+        val_loss: Last validation loss, nats per token; None without an evaluation.
+        report: The run's report.html.
         metrics: The rows of metrics.jsonl: training steps, evaluations and events.
     """
 
@@ -63,7 +62,7 @@ class TrainedRun:
         """Steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`.
 
         Raises:
-            KeyError: no row has it; names those that there are.
+            KeyError: no row has it; the message lists the metrics there are.
         """
         points = [(row["step"], row[key]) for row in self.metrics if row.get(key) is not None]
         if not points:
@@ -71,62 +70,44 @@ class TrainedRun:
             raise KeyError(f"no metric {key}; there are {', '.join(known)}")
         return [step for step, _ in points], [value for _, value in points]
 
-    def sample(
-        self,
-        prompt: str,
-        *,
-        num_samples: int = 1,
-        max_new_tokens: int = 100,
-        top_k: int | None = 50,
-        top_p: float = 1.0,
-        temperature: float = 1.0,
-        seed: int = 42,
-    ) -> list[str]:
+    def sample(self, prompt: str, *, num_samples: int = 1, **options: Any) -> list[str]:
         """Continuations of a prompt, the prompt included, by the best checkpoint, else the newest.
 
         Args:
-            prompt: What they start with.
+            prompt: Text to continue.
             num_samples: How many.
-            max_new_tokens: Of each, unless the text ends before.
-            top_k: Draw from the k most likely tokens; None: from all.
-            top_p: Draw from the most likely tokens that have this probability together.
-            temperature: 0: always the most likely token.
-            seed: Of the draws.
+            options: As of `raytrain-gpt sample`: max_new_tokens (here 100 by default), temperature, top_k,
+                top_p, seed.
+
+        Raises:
+            ConfigError: an option is unknown or out of range.
         """
         from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-        return sample_checkpoint(
-            self.best or self.checkpoint,
-            prompt,
-            print,
-            num_samples=num_samples,
-            max_new_tokens=max_new_tokens,
-            top_k=top_k,
-            top_p=top_p,
-            temperature=temperature,
-            seed=seed,
-        )
+        options = {"max_new_tokens": 100, **options}
+        path = self.best or self.checkpoint
+        return sample_checkpoint(path, prompt, print, num_samples=num_samples, **options)
 
 
-def train(preset: str | None = None, config: str | Path | None = None, **leaves: Any) -> TrainedRun:
-    """Train, or go on where the run of this name stopped, and return when it is finished.
+def train(preset: str | None = None, config: str | Path | None = None, **fields: Any) -> TrainedRun:
+    """Train a model, or resume the run of this name, and return when it is finished.
 
     Args:
         preset: As of `raytrain-gpt train`; None: quickstart.
-        config: YAML file or its URL instead of a preset.
-        leaves: Configuration by name, as `max_steps=500`; wins over both.
+        config: YAML file or its URL, instead of a preset.
+        fields: Configuration fields by name, as `max_steps=500`; they override both.
 
     Raises:
         UserError: something is wrong with the configuration, data, storage or cluster.
-        Interrupted: the kernel was interrupted, after saving; a third time at once ends the kernel.
-        StorageError: the storage was out of reach for too long.
+        Interrupted: the kernel was interrupted, after saving; a third interrupt ends it at once.
+        StorageError: the storage stayed unreachable for too long.
         TrainingFailed: the run failed for good.
     """
     from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
     with config_on_disk(config) as file:
-        resolved = resolve(preset, file, leaves)
-    # Ray and tqdm ask for ipywidgets in a notebook, for displays that are off here.
+        resolved = resolve(preset, file, fields)
+    # In a notebook, Ray and tqdm ask for ipywidgets, which only displays that are off here would need.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
@@ -160,73 +141,66 @@ def _trained_run(summary: RunSummary) -> TrainedRun:
 
 
 def _log(config: Config) -> Callable[[str], None]:
-    """Where console lines go: into one output of the cell in Jupyter, else they are printed."""
+    """What takes the console lines: an output of the cell in Jupyter, else print."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is None:
         return lambda line: print(redacted(line), flush=True)
     from IPython.display import display
 
-    progress = Progress(config.run.run_name, config.train.max_steps)
-    handle = display(progress, display_id=True)
+    shown = RunDisplay(config.run.run_name, config.train.max_steps)
+    handle = display(shown, display_id=True)
 
     def show(line: str) -> None:
-        progress.add(redacted(line))
-        handle.update(progress)
+        shown.add(redacted(line))
+        handle.update(shown)
 
     return show
 
 
-class Progress:
+class RunDisplay:
     """What a cell shows of a run, made from its console lines.
 
     Args:
-        name: Of the run.
-        max_steps: Until its lines tell another number.
+        name: Name of the run.
+        max_steps: Until a console line has another number.
     """
 
     def __init__(self, name: str, max_steps: int) -> None:
         self._name, self._step, self._max_steps = name, 0, max_steps
         self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
-        self._points: dict[str, list[Point]] = {"train": [], "val": []}
+        self._losses: dict[str, list[tuple[int, float]]] = {"train": [], "val": []}
 
     def add(self, line: str) -> None:
-        """Take a console line, which may be several."""
+        """Show a console line, which may be several."""
         self._lines.extend(line.splitlines())
         if found := _LOSS_LINE.match(line):
             self._step, self._max_steps = int(found[1]), int(found[2])
-            self._points[found[3] or "train"].append((self._step, float(found[4])))
+            self._losses[found[3] or "train"].append((self._step, float(found[4])))
 
     def __repr__(self) -> str:
         return "\n".join(self._lines)
 
     def _repr_html_(self) -> str:
-        lines = html.escape("\n".join(self._lines))
         return (
-            f"<div><b>{html.escape(self._name)}</b> "
+            f'<div style="max-width: 40em; {_COLORS}"><b>{html.escape(self._name)}</b> '
             f'<progress value="{self._step}" max="{self._max_steps}"></progress> '
-            f"step {self._step} of {self._max_steps}{self._chart()}<pre>{lines}</pre></div>"
+            f"step {self._step} of {self._max_steps}{self._chart()}</div>"
+            f"<pre>{html.escape(repr(self))}</pre>"
         )
 
     def _chart(self) -> str:
-        """The losses so far as SVG: training blue, validation red; nothing before the second."""
-        points = [point for kind in self._points.values() for point in kind]
-        if len(self._points["train"]) < 2:
+        """The losses so far as SVG, from the second training loss on."""
+        if len(self._losses["train"]) < 2:
             return ""
-        left, right = min(step for step, _ in points), max(step for step, _ in points)
-        low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+        import numpy as np
 
-        def place(point: Point) -> str:
-            x = WIDTH * (point[0] - left) / max(right - left, 1)
-            y = HEIGHT * (high - point[1]) / ((high - low) or 1)
-            return f"{x:.1f},{y:.1f}"
+        from raytrain_gpt.tracking.charts import Chart, Curve, draw
 
-        curves = "".join(
-            f'<polyline fill="none" stroke="{_COLOURS[kind]}" points="{" ".join(map(place, found))}"/>'
-            for kind, found in self._points.items()
-        )
-        label = (
-            f"loss {high:.3f} to {low:.3f}, steps {left} to {right}; blue training, red validation"
-        )
-        box = f'viewBox="-4 -4 {WIDTH + 8} {HEIGHT + 8}" width="{WIDTH}" height="{HEIGHT}"'
-        return f'<br><svg {box} role="img">{curves}</svg><br><small>{label}</small>'
+        curves = []
+        for color, (name, losses) in enumerate(self._losses.items(), start=1):
+            if losses:
+                steps, values = np.array(losses, dtype=float).T
+                curves.append(Curve(name, steps, values, color))
+        drawn = draw(Chart("loss", "nats per token", curves))
+        return f"{drawn}<small>loss: blue training, red validation</small>"

@@ -1,8 +1,8 @@
-"""Keys, tokens and passwords stay out of what is printed and written.
+"""Keeps keys, tokens and passwords out of what is printed and written.
 
-The configuration is copied to many places, so a URL with a secret in it is refused there. Text that
-others wrote, as the messages of exceptions, is shown without the values of secret variables and
-without what stands before the @ of a URL.
+The configuration is copied to many places, so a URL with a secret in it is refused there
+(`has_secret`). Text of others, such as the messages of exceptions, is shown without the values of
+secret environment variables and without passwords and keys in URLs (`redacted`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ HIDDEN = "***"
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _NAMES_A_PLACE = re.compile("(FILE|PATH|DIR|URL|URI)$")
 _SHORTEST = 8
-"""Characters; what is shorter stands in too many texts by chance."""
+"""Characters; a shorter value occurs in too many texts by chance."""
 
-# A name alone, as in postgresql://user@host, is no secret, but with http it may be a token.
+# A name alone, as in postgresql://user@host, is no secret; in an http URL it may be a token.
 _IN_URL = re.compile(
     r"(?<=://)[^\s/?#@]*:[^\s/?#]*(?=@)"
     r"|(?:(?<=http://)|(?<=https://))[^\s/?#]+(?=@)"
@@ -34,7 +34,8 @@ def has_secret(url: str) -> bool:
 def redacted(text: str) -> str:
     """The text with `***` for secrets in URLs and for the values of secret environment variables.
 
-    Secret is a variable with KEY, TOKEN, SECRET or PASSWORD in its name, unless it names a place.
+    A variable is secret if its name has KEY, TOKEN, SECRET or PASSWORD in it and does not end like the
+    name of a place: FILE, PATH, DIR, URL or URI.
     """
     values = {
         value
@@ -43,6 +44,6 @@ def redacted(text: str) -> str:
         and _SECRET_NAME.search(name.upper())
         and not _NAMES_A_PLACE.search(name.upper())
     }
-    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+    for value in sorted(values, key=len, reverse=True):  # one may contain another
         text = text.replace(value, HIDDEN)
     return _IN_URL.sub(lambda found: (found["name"] or "") + HIDDEN, text)

@@ -7,8 +7,8 @@ dist=~/raytrain-gpt-dist
 
 chmod 600 ~/.ray/auth_token
 [ -x "$home/bin/python" ] || python3 -m venv "$home"
-wheel=$(ls -t "$dist"/*.whl | head -n 1) # older ones may lie there from before
+wheel=$(ls -t "$dist"/*.whl | head -n 1) # older wheels may be there as well
 "$home/bin/pip" install -q -c "$dist/constraints.txt" "$wheel"
-"$home/bin/pip" install -q --no-deps --force-reinstall "$wheel" # rebuilt, but of the same version
+"$home/bin/pip" install -q --no-deps --force-reinstall "$wheel" # a rebuilt wheel has the same version
 
 grep -qsF "$setup/env.sh" ~/.bashrc || echo ". $setup/env.sh" >> ~/.bashrc

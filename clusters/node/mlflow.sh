@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An MLflow server on the head that only the head can reach; see it through `ssh -L 5000:127.0.0.1:5000`.
-# A server that is there already stays: the second one ends because the port is taken.
+# A server that is already running stays: the second one exits because the port is taken.
 set -eu
 mkdir -p ~/mlflow
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false # nothing but tracking

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `raytrain-gpt node` on a spot machine: spot-node.sh aws|gcp FLAGS OF RAYTRAIN-GPT NODE.
-# As soon as the cloud gives notice (AWS two minutes before, GCP half a minute), the node is told to leave.
+# As soon as the cloud gives notice (AWS two minutes before, GCP half a minute), the node is told to shut down.
 set -u
 cloud=$1
 shift
@@ -33,7 +33,7 @@ while kill -0 $node 2> /dev/null; do
 done
 wait $node
 code=$?
-while kill -0 $node 2> /dev/null; do # a signal has ended the wait
+while kill -0 $node 2> /dev/null; do # the wait was ended by a signal
   wait $node
   code=$?
 done

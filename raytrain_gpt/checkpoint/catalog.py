@@ -10,7 +10,7 @@ On a file system a checkpoint is written under an unfinished name, every file is
 `hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
 object store cannot rename: there the files have their final names at once, and without the last one,
 `hashes.json`, they are no checkpoint. The newest is the one with the largest step: clocks play no
-part. Ray keeps an index of its own; it is told, and never asked.
+part. Ray keeps an index of its own, which is written but never read.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 STATE_VERSION = 3
-"""2: batches may be skipped; 3: there may be a loss scale."""
 _NAME = re.compile(r"step=\d{8,}")
 _FILE = re.compile(r"\w[\w.-]*")
 
 
 class NewerVersion(CheckpointError):
-    """Written by a later version: not damaged, so never to be passed over."""
+    """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,16 @@ class CheckpointState:
 
     Attributes:
         step: Updates done.
-        next_batch: Position: the global batch that the next update reads.
-        order_hash: Rolling hash of what was delivered so far.
+        next_batch: Position in the data: the global batch that the next update reads.
+        order_hash: Rolling hash of the data delivered so far.
         val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
-        tokens_seen: Tokens trained on.
-        config: The resolved configuration, section -> leaf -> value.
-        manifest_hash: Of the dataset.
-        vocab_hash: Of the tokenizer.
-        vocab_size: Of the tokenizer.
-        order_version: Of the order's algorithm.
+        config: The resolved configuration, section -> field -> value.
+        manifest_hash: Identifies the dataset.
+        vocab_hash: Identifies the tokenizer.
+        order_version: Version of the algorithm that orders the data.
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches left out after loss spikes.
-        loss_scale: Of fp16: the factor and the steps since it changed; None: another precision.
+        loss_scale: fp16's factor and the steps since it changed; None: another precision.
     """
 
     step: int
@@ -83,17 +80,28 @@ class CheckpointState:
     loss_scale: tuple[float, int] | None = None
     state_version: int = STATE_VERSION
 
+    @property
+    def evaluates_async(self) -> bool:
+        """Whether the run that wrote it evaluates asynchronously."""
+        return bool(self.config.get("eval", {}).get("eval_mode") == "async")
+
+    @property
+    def is_evaluated_async(self) -> bool:
+        """Whether that run evaluates this step, and asynchronously."""
+        if not self.evaluates_async:
+            return False
+        every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
+        return is_evaluated(self.step, every, last)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint (its files' hashes are checked by `verify`).
 
     Attributes:
-        path: Its directory.
-        state: The content of `state.json`.
-        size_bytes: Of all files that it was committed with.
+        size_bytes: All files that it was committed with, together.
         hash: SHA-256 over the sizes and hashes of these, in hex.
-        evaluated: What was found beside training; None: nothing yet.
+        evaluated: Its async evaluation; None: there is none yet.
     """
 
     path: Location
@@ -105,10 +113,8 @@ class Checkpoint:
     @property
     def val_loss(self) -> float | None:
         """Validation loss, nats per token; None if it was not evaluated, or not finite."""
-        if self.evaluated_row is None:
-            return self.state.val_loss
-        loss: float | None = self.evaluated_row["val/loss"]
-        return loss
+        row = self.evaluated_row
+        return self.state.val_loss if row is None else row["val/loss"]
 
     @property
     def evaluated_row(self) -> dict[str, Any] | None:
@@ -117,8 +123,8 @@ class Checkpoint:
 
     @property
     def waits_for_evaluation(self) -> bool:
-        """Whether it is to be evaluated asynchronously, and was not yet, nor was given up."""
-        return self.evaluated is None and evaluated_beside(self.state)
+        """Whether an async evaluation is due that has neither been done nor given up."""
+        return self.evaluated is None and self.state.is_evaluated_async
 
     def verify(self) -> None:
         """Compare every file with its size and hash.
@@ -149,8 +155,7 @@ class Checkpoint:
             return
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as parent:
             directory = Path(parent, self.path.name)
-            # Only what belongs to it: a dead attempt may have left files of the same step, and of
-            # more ranks.
+            # Only its own files: a dead attempt may have left others at the same step, of more ranks.
             for name in (HASHES_FILE, *_read_hashes(self.path)):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).download(directory / name)
@@ -158,30 +163,17 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl since the checkpoint before, and of its async evaluation.
-
-        None of those that are damaged.
-        """
-        later = [self.evaluated_row] if self.evaluated_row else []
-        try:
-            text = (self.path / ROWS_FILE).read_text()
-            return [json.loads(line) for line in text.splitlines()] + later
-        except (OSError, ValueError):
-            return later
+        """Rows of metrics.jsonl since the checkpoint before, if they can be read, and its evaluation's."""
+        rows = [self.evaluated_row] if self.evaluated_row else []
+        with contextlib.suppress(OSError, ValueError):
+            lines = (self.path / ROWS_FILE).read_text().splitlines()
+            rows = [json.loads(line) for line in lines] + rows
+        return rows
 
 
 def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
-    """Whether a run evaluates at a step: every so many, and at the last one."""
+    """Whether a run evaluates after a step: every `eval_every_steps`, and after the last one."""
     return step % eval_every_steps == 0 or step == max_steps
-
-
-def evaluated_beside(state: CheckpointState) -> bool:
-    """Whether a checkpoint is to be evaluated asynchronously, by the configuration that wrote it."""
-    evaluation = state.config.get("eval", {})
-    if evaluation.get("eval_mode") != "async":
-        return False
-    every, last = evaluation["eval_every_steps"], state.config["train"]["max_steps"]
-    return is_evaluated(state.step, every, last)
 
 
 @dataclass(frozen=True)
@@ -208,15 +200,15 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
-        skipped = tuple((int(a), int(b)) for a, b in content.pop("skipped_batches", ()))
-        factor = content.pop("loss_scale", None)
-        scale = None if factor is None else (float(factor[0]), int(factor[1]))
-        state = CheckpointState(**content, skipped_batches=skipped, loss_scale=scale)
+        content["skipped_batches"] = tuple((a, b) for a, b in content["skipped_batches"])
+        if content["loss_scale"] is not None:
+            content["loss_scale"] = tuple(content["loss_scale"])
+        state = CheckpointState(**content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
-        # Only where there may be one: in an object store every look takes a request.
-        evaluated = read_evaluation_result(path, own_hash) if evaluated_beside(state) else None
+        # Only where there may be one: in an object store each look costs a request.
+        evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
         return Checkpoint(path, state, size_bytes, own_hash, evaluated)
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
@@ -236,8 +228,8 @@ def _read_hashes(path: Location) -> dict[str, FileEntry]:
     try:
         entries = _read_json(path / HASHES_FILE).items()
         for name, _ in entries:
-            if not _FILE.fullmatch(name):  # they are written where they are fetched to
-                raise ValueError(f"{name!r} is no file's name")
+            if not _FILE.fullmatch(name):  # files() downloads to these names
+                raise ValueError(f"{name!r} is not a plain file name")
         return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
@@ -247,10 +239,10 @@ class Draft:
     """A checkpoint being written: any process adds files, one of them commits.
 
     Args:
-        directory: Of all checkpoints.
+        directory: The directory of all checkpoints.
         step: Updates done.
-        mark: The same for all who write it, another one for every attempt, so that what a dying
-            attempt still writes never gets into the next one's.
+        mark: The same on all ranks, another one for every attempt, so that what a dying attempt still
+            writes never gets into the next one's checkpoint.
     """
 
     def __init__(self, directory: Location, step: int, mark: str) -> None:
@@ -259,12 +251,8 @@ class Draft:
         unfinished = directory / f"unfinished-{self._final.name}-{mark}"
         self._place = unfinished if directory.is_local else self._final
 
-    def add(self, name: str, write: Callable[[Path], None]) -> FileEntry:
-        """Write one file and force it to disk, or into the object store.
-
-        Args:
-            name: Of the file.
-            write: Writes it to a path.
+    def add(self, name: str, write: Callable[[Path], object]) -> FileEntry:
+        """Write one file, by `write` to a path, and force it to disk or into the object store.
 
         Raises:
             CheckpointError: the disk is full.
@@ -279,62 +267,60 @@ class Draft:
                 (self._place / name).upload(file)
                 return entry
         except Exception as error:
-            raise self._disk_full(error) or error from None
+            # safetensors wraps the system's error: its number is only in the exception's text.
+            full = (
+                getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+            )
+            if not full:
+                raise
+            place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
+            raise CheckpointError(
+                f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
+                f"free on {place}; older checkpoints are intact: free some space and run the same "
+                "command again"
+            ) from None
 
     def commit(
         self, state: CheckpointState, entries: Mapping[str, FileEntry], texts: Mapping[str, str]
     ) -> Location:
-        """Make it a checkpoint.
+        """Make it a checkpoint; returns its directory.
 
         Args:
-            state: Goes into `state.json`.
-            entries: Of all files that were added.
+            state: The content of `state.json`.
+            entries: Name -> size and hash of every file that any process added.
             texts: More small files, name -> content.
 
         Raises:
             CheckpointError: the disk is full.
         """
-        content = {**texts, STATE_FILE: json.dumps(dataclasses.asdict(state), indent=1) + "\n"}
-        own = {name: self.add(name, _text_writer(text)) for name, text in content.items()}
-        hashes = {
-            name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
-            for name, entry in sorted({**entries, **own}.items())
-        }
-        self.add(HASHES_FILE, _text_writer(json.dumps(hashes, indent=1) + "\n"))
+        files = dict(entries)
+        for name, text in {**texts, STATE_FILE: _json(dataclasses.asdict(state))}.items():
+            files[name] = self._add_text(name, text)
+        hashes = {n: {"bytes": e.size_bytes, "sha256": e.sha256} for n, e in sorted(files.items())}
+        self._add_text(HASHES_FILE, _json(hashes))
         if self._place != self._final:
             self._place.path.rename(self._final.path)
             force_to_disk(self._directory.path)
         return self._final
 
+    def _add_text(self, name: str, text: str) -> FileEntry:
+        return self.add(name, lambda path: path.write_text(text, "utf-8"))
+
     def discard(self) -> None:
-        """Remove what was written of it."""
+        """Remove what was written."""
         with contextlib.suppress(OSError):
             self._place.remove()
 
-    def _disk_full(self, error: Exception) -> CheckpointError | None:
-        # safetensors puts the system's error into its own exception's text.
-        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-        if not full:
-            return None
-        place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
-        return CheckpointError(
-            f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
-            f"free on {place}; older checkpoints are intact: make room and run the same command again"
-        )
 
-
-def _written(file: Path, write: Callable[[Path], None]) -> FileEntry:
+def _written(file: Path, write: Callable[[Path], object]) -> FileEntry:
     write(file)
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
     return FileEntry(file.stat().st_size, Location.of(file).sha256())
 
 
-def _text_writer(text: str) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_text(text, "utf-8")
-
-    return write
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 class Catalog:
@@ -351,10 +337,8 @@ class Catalog:
         """Checkpoints that look complete, oldest step first."""
         found = []
         for path in self._paths():
-            try:
+            with contextlib.suppress(CheckpointError):
                 found.append(read_checkpoint(path))
-            except CheckpointError:
-                continue
         return found
 
     def _paths(self) -> list[Location]:
@@ -368,11 +352,11 @@ class Catalog:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:
-            on_skip: Gets one line for each newer one that does not.
-            before_step: Only checkpoints of earlier steps.
+            on_skip: Gets one line for each newer checkpoint that is damaged.
+            before_step: Only checkpoints of earlier steps; None: all.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is good or one is of a later version.
+            CheckpointError: all checkpoints are damaged, or one was written by a later version.
         """
         paths = [p for p in self._paths() if before_step is None or _step(p) < before_step]
         for path in reversed(paths):
@@ -386,8 +370,8 @@ class Catalog:
                 on_skip(f"skipped: {error}")
         if paths:
             raise CheckpointError(
-                f"none of the {len(paths)} checkpoints in {self._dir} is good; restore one from a "
-                "copy, or start again under a new run_name"
+                f"all {len(paths)} checkpoints in {self._dir} are damaged; restore one from a copy, or "
+                "start again under a new run_name"
             )
         return None
 
@@ -396,13 +380,12 @@ class Catalog:
         return _best(self.complete())
 
     def clean(self, good_until: int) -> None:
-        """Remove what an interrupted writer left, and set aside what lies above a good step."""
+        """Remove what an interrupted writer left, and set aside checkpoints above `good_until`."""
         paths = self._paths()
         for name in self._dir.names():
-            unfinished = name.startswith("unfinished-")
-            if not self._dir.is_local and _NAME.fullmatch(name):
-                unfinished = self._dir / name not in paths
-            if unfinished:
+            # In an object store an unfinished one has its final name, but is not among the paths.
+            nameless = _NAME.fullmatch(name) and self._dir / name not in paths
+            if nameless or name.startswith("unfinished-"):
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) <= good_until:
@@ -418,11 +401,10 @@ class Catalog:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
         complete = self.complete()
         best = _best(complete)
-        evaluates_async = (
-            complete and complete[-1].state.config.get("eval", {}).get("eval_mode") == "async"
-        )
         for checkpoint in complete[:-keep]:
-            if checkpoint is best or (evaluates_async and checkpoint.waits_for_evaluation):
+            # A run resumed with eval_mode=inline never comes back to what waits.
+            waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
+            if checkpoint is best or waits:
                 continue
             if self._dir.is_local:
                 removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
@@ -435,37 +417,31 @@ class Catalog:
 
 def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
-    return min(losses, key=lambda found: found[:2], default=(0.0, 0, None))[2]
+    return min(losses)[2] if losses else None  # no two have the same step
 
 
 def _step(path: Location) -> int:
     return int(path.name.removeprefix("step="))
 
 
-def _is_hugging_face(path: Location) -> bool:
-    return path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file()
-
-
 def resolve_checkpoint(path: Location) -> Checkpoint:
-    """The checkpoint that a path means: itself, or of a run's directory the best, else newest.
+    """The checkpoint at a path; in a run's directory the best, or the newest if none was evaluated.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
+    elif complete := Catalog(path).complete():
+        checkpoint = _best(complete) or complete[-1]
+    elif path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds Hugging Face weights; import them first: "
+            f"raytrain-gpt import {path} --out CHECKPOINT"
+        )
     else:
-        catalog = Catalog(path)
-        complete = catalog.complete()
-        if not complete and _is_hugging_face(path):
-            raise CheckpointError(
-                f"{path} holds Hugging Face weights; run: raytrain-gpt import {path} --out CHECKPOINT, and "
-                "use CHECKPOINT"
-            )
-        if not complete:
-            raise CheckpointError(
-                f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
-            )
-        checkpoint = catalog.best() or complete[-1]
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
+        )
     checkpoint.verify()
     return checkpoint

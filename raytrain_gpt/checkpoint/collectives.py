@@ -1,4 +1,4 @@
-"""A worker among all workers: small sums and agreements, which never wait for the devices."""
+"""A worker among all workers: small sums and agreements over the hosts, which never wait for GPUs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BACKGROUND_TIMEOUT_S = 1800.0
 
 
 class Collectives:
-    """This process's rank, and collectives over the hosts (gloo) that all ranks call in step.
+    """This process's rank, and collectives (gloo) that all ranks call in the same order.
 
     Args:
-        rank: Of this worker.
-        world_size: Number of workers.
-        background_timeout_s: How long the others may keep a rank waiting in the background.
+        rank: Rank of this worker among `world_size`.
+        background_timeout_s: How long the other ranks may keep one waiting in `background`.
 
     Attributes:
-        background: Another set of the same collectives, for a thread besides the training.
+        background: The same collectives in a group of their own, for a thread beside the training: two
+            threads in one group would mix up their messages.
     """
 
     def __init__(
@@ -39,25 +39,22 @@ class Collectives:
 
     def summed(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""
-        tensor = tensor.cpu()
-        if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
-        return tensor
+        return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest value of any rank, for each element, on the CPU."""
-        tensor = tensor.cpu()
-        if self._group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return tensor
+        return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def any(self, *wishes: bool) -> list[bool]:
         """Which wishes any rank has; the same answer on all ranks."""
-        if self._group is None:
-            return list(wishes)
         flags = torch.tensor(wishes, dtype=torch.uint8)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in flags.tolist()]
+        return self._reduced(flags, dist.ReduceOp.MAX).bool().tolist()
+
+    def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        tensor = tensor.cpu()
+        if self._group is not None:
+            dist.all_reduce(tensor, operation, group=self._group)
+        return tensor
 
     def gathered(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order."""

@@ -1,8 +1,8 @@
-"""What an async evaluation found: a file in the checkpoint's directory.
+"""The result of an async evaluation: a file in the checkpoint's directory.
 
-`evaluation.json` comes after the checkpoint is complete, so it is no part of its hashes; instead it
-names the `hashes.json` that it belongs to. One that was left by another checkpoint of the same step,
-which an object store may keep after a rollback, is nobody's.
+`evaluation.json` is written after the checkpoint is complete, so it is not among its hashes; instead it
+holds the hash of the checkpoint that it belongs to. One left by another checkpoint of the same step, as
+an object store may keep it after a rollback, is ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class EvaluationResult:
     """The evaluation of a checkpoint, or why there is none.
 
     Attributes:
-        row: Its row of metrics.jsonl; None: it was left out.
+        row: Its row of metrics.jsonl; None: the evaluation was given up.
         samples: A line for each sample; empty: none were drawn.
-        left_out: Why there is no row; None: there is one.
+        left_out: Why it was given up; None: it was not.
     """
 
     row: dict[str, Any] | None
@@ -33,7 +33,7 @@ class EvaluationResult:
 
 
 def read_evaluation_result(directory: Location, checkpoint_hash: str) -> EvaluationResult | None:
-    """The evaluation of the checkpoint with this hash; None where there is none, or a damaged one."""
+    """The evaluation of the checkpoint with this hash; None where there is none or it is damaged."""
     try:
         content = json.loads((directory / EVALUATION_FILE).read_text())
         if content.pop("checkpoint_hash") != checkpoint_hash:
@@ -56,7 +56,7 @@ def write_evaluation_result(
     if not directory.is_local:
         (directory / EVALUATION_FILE).write_text(text)
         return
-    # Not by way of the location, which would make a removed directory again.
+    # Location.write_text would create the directory again if it was removed.
     unfinished = directory.path / f"{EVALUATION_FILE}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)

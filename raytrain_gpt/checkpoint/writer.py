@@ -3,10 +3,9 @@
 1. `begin` copies this rank's part of the state into host memory and returns: training goes on.
 2. A thread of every rank writes its part, forced to disk or into the object store, and hashes it.
 3. The ranks exchange sizes and hashes; rank 0 commits and removes what is no longer kept.
-4. `collect` says what came of it, on all ranks the same.
+4. `collect` gives the outcome, the same on all ranks.
 
-One checkpoint is in flight at a time, so the memory is one copy of the rank's part, kept from the
-start. No Ray here.
+One checkpoint is in flight at a time: more would need more than one copy of the state in host memory.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written.
-
-    Attributes:
-        path: Where it is.
-        state: Its state.
-        write_s: Seconds the writing took, in the background.
-    """
+    """A checkpoint that was written; `write_s` are the seconds it took in the background."""
 
     path: Location
     state: CheckpointState
@@ -51,13 +44,13 @@ class CheckpointWriter:
     """Writes the checkpoints of a run; all ranks call each method at the same step.
 
     Args:
-        catalog: Of the run.
-        mark: Of this attempt, the same on all ranks.
-        ranks: This worker among all.
+        catalog: The run's checkpoints.
+        mark: The attempt's, the same on all ranks; see `Draft`.
+        ranks: This worker among all; its background group is used.
         model: The model.
         optimizer: Over its parameters.
-        keep: Newest checkpoints to keep.
-        may_write: Raises `ClusterError` when another run has taken this one's name; asked before anything is
+        keep: How many of the newest checkpoints to keep.
+        may_write: Raises `ClusterError` when another run has taken this one's name; called before anything is
             written and again before it is final.
     """
 
@@ -71,7 +64,7 @@ class CheckpointWriter:
         keep: int,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        self._catalogue, self._mark, self._keep = catalog, mark, keep
+        self._catalog, self._mark, self._keep = catalog, mark, keep
         self._may_write = may_write
         self._ranks = ranks.background
         self._copy = HostCopy(model, optimizer, ranks.rank, ranks.world_size)
@@ -85,16 +78,16 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank is still at it."""
+        """Whether this rank's thread is still at work."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: CheckpointState, texts: dict[str, str], prune: bool = True) -> None:
         """Copy the state and start writing it; the one before must have been collected.
 
         Args:
-            state: Goes into `state.json`.
-            texts: More small files, of rank 0; name -> content.
-            prune: Remove what is no longer kept afterwards.
+            state: The content of `state.json`.
+            texts: More small files, name -> content; rank 0 writes them.
+            prune: Whether to remove older checkpoints afterwards.
         """
         assert not self.in_flight, "collect the checkpoint in flight first"
         self._copy.refresh()
@@ -124,44 +117,34 @@ class CheckpointWriter:
         raise outcome or RuntimeError("the checkpoint's thread ended without an outcome")
 
     def _run(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> None:
-        try:
-            self._outcome = self._write(state, texts, prune)
-        except Exception as error:
-            self._outcome = error
+        self._outcome = _outcome_of(lambda: self._write(state, texts, prune))
 
-    def _write(
-        self, state: CheckpointState, texts: dict[str, str], prune: bool
-    ) -> Saved | Exception:
+    def _write(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> Saved:
         started = time.perf_counter()
-        draft = self._catalogue.draft(state.step, self._mark)
+        draft = self._catalog.draft(state.step, self._mark)
+        # A rank that failed takes part in all exchanges, or the others would wait for it.
         parts = self._ranks.gathered(_outcome_of(lambda: self._add_files(draft)))
         failed = next((part for part in parts if isinstance(part, Exception)), None)
-        outcome: Location | Exception | None = failed
-        if failed is None and self._ranks.rank == 0:
+
+        def commit() -> Location:
+            if failed is not None:
+                raise failed
+            self._may_write()
             entries = {name: entry for part in parts for name, entry in part.items()}
-            outcome = _outcome_of(lambda: self._commit(draft, state, entries, texts))
-        # Where another run has the name, what lies there may be its own by now.
-        taken_over = isinstance(outcome, ClusterError)
-        if isinstance(outcome, Exception) and self._ranks.rank == 0 and not taken_over:
+            return draft.commit(state, entries, texts)
+
+        outcome = _outcome_of(commit) if self._ranks.rank == 0 else None
+        # Where another run has taken the name, what lies there may be its own by now.
+        if isinstance(outcome, Exception) and not isinstance(outcome, ClusterError):
             draft.discard()
         outcome = self._ranks.gathered(outcome)[0]
         if not isinstance(outcome, Location):
-            return outcome or RuntimeError("nothing was committed")
+            raise outcome
         if prune and self._ranks.rank == 0:
-            # The checkpoint stands; what was not removed now is removed behind the next one.
+            # The checkpoint stands; what cannot be removed now is removed after the next one.
             with contextlib.suppress(OSError, RaytrainGptError):
-                self._catalogue.prune(self._keep)
+                self._catalog.prune(self._keep)
         return Saved(outcome, state, time.perf_counter() - started)
-
-    def _commit(
-        self,
-        draft: Draft,
-        state: CheckpointState,
-        entries: dict[str, FileEntry],
-        texts: dict[str, str],
-    ) -> Location:
-        self._may_write()
-        return draft.commit(state, entries, texts)
 
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
         self._may_write()

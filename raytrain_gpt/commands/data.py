@@ -2,140 +2,101 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal
 
-from raytrain_gpt.commands.flags import json_flag, say
-
-if TYPE_CHECKING:
-    from raytrain_gpt.data.shards import Manifest
-    from raytrain_gpt.storage.location import Location
+from raytrain_gpt.commands.flags import JsonOptions, Metavar, command, say
+from raytrain_gpt.config.options import Options
+from raytrain_gpt.errors import ConfigError
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    prepare = commands.add_parser("prepare", help="make a dataset of text or of token ids")
-    prepare.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…, web "
-        "addresses of files, or stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; "
-        "token ids: .bin of nanoGPT or llm.c, .npy, .parquet with lists",
-    )
-    prepare.add_argument(
-        "--out", required=True, metavar="DIR", help="where the dataset goes, or s3://bucket/prefix"
-    )
-    prepare.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
-        help="bytes, or a tiktoken encoding: gpt2, cl100k_base, …; of token ids the one that made them "
-        "(default: bytes)",
-    )
-    prepare.add_argument(
-        "--text_field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON line, column of a parquet file (default: text; of token ids input_ids or "
-        "tokens)",
-    )
-    split = prepare.add_mutually_exclusive_group()
-    split.add_argument(
-        "--val_fraction",
-        type=float,
-        metavar="F",
-        help="share of documents that validate; of fewer than 100, the end of the text (default: 0.01; "
-        "files of token ids with val in their name validate)",
-    )
-    split.add_argument(
-        "--val_tokens",
-        type=int,
-        metavar="N",
-        help="the first documents validate, about N tokens of them",
-    )
-    prepare.add_argument(
-        "--shard_tokens",
-        type=int,
-        default=100_000_000,
-        metavar="N",
-        help="tokens of a shard, about (default: 100000000)",
-    )
-    prepare.add_argument(
-        "--dedupe",
-        choices=("none", "exact"),
-        default="none",
-        help="exact: of documents with the same text keep only the first (default: none)",
-    )
-    prepare.add_argument(
-        "--max_bad_documents",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out up to N documents that cannot be read: not UTF-8, no JSON, no text in the field "
-        "(default: 0)",
-    )
-    prepare.set_defaults(command=_prepare)
+class PrepareOptions(Options):
+    """How a dataset is made; the limits stand in `data.prepare_plan`."""
 
-    data = commands.add_parser("data", help="show a dataset, verify every byte of it, or count it")
-    data.add_argument("action", choices=("show", "verify", "stats"))
-    data.add_argument("directory", metavar="DIR", help="a dataset, or s3://bucket/prefix")
-    data.add_argument(
-        "--png",
-        metavar="FILE",
-        help="where stats draws the documents' lengths (default: DIR/document_lengths.png)",
-    )
-    json_flag(data, _data)
+    sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
+    """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
+    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin of nanoGPT or
+    llm.c, .npy, .parquet with lists."""
+    out: Annotated[str, Metavar("DIR")]
+    """New dataset: a directory or s3://bucket/prefix."""
+    tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
+    """bytes, or a tiktoken encoding: gpt2, cl100k_base, …; for token ids: the one that made them."""
+    text_field: str = "text"
+    """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
+    val_fraction: float | None = None
+    """Fraction of documents for validation; of fewer than 100 documents: the end of the text
+    (default: 0.01; files of token ids with val in their name)."""
+    val_tokens: int | None = None
+    """Use the first documents for validation, about this many tokens (default: val_fraction)."""
+    shard_tokens: int = 100_000_000
+    """Tokens per shard, approximately."""
+    dedupe: Literal["none", "exact"] = "none"
+    """exact: keep only the first of documents with the same text."""
+    max_bad_documents: int = 0
+    """Skip up to this many unreadable documents: not UTF-8, not JSON, or without the text field."""
 
 
-def _prepare(args: argparse.Namespace) -> None:
+class DataOptions(JsonOptions):
+    """What is looked at."""
+
+    action: Annotated[
+        Literal["show", "verify", "stats"], Metavar("show|verify|stats", positional=True)
+    ]
+    """show: contents; verify: check all bytes; stats: document lengths and tokens."""
+    directory: Annotated[str, Metavar("DIR", positional=True)]
+    """A dataset: directory or s3://bucket/prefix."""
+    png: Annotated[str | None, Metavar("FILE")] = None
+    """Plot of `stats` (default: document_lengths.png in DIR)."""
+
+
+@command("prepare", PrepareOptions)
+def prepare(options: PrepareOptions) -> None:
+    """Make a dataset from text or token ids.
+
+    A stopped command continues where it was; the finished dataset is the same on any number of CPUs.
+    """
+    if options.val_fraction is not None and options.val_tokens is not None:
+        raise ConfigError(
+            "--val_fraction and --val_tokens exclude each other; leave one of them out"
+        )
     from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.launch import prepare_dataset
 
-    out = Location.of(args.out)
-    options = {"text_field": args.text_field, "val_fraction": args.val_fraction}
-    options |= {"val_tokens": args.val_tokens, "shard_tokens": args.shard_tokens}
-    options |= {"dedupe": args.dedupe == "exact", "max_bad_documents": args.max_bad_documents}
-    manifest = prepare_dataset(args.sources, out, args.tokenizer, say, **options)
+    out = Location.of(options.out)
+    more = options.model_dump(exclude={"sources", "out", "tokenizer"})
+    more["dedupe"] = options.dedupe == "exact"
+    manifest = prepare_dataset(options.sources, out, options.tokenizer, say, **more)
     describe_dataset(out, manifest, say)
-    say(_train_line(args.out))
+    say(_train_line(options.out))
 
 
-def _data(args: argparse.Namespace) -> None:
-    from raytrain_gpt.data.describe import describe_dataset
+@command("data", DataOptions)
+def data(options: DataOptions) -> None:
+    """Show a dataset, verify all its bytes, or print its statistics."""
+    from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats, describe_dataset
     from raytrain_gpt.data.shards import read_manifest
     from raytrain_gpt.data.verify import check_shard, check_tokenizer
     from raytrain_gpt.storage.location import Location
 
-    directory = Location.of(args.directory)
+    directory = Location.of(options.directory)
     manifest = read_manifest(directory)
-    if args.action == "stats":
-        _stats(args, directory, manifest)
-        return
-    if args.action == "verify":
-        check_tokenizer(directory, manifest)
-        for shard in manifest.shards:
-            check_shard(directory, manifest, shard, content=True)
-            if not args.json:
-                say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
-        say(f"all {len(manifest.shards)} shards of {directory} are whole")
-    facts = describe_dataset(directory, manifest, say)
-    if args.json:
-        say(json.dumps(facts | {"verified": args.action == "verify"}))
+    if options.action == "stats":
+        picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
+        facts = dataset_stats(directory, manifest, picture, say)
     else:
-        say(_train_line(args.directory))
-
-
-def _stats(args: argparse.Namespace, directory: Location, manifest: Manifest) -> None:
-    from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats
-    from raytrain_gpt.storage.location import Location
-
-    picture = Location.of(args.png) if args.png else directory / PICTURE_FILE
-    facts = dataset_stats(directory, manifest, picture, say)
-    say(_train_line(args.directory))
-    if args.json:
+        if options.action == "verify":
+            check_tokenizer(directory, manifest)
+            for shard in manifest.shards:
+                check_shard(directory, manifest, shard, content=True)
+                if not options.as_json:
+                    say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
+            say(f"all {len(manifest.shards)} shards of {directory} are intact")
+        facts = describe_dataset(directory, manifest, say) | {
+            "verified": options.action == "verify"
+        }
+    say(_train_line(options.directory))
+    if options.as_json:
         say(json.dumps(facts))
 
 

@@ -2,76 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any
+from typing import Annotated
 
-from raytrain_gpt.commands.flags import (
-    add_config,
-    add_fields,
-    config_of,
-    json_flag,
-    say,
-    train_command,
-)
+from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parser of the command."""
-    parser = commands.add_parser(
-        "estimate",
-        help="parameters, memory, time and price of a run, before it starts",
-        description="What `train` with the same flags would take. The speed comes from --probe, from "
-        "--step_time_s, or from the device's peak and an assumed MFU.",
-    )
-    add_config(parser)
-    parser.add_argument("--device", metavar="NAME", help="GPU, as H200 or A100-SXM4-80GB")
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="time a few real steps on the cluster that train would use",
-    )
-    numbers = (
-        ("step_time_s", float, "S", "seconds of a step, if you know them"),
-        (
-            "mfu",
-            float,
-            "F",
-            "share of the device's peak that is assumed without them (default: 0.4)",
-        ),
-        (
-            "train_tokens",
-            int,
-            "N",
-            "tokens of the training data (default: of data_path, if it is there)",
-        ),
-        ("vocab_size", int, "N", "of the tokenizer (default: of data_path, else 50257)"),
-        ("price_per_hour", float, "P", "of one device, on demand"),
-        ("spot_price_per_hour", float, "P", "of one device, as spot machine"),
-    )
-    for name, kind, metavar, text in numbers:
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    add_fields(parser)
-    json_flag(parser, _estimate)
+class EstimateFlags(JsonOptions, ConfigOptions):
+    """What is known of the run besides its configuration."""
+
+    probe: bool = False
+    """Time a few real steps on the cluster that train would use."""
+    device: Annotated[str | None, Metavar("NAME")] = None
+    """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the one of --probe)."""
+    step_time_s: float | None = None
+    """Time per step in seconds, if you have measured it (default: estimated)."""
+    mfu: float | None = None
+    """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
+    train_tokens: int | None = None
+    """Tokens of the training data (default: those of data_path, if it exists)."""
+    vocab_size: int | None = None
+    """Vocabulary size of the tokenizer (default: that of data_path, else 50257)."""
+    price_per_hour: float | None = None
+    """Price of one on-demand device per hour (default: no price)."""
+    spot_price_per_hour: float | None = None
+    """Price of one spot device per hour (default: no price)."""
 
 
-def _estimate(args: argparse.Namespace) -> None:
+@command("estimate", EstimateFlags, SECTIONS)
+def estimate(options: EstimateFlags) -> None:
+    """Parameters, memory, time and price of a run, before it starts.
+
+    Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
+    device and an assumed MFU.
+    """
     from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
 
-    config = config_of(args)
-    asked = EstimateOptions(
-        device=args.device,
-        probe=args.probe,
-        step_time_s=args.step_time_s,
-        mfu=args.mfu,
-        train_tokens=args.train_tokens,
-        vocab_size=args.vocab_size,
-        price_per_hour=args.price_per_hour,
-        spot_price_per_hour=args.spot_price_per_hour,
-    )
-    config, found = answer(config, asked, say)
+    known = options.model_dump(exclude={"as_json", "preset", "config"})
+    config, found = answer(options.resolved(), EstimateOptions(**known), say)
     for line in lines(config, found):
         say(line)
-    say(f"next: {train_command(args)}")
-    if args.json:
+    say(f"next: {options.train_command()}")
+    if options.as_json:
         say(json.dumps(found.as_json()))

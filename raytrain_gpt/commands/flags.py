@@ -1,98 +1,180 @@
-"""What several commands share: flags made from the configuration, and lines on stdout."""
+"""What the commands share: parsers made from declared options, and lines on stdout."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
+import types
 import typing
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.load import preset_names, resolve
+from raytrain_gpt.config.options import Options
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.redact import redacted
 
+OptionsT = TypeVar("OptionsT", bound=Options)
+Groups = dict[str, dict[str, FieldInfo]]
 
-def json_flag(parser: argparse.ArgumentParser, command: Any) -> None:
-    """Add `--json` and what runs the command."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.set_defaults(command=command)
+SECTIONS: Groups = {
+    section: {name: field for name, (own, field) in FIELDS.items() if own == section}
+    for section in Config.model_fields
+}
+"""Section of the configuration -> its fields, each of which becomes a flag."""
 
 
-def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="a checkpoint's directory or s3:// URL, or a run's: its best, else newest",
+@dataclass(frozen=True)
+class Metavar:
+    """Marks a field: what stands for its value in the help, and whether it is an argument, not a flag."""
+
+    text: str
+    positional: bool = False
+
+
+class CheckpointOptions(Options):
+    """Options of a command that uses a checkpoint."""
+
+    checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
+    """Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest."""
+
+
+class JsonOptions(Options):
+    """Options of a command whose result programs can read."""
+
+    as_json: bool = Field(False, alias="json")
+    """Print one JSON object last."""
+
+
+class ConfigOptions(Options):
+    """A configuration: a preset or file, and flags for single fields."""
+
+    preset: Annotated[str | None, Metavar("NAME")] = Field(
+        None,
+        description=f"Configuration to start from (default: quickstart): {', '.join(preset_names())}",
     )
+    config: Annotated[str | None, Metavar("FILE")] = None
+    """Configuration to start from, as a YAML file or its URL (default: the preset)."""
+    fields: dict[str, str | None] = Field({}, exclude=True)
+
+    def resolved(self) -> Config:
+        """The configuration.
+
+        Raises:
+            ConfigError: an unknown preset, or a value that is not possible.
+        """
+        from raytrain_gpt.data.locations import config_on_disk
+
+        with config_on_disk(self.config) as file:
+            return resolve(self.preset, file, self.fields)
+
+    def train_command(self) -> str:
+        """The `train` command with the same configuration."""
+        given = {"preset": self.preset, "config": self.config}
+        given = {name: value for name, value in given.items() if value is not None}
+        values = {**given, **self.fields}.items()
+        flags = [
+            f"--{name} {shlex.quote('null' if value is None else value)}" for name, value in values
+        ]
+        return " ".join(["raytrain-gpt train", *flags])
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add `--preset` and `--config`."""
-    base = parser.add_mutually_exclusive_group()
-    base.add_argument("--preset", metavar="NAME", help=", ".join(preset_names()))
-    base.add_argument("--config", metavar="FILE", help="YAML, in sections as below; may be a URL")
+@dataclass(frozen=True)
+class Command(Generic[OptionsT]):
+    """A command of the command line, whose parser is made from the fields of its options.
 
-
-def add_fields(
-    parser: argparse.ArgumentParser, without: Collection[str] = (), default: str | None = None
-) -> None:
-    """Add a flag for every leaf of the configuration but some.
-
-    Args:
-        parser: Of a command.
-        without: Leaves that get no flag.
-        default: What holds where a flag is not given; None: the leaf's own default.
+    Attributes:
+        name: What the user types.
+        options: Its flags and arguments.
+        groups: Further fields by group of the help; the given ones become `options.fields`, as text.
+        run: Called with the options. Its docstring is the help.
     """
-    groups = {name: parser.add_argument_group(name) for name in Config.model_fields}
-    for name, (section, leaf) in FIELDS.items():
-        if name not in without:
-            own = json.dumps(leaf.default).strip('"')
-            text = f"{leaf.description} (default: {default or own})"
-            add_flag(groups[section], name, leaf.annotation, text)
+
+    name: str
+    options: type[OptionsT]
+    groups: Groups
+    run: Callable[[OptionsT], None]
+
+    def add_parser(self, commands: Any) -> None:
+        """Add it to the subparsers of the command line."""
+        text = " ".join((self.run.__doc__ or "").split())
+        summary = text.partition(". ")[0].rstrip(".")
+        parser = commands.add_parser(
+            self.name,
+            help=f"{summary[0].lower()}{summary[1:]}",
+            description=text,
+            allow_abbrev=False,
+        )
+        if self.groups:  # all fields in the usage line would be a wall
+            file = " FILE" * ("file" in self.options.model_fields)
+            parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
+        for name, field in self.options.model_fields.items():
+            if not field.exclude:
+                _add(parser, field.alias or name, field, is_switch=field.annotation is bool)
+        for title, fields in self.groups.items():
+            group = parser.add_argument_group(title)
+            for name, field in fields.items():
+                _add(group, name, field, show_default=issubclass(self.options, ConfigOptions))
+        parser.set_defaults(command=self)
+
+    def __call__(self, args: argparse.Namespace) -> None:
+        """Run it with parsed arguments.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        given = {name: value for name, value in vars(args).items() if name != "command"}
+        own = {field.alias or name: field for name, field in self.options.model_fields.items()}
+        for name, value in given.items():
+            if value == "null" and not (name in own and own[name].annotation == str | None):
+                given[name] = None
+        fields = {name: given.pop(name) for name in [*given] if name not in own}
+        self.run(self.options(**given, **({"fields": fields} if self.groups else {})))
 
 
-def add_flag(group: Any, name: str, annotation: Any, text: str) -> None:
-    """Add one flag; absent from the parsed arguments where it is not given."""
-    group.add_argument(
-        f"--{name}",
-        metavar=_kind(annotation),
-        help=text.replace("%", "%%"),
-        default=argparse.SUPPRESS,
-    )
+def command(
+    name: str, options: type[OptionsT], groups: Groups | None = None
+) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
+    """Make a function a `Command`; arguments as there."""
+    return lambda run: Command(name, options, groups or {}, run)
+
+
+def _add(
+    group: Any, name: str, field: FieldInfo, *, is_switch: bool = False, show_default: bool = True
+) -> None:
+    """Add a flag or an argument, which is absent from the parsed arguments unless it is given."""
+    text = (field.description or "").rstrip(".").replace("%", "%%")
+    mark = next((one for one in field.metadata if isinstance(one, Metavar)), None)
+    kind = mark.text if mark else _kind(field.annotation)
+    how: dict[str, Any] = {"metavar": kind}
+    if mark and mark.positional:
+        if typing.get_origin(field.annotation) is list:
+            how |= {"nargs": "+"} if field.is_required() else {"nargs": "*", "default": []}
+        group.add_argument(name, help=text, **how)
+        return
+    if is_switch:
+        how = {"action": "store_true"}
+    elif "default:" in text:  # it says what happens without the flag
+        how["metavar"] = kind.removesuffix("|null")
+    elif show_default and field.is_required():
+        how["required"] = True
+    elif show_default:
+        text += f" (default: {json.dumps(field.default)})".replace('"', "")
+    group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 
 
 def _kind(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(map(str, typing.get_args(annotation)))
-    parts = typing.get_args(annotation)
-    if parts:
-        return "|".join(_kind(part) for part in parts)
-    return (
-        "null"
-        if annotation is type(None)
-        else {"bool": "true|false"}.get(annotation.__name__, annotation.__name__)
-    )
-
-
-def config_of(args: argparse.Namespace) -> Config:
-    """The configuration that the arguments mean."""
-    flags = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
-    leaves = {name: None if value == "null" else value for name, value in flags.items()}
-    from raytrain_gpt.data.locations import config_on_disk
-
-    with config_on_disk(args.config) as file:
-        return resolve(args.preset, file, leaves)
-
-
-def train_command(args: argparse.Namespace) -> str:
-    """The `train` command with the configuration that the arguments mean."""
-    names = ["preset", "config", *FIELDS]
-    given = {name: getattr(args, name, None) for name in names}
-    flags = [f"--{name} {shlex.quote(value)}" for name, value in given.items() if value is not None]
-    return " ".join(["raytrain-gpt train", *flags])
+    if parts := typing.get_args(annotation):
+        return "|".join(map(_kind, parts))
+    names = {bool: "true|false", types.NoneType: "null"}
+    return names.get(annotation) or str(annotation.__name__)
 
 
 def say(line: str) -> None:

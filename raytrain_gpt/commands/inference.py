@@ -1,102 +1,63 @@
-"""`eval` and `sample`: use a checkpoint."""
+"""`eval`, `sample` and `serve`: use a checkpoint."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from raytrain_gpt.commands.flags import checkpoint_argument, json_flag, say
+from pydantic import Field
+
+from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    evaluate = commands.add_parser("eval", help="validation loss and HellaSwag of a checkpoint")
-    checkpoint_argument(evaluate)
-    evaluate.add_argument(
-        "--data", metavar="DIR", help="dataset (default: the one it was trained on)"
-    )
-    evaluate.add_argument(
-        "--eval_tokens",
-        type=int,
-        metavar="N",
-        help="upper limit of tokens (default: as in training)",
-    )
-    evaluate.add_argument(
-        "--hellaswag",
-        metavar="FILE|download",
-        help="ask HellaSwag too: its .jsonl, or the public file (default: not asked)",
-    )
-    json_flag(evaluate, _eval)
+class EvalOptions(JsonOptions, CheckpointOptions):
+    """What a checkpoint is evaluated on."""
 
-    sample = commands.add_parser("sample", help="continue prompts with a checkpoint")
-    checkpoint_argument(sample)
-    prompts = sample.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT")
-    prompts.add_argument(
-        "--batch",
-        metavar="FILE",
-        help='JSON lines {"prompt": TEXT, …}, continued on all of a cluster',
-    )
-    sample.add_argument(
-        "--out", metavar="FILE", help="the lines of --batch with their continuations (JSON lines)"
-    )
-    sample.add_argument(
-        "--num_samples",
-        type=int,
-        metavar="N",
-        help="continuations of a prompt (default: 5, with --batch 1)",
-    )
-    sample.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of each, unless its text ends before (default: 32)",
-    )
-    sample.add_argument(
-        "--top_k",
-        type=int,
-        default=50,
-        metavar="K",
-        help="draw from the k most likely tokens (default: 50)",
-    )
-    sample.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="of them, from the most likely that have this probability together (default: 1.0)",
-    )
-    sample.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="0: always the most likely token (default: 1.0)",
-    )
-    sample.add_argument(
-        "--seed", type=int, default=42, metavar="N", help="of the draws (default: 42)"
-    )
-    sample.set_defaults(command=_sample)
+    data: Annotated[str | None, Metavar("DIR")] = None
+    """Dataset (default: the one it was trained on)."""
+    eval_tokens: int | None = Field(None, ge=1)
+    """Validation tokens at most (default: as in training)."""
+    hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
+    """HellaSwag as .jsonl, or the public file (default: not evaluated)."""
 
 
-def _eval(args: argparse.Namespace) -> None:
+class SampleOptions(SamplingOptions, CheckpointOptions):
+    """What is continued, and how often."""
+
+    prompt: Annotated[str | None, Metavar("TEXT")] = None
+    """Text to continue (default: those of --batch)."""
+    batch: Annotated[str | None, Metavar("FILE")] = None
+    """JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster (default: only --prompt)."""
+    out: Annotated[str | None, Metavar("FILE")] = None
+    """Where --batch writes its lines with their continuations (default: nowhere)."""
+    num_samples: int | None = Field(None, ge=1)
+    """Continuations per prompt (default: 5; with --batch: 1)."""
+
+
+class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
+    """What is served, and how."""
+
+
+@command("eval", EvalOptions)
+def evaluate(options: EvalOptions) -> None:
+    """Validation loss and HellaSwag score of a checkpoint."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     path, metrics = evaluate_checkpoint(
-        args.checkpoint,
+        options.checkpoint,
         say,
-        data=args.data,
-        eval_tokens=args.eval_tokens,
-        hellaswag=args.hellaswag,
+        data=options.data,
+        eval_tokens=options.eval_tokens,
+        hellaswag=options.hellaswag,
     )
     _say_metrics(path, metrics)
-    if args.json:
+    if options.as_json:
         say(json.dumps({"checkpoint": str(path), **metrics}))
 
 
@@ -127,25 +88,37 @@ def _accuracy(metrics: dict[str, Any], name: str) -> str:
     return f"{value:.4f} ± {stderr:.4f}"
 
 
-def _sample(args: argparse.Namespace) -> None:
-    if (args.batch is None) != (args.out is None):
-        raise ConfigError(
-            "--batch FILE and --out FILE belong together; give both, or --prompt TEXT"
-        )
-    options = {
-        name: getattr(args, name)
-        for name in ("max_new_tokens", "top_k", "top_p", "temperature", "seed")
-    }
-    if args.batch is not None:
+@command("sample", SampleOptions)
+def sample(options: SampleOptions) -> None:
+    """Continue prompts with a checkpoint."""
+    how = options.model_dump(include={*SamplingOptions.model_fields})
+    num = options.num_samples
+    if options.batch is not None and options.out is not None and options.prompt is None:
         from raytrain_gpt.export.batch_generation import sample_batch
 
-        num = 1 if args.num_samples is None else args.num_samples
-        sample_batch(args.checkpoint, args.batch, args.out, say, num_samples=num, **options)
-        say(f"next: raytrain-gpt eval {args.checkpoint}")
-        return
-    from raytrain_gpt.evaluate.inference import sample_checkpoint
+        sample_batch(
+            options.checkpoint, options.batch, options.out, say, num_samples=num or 1, **how
+        )
+    elif options.prompt is not None and options.batch is None and options.out is None:
+        from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-    num = 5 if args.num_samples is None else args.num_samples
-    for text in sample_checkpoint(args.checkpoint, args.prompt, say, num_samples=num, **options):
-        say(f"{text}\n{'-' * 40}")
-    say(f"next: raytrain-gpt eval {args.checkpoint}")
+        for text in sample_checkpoint(
+            options.checkpoint, options.prompt, say, num_samples=num or 5, **how
+        ):
+            say(f"{text}\n{'-' * 40}")
+    else:
+        raise ConfigError("give either --prompt TEXT, or --batch FILE and --out FILE")
+    say(f"next: raytrain-gpt eval {options.checkpoint}")
+
+
+@command("serve", ServeCheckpointOptions)
+def serve(options: ServeCheckpointOptions) -> None:
+    """Serve a checkpoint over HTTP: OpenAI's completions API and a web page.
+
+    Runs on this machine until Ctrl+C. A --host that other machines can reach needs an API key in
+    RAYTRAIN_GPT_API_KEY, which callers must send.
+    """
+    from raytrain_gpt.serve.server import serve_checkpoint
+
+    how = ServeOptions(**options.model_dump(exclude={"checkpoint"}))
+    serve_checkpoint(options.checkpoint, how, say)

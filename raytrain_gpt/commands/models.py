@@ -2,68 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from typing import Annotated, Literal
 
-from raytrain_gpt.commands.flags import checkpoint_argument, say
-
-
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    export = commands.add_parser(
-        "export", help="write a checkpoint as a directory that transformers loads"
-    )
-    checkpoint_argument(export)
-    export.add_argument("--out", required=True, metavar="DIR", help="a new local directory")
-    export.add_argument(
-        "--dtype", default="fp32", metavar="fp32|bf16", help="of the tensors (default: fp32)"
-    )
-    export.set_defaults(command=_export)
-
-    importing = commands.add_parser(
-        "import", help="make a checkpoint of GPT-2 weights from Hugging Face"
-    )
-    importing.add_argument(
-        "source",
-        metavar="DIR_OR_FILE",
-        help="a Hugging Face directory, or a file of GPT-2's weights (.safetensors, .bin, .pt)",
-    )
-    importing.add_argument(
-        "--out",
-        required=True,
-        metavar="CHECKPOINT",
-        help="a new directory, or s3://bucket/prefix",
-    )
-    importing.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="bytes, or a tiktoken encoding (default: the directory's; without one gpt2 or bytes, by "
-        "the size of the vocabulary)",
-    )
-    importing.add_argument(
-        "--num_heads",
-        type=int,
-        metavar="N",
-        help="heads of a block, for a file (default: one for every 64 channels)",
-    )
-    importing.add_argument(
-        "--seq_len", type=int, metavar="N", help="keep the first N positions (default: all)"
-    )
-    importing.set_defaults(command=_import)
+from raytrain_gpt.commands.flags import CheckpointOptions, Metavar, command, say
+from raytrain_gpt.config.options import Options
 
 
-def _export(args: argparse.Namespace) -> None:
+class ExportOptions(CheckpointOptions):
+    """What is written, and where."""
+
+    out: Annotated[str, Metavar("DIR")]
+    """A new local directory."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the tensors."""
+
+
+class ImportOptions(Options):
+    """What is read, and what its files do not say."""
+
+    source: Annotated[str, Metavar("DIR_OR_FILE", positional=True)]
+    """A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
+    out: Annotated[str, Metavar("CHECKPOINT")]
+    """A new directory, or s3://bucket/prefix."""
+    tokenizer: Annotated[str | None, Metavar("NAME")] = None
+    """bytes or a tiktoken encoding (default: the directory's, else gpt2 or bytes by vocabulary size)."""
+    num_heads: int | None = None
+    """Attention heads per block, for a weights file (default: one per 64 channels)."""
+    seq_len: int | None = None
+    """Keep only the first positions, which shortens the context (tokens; default: all)."""
+
+
+@command("export", ExportOptions)
+def export(options: ExportOptions) -> None:
+    """Write a checkpoint as a directory that transformers loads."""
     from raytrain_gpt.export.huggingface import export_checkpoint
 
-    directory = export_checkpoint(args.checkpoint, args.out, args.dtype, say)
+    directory = export_checkpoint(options.checkpoint, options.out, options.dtype, say)
     say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
-def _import(args: argparse.Namespace) -> None:
+@command("import", ImportOptions)
+def import_(options: ImportOptions) -> None:
+    """Make a checkpoint from GPT-2 weights of Hugging Face."""
     from raytrain_gpt.export.huggingface import import_weights
 
-    options = {name: getattr(args, name) for name in ("tokenizer", "num_heads", "seq_len")}
-    place, shape = import_weights(args.source, args.out, say, **options)
+    more = options.model_dump(exclude={"source", "out"})
+    place, shape = import_weights(options.source, options.out, say, **more)
     say(
         f"fine-tune: raytrain-gpt train --init_from {place} --num_layers {shape.num_layers} "
         f"--num_heads {shape.num_heads} --embd_size {shape.embd_size} --seq_len {shape.seq_len} "

@@ -1,76 +1,76 @@
-"""`train` and `tune`: one run, and many."""
+"""`train`, `tune` and `runs`: make one run or many, look at them."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from raytrain_gpt.commands.flags import add_config, add_fields, add_flag, config_of, say
+from pydantic import Field
+
+from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.batch import micro_batches_per_step
-from raytrain_gpt.config.load import DEFAULT_PRESET
-from raytrain_gpt.config.schema import FIELDS
+from raytrain_gpt.config.options import Options
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 
-def add_parsers(commands: Any) -> None:
-    """Add the parsers of these commands."""
-    train = commands.add_parser(
-        "train",
-        help="train a model, or go on with a run",
-        description="Train a model. Defaults < preset < configuration file < flags; without --preset and "
-        f"--config the preset is {DEFAULT_PRESET}. The same run_name goes on where it stopped.",
-    )
-    add_config(train)
-    train.add_argument(
-        "--dry_run", action="store_true", help="print the resolved configuration and stop"
-    )
-    add_fields(train)
-    train.set_defaults(command=_train)
+class TrainOptions(ConfigOptions):
+    """Whether anything is done."""
 
-    tune = commands.add_parser(
-        "tune",
-        help="search learning rate, batch size or anything else over many runs",
-        description="Run the trials of a sweep file, compare them at equal tokens, and write down the best "
-        "configuration. Flags win over the file.",
-    )
-    tune.add_argument("file", type=Path, metavar="FILE", help="a sweep file, as in tune_configs/")
-    tune.add_argument(
-        "--resume", action="store_true", help="go on with a sweep that was stopped or killed"
-    )
-    tune.add_argument(
-        "--dry_run", action="store_true", help="print the trials and what they cost, and stop"
-    )
-    search = tune.add_argument_group("sweep")
-    for name in SWEEP_FLAGS:
-        field = Sweep.model_fields[name]
-        add_flag(search, name, field.annotation, f"{field.description} (default: the file's)")
-    add_fields(tune, without=DECIDED, default="the file's base")
-    tune.set_defaults(command=_tune)
+    dry_run: bool = False
+    """Print the resolved configuration and stop."""
 
 
-def _train(args: argparse.Namespace) -> None:
-    config = config_of(args)
+@command("train", TrainOptions, SECTIONS)
+def train(options: TrainOptions) -> None:
+    """Train a model, or resume a run.
+
+    An existing run_name continues from its newest checkpoint. Values: defaults < preset or file < flags.
+    """
+    config = options.resolved()
     if isinstance(config.cluster.num_workers, int):
         micro_batches_per_step(config, config.cluster.num_workers)
-    if args.dry_run:
+    if options.dry_run:
         parse_data_path(config.data.data_path)
         say(config.to_yaml().rstrip())
         say("next: the same command without --dry_run")
         return
     from raytrain_gpt.tracking.summary import run_end
-    from raytrain_gpt.train.launch import train
+    from raytrain_gpt.train import launch
 
-    run_end(train(config, say), say)
+    run_end(launch.train(config, say), say)
 
 
-def _tune(args: argparse.Namespace) -> None:
-    names = [*SWEEP_FLAGS, *FIELDS]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    flags = {name: value for name, value in given.items() if name not in DECIDED}
-    sweep = load_sweep(args.file, flags)
-    if args.dry_run:
+class TuneOptions(Options):
+    """Which sweep, and what becomes of it."""
+
+    file: Annotated[Path, Metavar("FILE", positional=True)]
+    """Sweep file, as in tune_configs/."""
+    resume: bool = False
+    """Continue a sweep that was stopped or killed."""
+    dry_run: bool = False
+    """Print the trials and their cost, and stop."""
+    fields: dict[str, str | None] = Field({}, exclude=True)
+
+
+_SWEEP_FIELDS = {
+    "sweep": {name: Sweep.model_fields[name] for name in SWEEP_FLAGS},
+    **{
+        section: {name: field for name, field in fields.items() if name not in DECIDED}
+        for section, fields in SECTIONS.items()
+    },
+}
+
+
+@command("tune", TuneOptions, _SWEEP_FIELDS)
+def tune(options: TuneOptions) -> None:
+    """Search learning rate, batch size or any other field over many runs.
+
+    Runs the trials of a sweep file, compares them after equal numbers of tokens, and writes the best
+    configuration. Flags override the file.
+    """
+    sweep = load_sweep(options.file, options.fields)
+    if options.dry_run:
         from raytrain_gpt.sweep.cost import cost_lines
 
         for line in cost_lines(sweep):
@@ -80,8 +80,32 @@ def _tune(args: argparse.Namespace) -> None:
     from raytrain_gpt.sweep.tune import run_sweep
     from raytrain_gpt.tracking.summary import next_line
 
-    summary = run_sweep(sweep, goes_on=args.resume, log=say)
+    summary = run_sweep(sweep, goes_on=options.resume, log=say)
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
     best = summary.directory / "best.yaml"
     say(next_line(best, f"raytrain-gpt train --config {best}"))
+
+
+class RunsOptions(JsonOptions):
+    """Which runs are shown."""
+
+    action: Annotated[
+        Literal["list", "show", "checkpoints", "report"],
+        Metavar("list|show|checkpoints|report", positional=True),
+    ]
+    """list: all runs; show: one; checkpoints: those of one; report: a page that compares some."""
+    runs: Annotated[list[str], Metavar("RUN", positional=True)] = Field(default_factory=list)
+    """Name or directory of a run."""
+    storage_path: str = "runs"
+    """Directory or s3:// URL of all runs."""
+
+
+@command("runs", RunsOptions)
+def runs(options: RunsOptions) -> None:
+    """List runs, or show one, its checkpoints or a report."""
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.tracking.runs import runs_command
+
+    storage = Location.of(options.storage_path)
+    runs_command(options.action, options.runs, storage, options.as_json, say)

@@ -47,15 +47,15 @@ class ModelSection(_Section):
     """The GPT-2 architecture."""
 
     num_layers: int = Field(4, ge=1)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
-    """Attention heads of a block; divides embd_size."""
+    """Attention heads per block; must divide embd_size."""
     embd_size: int = Field(128, ge=1)
-    """Channels of the residual stream."""
+    """Width of the embedding and of the residual stream."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Probability of dropping an activation in training."""
+    """Dropout probability during training."""
     init_from: Annotated[str | None, SAFE] = None
-    """A checkpoint directory whose weights a new run starts from; null: random weights."""
+    """Checkpoint whose weights a new run starts from; null: random initialization."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSection:
@@ -73,13 +73,13 @@ class DataSection(_Section):
     """What is trained on."""
 
     data_path: Annotated[str, SAFE] = "data/stdlib"
-    """Directory of a prepared dataset, or s3://bucket/prefix; a mixture: data/web=0.7,data/code=0.3."""
+    """Prepared dataset: a directory or s3://bucket/prefix; a weighted mixture: data/web=0.7,data/code=0.3."""
     seq_len: int = Field(128, ge=1)
-    """Tokens of context: a sequence is seq_len inputs with their next tokens as targets."""
+    """Context length in tokens."""
     data_cache_gb: Annotated[float, SAFE] = Field(0.0, ge=0)
-    """GB of every node's disk that keep what was read of a dataset in an object store; 0: none."""
+    """Disk cache on every node for datasets read from object storage (GB); 0: off."""
     document_mask: bool = False
-    """Attention within documents: a token sees none before its document, whose positions begin at 0."""
+    """Keep attention within each document and restart positions at 0; false: attend across documents."""
 
 
 class OptimSection(_Section):
@@ -88,21 +88,21 @@ class OptimSection(_Section):
     peak_lr: float = Field(1e-3, gt=0)
     """Learning rate after warm-up."""
     min_lr: float = Field(1e-4, ge=0)
-    """Learning rate at max_steps; at most peak_lr."""
+    """Learning rate at the end of the schedule; at most peak_lr."""
     warmup_steps: int = Field(50, ge=0)
-    """Steps of linear warm-up from peak_lr/warmup_steps."""
+    """Steps of linear warm-up to peak_lr."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Shape after warm-up: cosine to min_lr, warm-up–stable–decay (wsd), or constant."""
+    """Learning rate after warm-up: cosine decay, wsd (warmup-stable-decay) or constant."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
-    """wsd only: the last fraction of max_steps, in which the rate falls linearly to min_lr."""
+    """Final share of max_steps that wsd spends decaying linearly to min_lr."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay of matrices and embeddings; biases and LayerNorm have none."""
+    """Decoupled weight decay of matrices and embeddings; biases and LayerNorms are not decayed."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
+    """Decay rate of AdamW's first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
+    """Decay rate of AdamW's second moment."""
     grad_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+    """Clip gradients to this global norm."""
 
     @model_validator(mode="after")
     def _rates_ordered(self) -> OptimSection:
@@ -118,29 +118,29 @@ class TrainSection(_Section):
     """Steps, batch and arithmetic."""
 
     max_steps: Annotated[int, SAFE] = Field(300, ge=1)
-    """Optimizer updates of the whole run."""
+    """Optimizer steps of the whole run; raise it to extend a finished run."""
     global_batch_tokens: int = Field(4096, ge=1)
-    """Tokens of one step over all workers; a multiple of seq_len."""
+    """Tokens per optimizer step over all workers; a multiple of seq_len."""
     micro_batch_sequences: Annotated[int | Literal["auto"], SAFE] = 16
-    """Sequences of one forward and backward on one worker; auto: as many as its memory has room for."""
+    """Sequences per worker in one forward pass; auto: as many as fit in memory."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: bf16 autocast on GPUs that have it, else fp32 (TF32 matmuls on GPUs); fp16: with loss scaling."""
+    """auto: bf16 on GPUs that support it, else fp32 (with TF32 on GPUs); fp16 uses loss scaling."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
-    """ddp: the whole model on every worker; fsdp: weights, gradients and moments dealt to the workers."""
+    """ddp: a copy of the model on every worker; fsdp: weights, gradients and optimizer state are sharded."""
     compile: Annotated[bool, SAFE] = False
-    """torch.compile the model; evaluation and samples go on working."""
+    """Compile the model with torch.compile."""
     activation_checkpointing: Annotated[Literal["none", "selective", "full", "auto"], SAFE] = "none"
-    """Recompute in the backward pass: selective: what is cheap; full: all; auto: what memory asks for."""
+    """Recompute activations to save memory; selective: only cheap ones; auto: only what does not fit."""
     seed: int = Field(1337, ge=0, lt=2**32)
-    """The one seed: of weights, data order and dropout."""
+    """Seed for weights, data order and dropout."""
     log_every_steps: Annotated[int, SAFE] = Field(10, ge=1)
-    """Steps between console lines; metrics.jsonl has every step whatever this is."""
+    """Steps between console lines; metrics.jsonl always has every step."""
     checkpoint_every_steps: Annotated[int, SAFE] = Field(250, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, SAFE] = Field(10, ge=1)
-    """Newest checkpoints kept; the best by validation loss is kept besides."""
+    """Number of newest checkpoints to keep, in addition to the one with the best validation loss."""
     profile_steps: Annotated[int, SAFE] = Field(0, ge=0, le=10)
-    """Steps of rank 0, soon after a start, that a trace is recorded of; 0: none."""
+    """Steps to profile on rank 0 after warm-up; 0: off."""
 
     @model_validator(mode="after")
     def _profile_within_the_run(self) -> TrainSection:
@@ -169,15 +169,15 @@ class SpikesSection(_Section):
     safe: ClassVar[bool] = True
 
     spike_detection: bool = True
-    """Mark spikes and go back before them; false: only updates that are not finite are skipped."""
+    """Detect loss spikes and roll back to before them; false: only skip updates that are not finite."""
     spike_zscore: float = Field(6.0, gt=0)
-    """Standard deviations above the rolling mean that make a loss or gradient norm a spike."""
+    """Standard deviations above the rolling mean at which a loss or gradient norm counts as a spike."""
     spike_window_steps: int = Field(128, ge=8)
-    """Good steps that the rolling mean and deviation are taken over."""
+    """Steps in the rolling mean and standard deviation."""
     spike_patience: int = Field(10, ge=1)
-    """Bad steps in a row after which the run goes back to the last checkpoint before them."""
+    """Consecutive steps with a bad loss before the run rolls back to an earlier checkpoint."""
     skip_before: int = Field(5, ge=0)
-    """Global batches before the first bad one that are skipped with the bad ones."""
+    """Global batches to skip before the first bad one, in addition to the bad ones."""
 
 
 class EvalSection(_Section):
@@ -186,23 +186,23 @@ class EvalSection(_Section):
     safe: ClassVar[bool] = True
 
     eval_every_steps: int = Field(250, ge=1)
-    """Steps between evaluations; the last step always has one."""
+    """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = Field(10_485_760, ge=1)
-    """Upper limit of validation tokens; the first of the val split, the same every time."""
+    """Validation tokens per evaluation at most; always the first ones of the val split."""
     eval_mode: Literal["inline", "async"] = "inline"
-    """inline: training waits; async: a task with resources of its own evaluates checkpoints."""
+    """inline: training waits for each evaluation; async: a separate Ray task evaluates the checkpoints."""
     hellaswag_path: str | None = None
-    """HellaSwag as .jsonl, to score in every evaluation; download: the public file; null: none."""
+    """HellaSwag .jsonl file to score at every evaluation; download: fetch the public file; null: off."""
     sample_prompt: str = "Hello, I am a language model,"
-    """What the samples start with."""
+    """Prompt of the samples drawn at every evaluation."""
     num_samples: int = Field(5, ge=0)
-    """Samples of an evaluation; 0: none."""
+    """Samples per evaluation; 0: none."""
     max_new_tokens: int = Field(32, ge=1)
-    """Tokens of a sample after the prompt."""
+    """Tokens generated per sample."""
     top_k: int = Field(50, ge=1)
-    """Draw from the k most likely tokens."""
+    """Sample from the k most likely tokens."""
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits before drawing; 0: always the most likely token."""
+    """Sampling temperature; 0: always the most likely token."""
 
 
 class ClusterSection(_Section):
@@ -211,23 +211,23 @@ class ClusterSection(_Section):
     safe: ClassVar[bool] = True
 
     num_workers: int | Literal["auto"] = "auto"
-    """Training processes, one per GPU; auto: as many as the cluster has GPUs, else 1."""
+    """Training processes, one per GPU; auto: one for every GPU of the cluster, or 1 without GPUs."""
     min_workers: int | None = None
-    """Go on with as few workers as this when the cluster has no more; null: num_workers."""
+    """Continue with as few workers as this while the cluster has no more; null: num_workers."""
     resize_after_s: float = Field(60.0, ge=0)
-    """Seconds that more workers must have been possible before the run restarts with them."""
+    """Scale up after more capacity has been available this long (seconds)."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """auto: GPUs if the cluster has any."""
+    """Train on GPUs; auto: if the cluster has any."""
     gpus_per_worker: float = Field(1.0, gt=0, le=1)
-    """Share of a GPU that a worker has; below 1 only with one worker, for trials that share a GPU."""
+    """GPUs per worker; below 1 only with one worker, so that trials can share a GPU."""
     cpus_per_worker: int | Literal["auto"] = "auto"
-    """CPUs and torch threads of a worker; auto: this machine's cores shared out (1 on a given cluster)."""
+    """CPUs and torch threads per worker; auto: a share of this machine's cores (1 on a given cluster)."""
     max_failures: int = Field(3, ge=0)
     """Restarts in a row without progress before the run gives up."""
     max_preemptions: int | None = Field(None, ge=0)
-    """Restarts after preemption notices, which max_failures does not count; null: any number."""
+    """Restarts after preemption before the run gives up; not counted by max_failures; null: no limit."""
     hang_timeout_s: float | None = Field(1800.0, gt=0)
-    """Seconds without progress after which a rank counts as hanging and the run restarts; null: never."""
+    """Restart when a rank has made no progress for this long (seconds); null: never."""
 
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:
@@ -254,15 +254,15 @@ class RunSection(_Section):
     safe: ClassVar[bool] = True
 
     run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
-    """Directory of the run below storage_path; the same name goes on where it stopped."""
+    """Directory of the run below storage_path; the same name resumes the run."""
     storage_path: str = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest good checkpoint; never: refuse a name that has one."""
+    """auto: continue from the newest good checkpoint; never: fail if the run already has one."""
     retry_for_s: float = Field(300.0, ge=0)
-    """Seconds that an object store may be out of reach before the run stops."""
+    """Retry an unreachable object store for this long before the run stops (seconds)."""
     s3_endpoint: str | None = None
-    """Endpoint URL of an S3-compatible store for this run; null: AWS_ENDPOINT_URL, else Amazon's."""
+    """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, else Amazon S3."""
 
 
 class TrackingSection(_Section):
@@ -271,11 +271,11 @@ class TrackingSection(_Section):
     safe: ClassVar[bool] = True
 
     mlflow_uri: str | None = "auto"
-    """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: no MLflow."""
+    """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: off."""
     experiment: str = "raytrain-gpt"
-    """MLflow experiment."""
+    """Name of the MLflow experiment."""
     tensorboard: bool = True
-    """Write TensorBoard events into the run's directory."""
+    """Write TensorBoard event files to the run's directory."""
 
 
 class Config(_Section):

@@ -1,18 +1,18 @@
-"""Continue many prompts at once, one token a step, each as if it were alone.
+"""Continuous batching: continue many prompts together, one token per step, each as if it were alone.
 
-`DecodingBatch.step` draws one token for every sequence:
+`DecodingBatch.step` samples one token for every sequence:
 
-1. sequences in the cache: one forward of their newest tokens;
-2. sequences that outgrew the context: one forward of their last seq_len tokens. Positions are learned,
-   so a window that slides changes the keys of all its tokens, and no cache can help;
-3. new sequences, as many as `PREFILL_TOKENS` allow: one forward of their padded prompts.
+1. sequences in the cache: one forward pass of their newest tokens;
+2. sequences that outgrew the context: one forward pass of their last seq_len tokens. Positions are
+   learned, so a sliding window changes the keys of all its tokens and a cache cannot help;
+3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
-A sequence has a generator of its own and takes one number from it for each token. So its tokens depend
-on its prompt, options and stream alone, but for the last bits of sums, which a larger batch may round
-differently.
+Every sequence has its own random generator and takes one number from it per token. Its tokens therefore
+depend only on its prompt, options and stream, apart from the last bits of sums, which depend on the size
+of the batch.
 
-Where the model attends within documents, a sequence is what its newest token may see: the last document of
-its text. A token behind the end of a document begins a sequence anew, at position 0, as in training.
+With a document mask, a sequence holds only what its newest token may attend to: the last document of its
+text. The token after the end of a document starts again at position 0, as in training.
 """
 
 from __future__ import annotations
@@ -27,68 +27,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.core.attention import last_document
 from raytrain_gpt.core.kv_cache import KVCache
-from raytrain_gpt.core.model import GPT
-from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.errors import DataError
 
 PREFILL_TOKENS = 4096
-"""Padded tokens of a forward of whole sequences, unless a single one has more: bounds its memory, and
-how long the others wait for it."""
+"""Padded tokens per forward pass of whole sequences, unless a single one has more. Bounds the memory of the
+pass and how long the other sequences wait for it."""
 TINY_TEMPERATURE = 1e-30
-"""Divides where the temperature is 0 or too small for float32."""
+"""Divisor in place of a temperature of 0 or too small for float32."""
 BELOW_1 = 1 - 2**-24
 """The largest float32 below 1."""
 
+MAX_SEQUENCES = 64
+"""Sequences that `sample_tokens` continues at a time, if their cache fits `CACHE_BYTES`."""
+CACHE_BYTES = 2**31
+"""Keys and values in float32; a single sequence may need more."""
+
 FinishReason = Literal["stop", "length"]
-"""stop: the end of the text was drawn; length: max_new_tokens were."""
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How the tokens of a sequence are drawn.
-
-    Attributes:
-        max_new_tokens: Most tokens after the prompt.
-        temperature: Divides the logits; 0: always the likeliest token.
-        top_k: Draw from the k likeliest tokens; None: from all.
-        top_p: Draw from the likeliest tokens that have this probability together, among those of top_k.
-        seed: Of the sequence's generator.
-        stop_at_eot: End where the end of the text is drawn.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int | None = 50
-    top_p: float = 1.0
-    seed: int = 42
-    stop_at_eot: bool = True
-
-    def __post_init__(self) -> None:
-        limits = (("max_new_tokens", 1), ("temperature", 0), ("top_k", 1))
-        for name, least in limits:
-            value = getattr(self, name)
-            if value is not None and not value >= least:  # not <, which is false of a NaN
-                raise ConfigError(
-                    f"{name}={value:g} is below {least}; set {name} to {least} or more"
-                )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"top_p={self.top_p:g} is not above 0 and up to 1; set top_p to 1 to draw from all"
-            )
+"""stop: the model ended the text; length: max_new_tokens were generated."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a step has of one sequence.
+    """The result of one step for one sequence.
 
     Attributes:
-        handle: Of the sequence.
-        token: None where the end of the text was drawn, which is not part of it.
-        finish_reason: None: the sequence goes on.
+        handle: The sequence, as `DecodingBatch.add` named it.
+        token: None if the model ended the text; the end token is not part of it.
+        finish_reason: None while the sequence continues.
     """
 
     handle: int
@@ -97,7 +66,7 @@ class Drawn:
 
 
 class _Sequence:
-    """One sequence: what the model sees of its prompt's last seq_len tokens, and what was drawn."""
+    """The visible part of a prompt (at most seq_len tokens) and the tokens sampled after it."""
 
     def __init__(
         self, handle: int, prompt: Sequence[int], options: SamplingOptions, stream: int
@@ -110,15 +79,15 @@ class _Sequence:
 
 
 class DecodingBatch:
-    """Sequences that are continued together; they come and go between steps.
+    """Sequences that are continued together; they may join and leave between steps.
 
-    The model is run eagerly and without gradients, also where it was compiled; wrap `step` in its
-    autocast. Only sequences' own generators are used, so sampling never changes training.
+    The model runs eagerly and without gradients, even if it was compiled; wrap `step` in its autocast.
+    Only the sequences' own generators are used, so sampling never changes training.
 
     Args:
         model: Not wrapped; it is put into evaluation mode.
-        eot_token: Ends a text.
-        max_sequences: Sequences at a time.
+        eot_token: Token that ends a text.
+        max_sequences: Size of the batch.
     """
 
     def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:
@@ -133,28 +102,25 @@ class DecodingBatch:
 
     @property
     def num_active(self) -> int:
-        """Sequences that are not finished."""
+        """Number of unfinished sequences."""
         return len(self._waiting) + len(self._cached) + len(self._sliding)
 
     @property
     def num_free(self) -> int:
-        """Sequences that can be added now."""
+        """Number of sequences that can be added now."""
         return self._max_sequences - self.num_active
 
     def add(self, prompt: Sequence[int], options: SamplingOptions, stream: int = 0) -> int:
-        """Take a sequence in; a step to come has its first token.
+        """Add a sequence and return its handle; a later step has its first token.
 
         Args:
-            prompt: At least one token. Of one longer than seq_len the model sees the last seq_len.
-            options: How to draw.
-            stream: Another one gives another continuation of the same seed.
-
-        Returns:
-            Its handle.
+            prompt: At least one token; the model sees the last seq_len of them.
+            options: How tokens are drawn.
+            stream: Selects one of many continuations with the same seed.
 
         Raises:
-            DataError: the prompt is empty or has a token that the vocabulary has not.
-            RuntimeError: there is no room; see `num_free`.
+            DataError: the prompt is empty or has a token that is not in the vocabulary.
+            RuntimeError: the batch is full; see `num_free`.
         """
         shape = self._model.shape
         if not prompt:
@@ -165,7 +131,7 @@ class DecodingBatch:
                 f"use 0 to {shape.vocab_size - 1}"
             )
         if not self.num_free:
-            raise RuntimeError(f"the batch is full: it has {self.num_active} sequences")
+            raise RuntimeError(f"the batch is full ({self.num_active} sequences)")
         handle = self._num_added
         self._num_added += 1
         seen = last_document(prompt[-shape.seq_len :], self._model.document_end)
@@ -173,7 +139,7 @@ class DecodingBatch:
         return handle
 
     def cancel(self, handle: int) -> None:
-        """Drop a sequence; one that is finished is no error."""
+        """Remove a sequence, which may have finished already."""
         for sequence in [*self._waiting, *self._cached, *self._sliding]:
             if sequence.handle == handle:
                 self._remove(sequence)
@@ -189,7 +155,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
-        """One token of each sequence, except those whose prompt has to wait for others' prompts."""
+        """Sample one token per sequence; new ones may have to wait for a step with room for their prompt."""
         if not self.num_active:
             return []
         self._slide()
@@ -204,7 +170,7 @@ class DecodingBatch:
         return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
 
     def _slide(self) -> None:
-        """Sequences whose newest token has no position left leave the cache."""
+        """Move sequences that outgrew the context out of the cache."""
         for sequence in [s for s in self._cached if len(s.tokens) > self._model.shape.seq_len]:
             self._remove(sequence)
             self._sliding.append(sequence)
@@ -232,7 +198,7 @@ class DecodingBatch:
         return hidden
 
     def _admitted(self) -> list[_Sequence]:
-        """Sequences whose padded prompts are run now, the first that wait."""
+        """Take the sequences whose prompts fit into this step, in the order of arrival."""
         count, longest = 0, 0
         for sequence in self._waiting:
             longest = max(longest, len(sequence.tokens))
@@ -243,13 +209,13 @@ class DecodingBatch:
         return admitted
 
     def _prefill(self, new: list[_Sequence]) -> list[Tensor]:
-        """Hidden states (N, D) of the last tokens of new sequences, which are in the cache after it."""
+        """Hidden states (N, D) of the last tokens of new sequences, which then are in the cache."""
         if not new:
             return []
         device, seq_len = self._model.wte.weight.device, self._model.shape.seq_len
         longest = max(len(s.tokens) for s in new)
         room = min(max(len(s.tokens) + s.num_left for s in new), seq_len)
-        # What pads on the right is seen by nobody: attention is causal.
+        # Attention is causal, so no token sees the padding on the right.
         ids = torch.tensor(
             [s.tokens + [0] * (longest - len(s.tokens)) for s in new], device=device
         )  # (N, T)
@@ -260,11 +226,12 @@ class DecodingBatch:
         return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
 
     def _advance(self, sequence: _Sequence, token: int) -> Drawn:
-        """Add a drawn token to its sequence, which may be finished with it."""
+        """Append a sampled token to its sequence and end the sequence if it was the last."""
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
             return Drawn(sequence.handle, None, "stop")
         if sequence.tokens[-1] == self._model.document_end:
+            # The next document cannot see this one, so it starts with an empty cache.
             self._remove(sequence)
             sequence.tokens.clear()
             self._waiting.append(sequence)
@@ -276,20 +243,71 @@ class DecodingBatch:
         return Drawn(sequence.handle, token, "length")
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens sampled after a prompt, without the end token, and why they ended."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+def sample_tokens(
+    model: GPT,
+    eot_token: int,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    first_stream: int = 0,
+) -> list[Continuation]:
+    """Continue each prompt to its end, as many at a time as fit; see `DecodingBatch`.
+
+    Args:
+        model: Not wrapped.
+        eot_token: Token that ends a text.
+        prompts: At least one token each; the model sees the last seq_len of them.
+        options: How tokens are drawn.
+        first_stream: Stream of the first prompt; the next ones count up.
+
+    Raises:
+        DataError: a prompt is empty or has a token that is not in the vocabulary.
+    """
+    longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
+    batch = DecodingBatch(model, eot_token, _max_sequences(model.shape, longest))
+    places: dict[int, int] = {}
+    tokens: list[list[int]] = [[] for _ in prompts]
+    reasons: list[FinishReason] = ["length"] * len(prompts)
+    while len(places) < len(prompts) or batch.num_active:
+        while len(places) < len(prompts) and batch.num_free:
+            place = len(places)
+            places[batch.add(prompts[place], options, first_stream + place)] = place
+        for drawn in batch.step():
+            place = places[drawn.handle]
+            if drawn.token is not None:
+                tokens[place].append(drawn.token)
+            reasons[place] = drawn.finish_reason or reasons[place]
+    return [Continuation(t, reason) for t, reason in zip(tokens, reasons, strict=True)]
+
+
+def _max_sequences(shape: GPTShape, longest: int) -> int:
+    """How many sequences of `longest` tokens fit into `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    token_bytes = 2 * 4 * shape.num_layers * shape.embd_size
+    fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
+    return max(1, min(MAX_SEQUENCES, fit))
+
+
 def draw(
     logits: Tensor, options: Sequence[SamplingOptions], uniforms: Sequence[float]
 ) -> list[int]:
-    """One token of each row: where its uniform number falls in the sums of its probabilities.
+    """Sample one token per row, by inverting the cumulative distribution at a uniform number.
 
     Args:
         logits: float32 (N, V), without padded ids.
-        options: Of each row.
-        uniforms: Of each row, in [0, 1).
+        options: One per row.
+        uniforms: One per row, in [0, 1).
 
     Returns:
-        N tokens. Of a row that is not finite it is any token of the vocabulary.
+        N tokens; any token of the vocabulary where a row is not finite.
     """
-    # Rows of one k are drawn together, so that a row's sums do not depend on the others' options.
+    # Rows with the same k are drawn together, so that a row's sums do not depend on other rows' options.
     rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
     vocab_size = logits.shape[1]
     for row, wanted in enumerate(options):
@@ -313,12 +331,12 @@ def draw(
 
 
 def _draw(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
-    """A token of each row, int64 (N,).
+    """One token per row, int64 (N,).
 
     Args:
         logits: float32 (N, V)
-        k: Draw from the k likeliest.
-        ranked: They must be sorted for it.
+        k: Draw from the k most likely tokens.
+        ranked: Whether the tokens must be sorted by probability first.
         numbers: float32 (N, 3): temperature, top_p, uniform.
     """
     temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
@@ -330,6 +348,6 @@ def _draw(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
     if ranked:
         weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
     reached = weights.cumsum(1)  # (N, k)
-    # The first one beyond, if rounding leaves any; never one that has no weight.
+    # The first token past the uniform number; rounding must never select one of weight 0.
     beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
     return ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0]

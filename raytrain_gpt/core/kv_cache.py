@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that a model has seen, so that one token more costs one token's work.
+"""A cache of keys and values, so that one more token costs one token's work.
 
-Sequences lie in the rows 0, 1, … without gaps, each from its first token on. What a row has behind
-its last token, zeros or what is left of a sequence before, nobody attends to.
+Sequences occupy rows 0, 1, … without gaps, each from its first token on. What follows the last token of a
+row, zeros or the rest of an earlier sequence, is masked.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raytrain_gpt.core.model import GPTShape
 
 
 class KVCache:
-    """A cache as large as the rows and tokens that were needed so far.
+    """Grows to the number of rows and tokens that have been needed so far.
 
     Args:
-        shape: Of the model.
-        max_rows: Sequences at a time.
+        shape: The model's.
+        max_rows: Number of sequences at most.
     """
 
     def __init__(self, shape: GPTShape, max_rows: int) -> None:
@@ -31,11 +31,11 @@ class KVCache:
         self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, H, tokens, D/H)
 
     def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
-        """For each layer: causal attention of new sequences, which are kept from `first_row` on.
+        """For each layer: causal attention of new sequences, which are stored from `first_row` on.
 
         Args:
-            first_row: Of the first sequence.
-            room_tokens: Tokens that the longest of them may have in the end.
+            first_row: Row of the first new sequence.
+            room_tokens: Final length of the longest of them, to allocate once.
         """
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,11 +48,11 @@ class KVCache:
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 
     def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
-        """For each layer: attention of one token more of each of the first rows, which is kept.
+        """For each layer: attention of one more token in each of the first rows, which is stored.
 
         Args:
-            lengths: Tokens that row 0, 1, … has so far.
-            device: Of the model.
+            lengths: Number of tokens that rows 0, 1, … have so far.
+            device: The model's.
         """
         num_rows, tokens = len(lengths), max(lengths) + 1
         rows = torch.arange(num_rows, device=device)
@@ -75,14 +75,14 @@ class KVCache:
             kept[:, target, :, :tokens] = kept[:, source, :, :tokens]
 
     def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """The layer's tensor with at least so much room."""
+        """The layer's tensor, reallocated if it has fewer rows or tokens than needed."""
         old = self._layers[layer]
         old_rows, old_tokens = (0, 0) if old is None else (old.shape[1], old.shape[3])
         if old is not None and rows <= old_rows and tokens <= old_tokens:
             return old
         rows = _grown(old_rows, rows, self._max_rows)
         tokens = _grown(old_tokens, tokens, self._shape.seq_len)
-        # Zeros: what is masked counts 0 times, which of a NaN would be NaN.
+        # Zeros, not empty memory: masked values are multiplied by 0, and 0 times NaN would be NaN.
         new = like.new_zeros(2, rows, like.shape[1], tokens, like.shape[3])
         if old is not None:
             new[:, :old_rows, :, :old_tokens] = old
@@ -91,5 +91,5 @@ class KVCache:
 
 
 def _grown(size: int, needed: int, most: int) -> int:
-    """At least doubled where it is too small, so that it grows rarely."""
+    """A size that is large enough; at least doubled, so that it grows rarely."""
     return size if needed <= size else min(max(needed, 2 * size), most)

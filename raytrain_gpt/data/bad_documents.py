@@ -1,7 +1,7 @@
-"""Documents that cannot be read: counted, the first ones kept for a report, refused if too many.
+"""Documents that cannot be read: counted, the first ones kept for a report, an error if too many.
 
-What makes a document bad stands in the document alone: text that is not UTF-8, a line that is no JSON, a
-field that is missing or holds no string. A file that is damaged as a whole is an error of its own.
+A document is bad by itself: text that is not UTF-8, a line that is not JSON, a field that is missing or
+not a string. A file that is damaged as a whole is always an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from raytrain_gpt.storage.web_files import without_query
 
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT = 100
-"""Bad documents that a report names."""
+"""Bad documents that are listed in the report."""
 
 
 @dataclass(frozen=True)
 class BadDocument:
-    """Where a document is that cannot be read, and what is wrong with it."""
+    """A document that cannot be read, and why.
+
+    Attributes:
+        place: Where it is in its file, for people: a byte or row.
+    """
 
     path: str
     place: str
@@ -31,40 +35,34 @@ class BadDocument:
 
 
 class BadDocuments:
-    """Takes the bad documents of one reading.
+    """Collects the bad documents that one pass over the text meets.
 
-    Attributes:
-        count: Of all of them.
-        kept: The first MAX_KEPT.
+    Args:
+        limit: More than this many are an error; None: no limit.
     """
 
     def __init__(self, limit: int | None = 0) -> None:
-        """Nothing is bad yet.
-
-        Args:
-            limit: One more is an error; None: any number is left out.
-        """
         self.limit = limit
         self.count = 0
         self.kept: list[BadDocument] = []
 
     def add(self, path: str, place: str, why: str) -> None:
-        """Leave a document out.
+        """Record a document that is left out.
 
         Raises:
-            DataError: these are more than the limit.
+            DataError: there are more than the limit.
         """
-        self._take(1, [BadDocument(without_query(path), place, " ".join(why.split()))])
+        self._add(1, [BadDocument(without_query(path), place, " ".join(why.split()))])
 
     def merge(self, facts: dict[str, Any]) -> None:
-        """Take those of another reading, as its `facts` has them.
+        """Add the `facts` of another pass.
 
         Raises:
-            DataError: together these are more than the limit.
+            DataError: together there are more than the limit.
         """
-        self._take(facts["count"], [BadDocument(**bad) for bad in facts["kept"]])
+        self._add(facts["count"], [BadDocument(**bad) for bad in facts["kept"]])
 
-    def _take(self, count: int, kept: list[BadDocument]) -> None:
+    def _add(self, count: int, kept: list[BadDocument]) -> None:
         self.count += count
         self.kept += kept[: MAX_KEPT - len(self.kept)]
         if self.limit is None or self.count <= self.limit:
@@ -72,18 +70,18 @@ class BadDocuments:
         example = (kept or self.kept)[0]
         if self.limit == 0:
             raise DataError(
-                f"{example}; mend it, set --text_field, or leave out up to N such documents with "
+                f"{example}; fix it, set --text_field, or skip up to N such documents with "
                 "--max_bad_documents N"
             )
         raise DataError(
             f"{self.count} documents cannot be read, more than max_bad_documents={self.limit}, such "
-            f"as {example}; mend them, or set a larger --max_bad_documents"
+            f"as {example}; fix them, or set a larger --max_bad_documents"
         )
 
     def facts(self) -> dict[str, Any]:
-        """Count and kept ones, as JSON takes them."""
+        """The count and the first ones, in types that JSON has."""
         return {"count": self.count, "kept": [asdict(bad) for bad in self.kept]}
 
     def report(self) -> str:
-        """A JSON line for each kept one."""
+        """A JSON line for each of the first ones."""
         return "".join(json.dumps(asdict(bad)) + "\n" for bad in self.kept)

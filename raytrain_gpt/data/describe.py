@@ -1,4 +1,4 @@
-"""A dataset for people: `data show` says what is in it, `data stats` counts it and draws its lengths."""
+"""Output of `data show` (what is in a dataset) and `data stats` (its counts and document lengths)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ PICTURE_FILE = "document_lengths.png"
 PROGRESS_EVERY_S = 2.0
 _SHOWN_IDS = 8
 _MIN_DRAWN_DOCUMENTS = 100
-_INK, _SOFT, _GRID = "#1b1f24", "#5b6672", "#e3e7eb"
-_DOCUMENTS, _TOKENS = "#0b67b2", "#c44601"
-
-
+_INK, _DOCUMENTS, _TOKENS = "#1b1f24", "#0b67b2", "#c44601"
 SAMPLE_TOKENS = 60
 
 
 def describe_dataset(
     directory: Location, manifest: Manifest, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Print what is in a dataset; returns the same as facts."""
+    """Print what is in a dataset; returns the same facts for JSON."""
     splits: dict[str, Any] = {}
     for split in SPLITS:
         shards = manifest.split_shards(split)
@@ -48,18 +45,18 @@ def describe_dataset(
     for name, split_facts in splits.items():
         say(
             f"  {name:5} {amount(split_facts['tokens'])} tokens in {split_facts['documents']} documents, "
-            f"{split_facts['shards']} shards of {size(split_facts['file_bytes'])} in all"
+            f"{split_facts['shards']} shards, {size(split_facts['file_bytes'])}"
         )
     left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
     if left_out["bad_documents"]:
         report = directory / BAD_FILE
-        say(f"  left out: {left_out['bad_documents']} unreadable, see {report}")
+        say(f"  skipped: {left_out['bad_documents']} unreadable, see {report}")
     if left_out["duplicates"]:
-        say(f"  left out: {left_out['duplicates']} duplicates")
+        say(f"  skipped: {left_out['duplicates']} duplicates")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]
     sample = read_tokenizer(directory).decode(tokens.tolist())
-    say(f"  begins {sample!r}")
+    say(f"  starts with {sample!r}")
     return {
         "path": str(directory),
         "tokenizer": manifest.tokenizer,
@@ -75,13 +72,7 @@ def describe_dataset(
 def dataset_stats(
     directory: Location, manifest: Manifest, picture: Location, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Count a dataset, print what was found and write the picture; returns the same as facts.
-
-    Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        picture: The PNG.
-        say: Gets the lines.
+    """Count a dataset, print the counts and write the plot `picture`; returns the same facts for JSON.
 
     Raises:
         DataError: a shard is damaged, or the picture cannot be written.
@@ -127,33 +118,30 @@ def _say_split(split: str, found: dict[str, Any], say: Callable[[str], None]) ->
         f"{found['bytes_per_token']:.2f} bytes/token"
     )
     quantiles = ", ".join(f"{name} {value}" for name, value in lengths.items() if name != "mean")
-    say(f"        tokens of a document: mean {lengths['mean']:.1f}, {quantiles}")
+    say(f"        tokens per document: mean {lengths['mean']:.1f}, {quantiles}")
     unseen = found["tokens_not_in_train"]
     say(
         f"        {vocabulary['ids']} of {vocabulary['vocab_size']} ids occur "
         f"({vocabulary['coverage']:.1%}), {vocabulary['entropy_bits']:.2f} bits/token"
-        + (f", {unseen} tokens have ids that train lacks" if unseen else "")
+        + (f", {unseen} tokens have ids that do not occur in train" if unseen else "")
     )
     most = vocabulary["most_frequent"][:_SHOWN_IDS]
     say("        most frequent: " + ", ".join(f"{m['text']!r} {m['fraction']:.1%}" for m in most))
 
 
 def lengths_picture(stats: dict[Split, SplitStats], edges: np.ndarray[Any, Any]) -> bytes:
-    """The PNG: shares of documents and of tokens by document length, on a log scale.
+    """A PNG with the shares of documents and of tokens by document length, on a log scale.
 
-    Args:
-        stats: Of each split; val is drawn if it has documents enough to have a shape.
-        edges: int64 (bins + 1,), from `histogram_edges`.
+    The val split is drawn if it has enough documents to have a shape. `edges` are those of
+    `histogram_edges`, int64 (bins + 1,).
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_SOFT, labelcolor=_INK)
     train, val = stats["train"], stats["val"]
     documents, tokens = (counts / counts.sum() for counts in train.histogram(edges))
     axes.stairs(documents, edges, fill=True, color=_DOCUMENTS, alpha=0.35, label="train documents")
@@ -167,11 +155,11 @@ def lengths_picture(stats: dict[Split, SplitStats], edges: np.ndarray[Any, Any])
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
-    axes.set_xlabel("tokens of a document, its end token included")
-    axes.set_ylabel("share in a bin")
+    axes.set_xlabel("tokens per document, with its end token")
+    axes.set_ylabel("share per bin")
     axes.set_title(
         f"half of the {_short(train.num_documents)} train documents have at most "
-        f"{_short(train.quantile(0.5))} tokens, 1 % more than {_short(train.quantile(0.99))}",
+        f"{_short(train.quantile(0.5))} tokens, 1 % have more than {_short(train.quantile(0.99))}",
         fontsize=10,
         color=_INK,
     )

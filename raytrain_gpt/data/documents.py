@@ -1,8 +1,8 @@
-"""Documents of text: what is in a piece of a source file.
+"""Documents of text in a piece of a source file.
 
-A `.txt` file, a JSON line and a row of a `.parquet` file is a document. Every document has a name (its
-file's) and a position inside the file (0, the line's byte offset in the text, the row), so that what
-becomes of it never depends on who reads it, or on where the file is.
+A `.txt` file, a JSON line and a row of a `.parquet` file is a document. Every document has its file's
+name and a position inside the file (0, the line's byte offset in the text, the row), so that its split
+does not depend on who reads it, or on where the file is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,35 +26,35 @@ from raytrain_gpt.storage.location import RETRY_FOR_S, Location
 STDLIB = "stdlib"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 MAX_LINE_BYTES = 2**26
-"""Of a JSON line: it is held in memory a few times over."""
+"""Limit for a JSON line, of which several copies are held in memory."""
 _READ_BYTES = 2**23
-"""One request to a store, and what is skipped of a line at a time."""
+"""Size of a request to a store, and of the steps in which an overlong line is skipped."""
 _PARQUET_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: position in its file, and text."""
+    """One document: its position in its file, and its text."""
 
     position: int
     text: str
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of one source file that is read on its own.
+class SourcePiece:
+    """A part of one source file that is read independently.
 
     Attributes:
-        name: The file's name below the source it was found in.
-        path: Absolute path or URL; relative to the standard library for `stdlib`.
+        name: The file's path relative to the source it was found in.
+        path: Absolute path or URL; `stdlib:` and a relative path for the standard library.
         start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for a file that is
             read whole.
-        stop: The end, exclusive, in the same unit; of a compressed file its bytes.
-        text_bytes: About how much text it holds, or its ids stand for.
-        endpoint: Of the object store or hub it is in.
-        retry_for_s: While that is out of reach.
-        ids: Of token ids their dtype (`.bin`, `.npy`) or their column (`.parquet`); None: text.
-        tokens: How many ids; of parquet an upper bound. 0 for text.
+        stop: The end, exclusive, in the same unit; for a compressed file its size.
+        text_bytes: Roughly how much text it contains, or its ids stand for.
+        endpoint: As in `Location`.
+        retry_for_s: As in `Location`.
+        ids: For token ids their dtype (`.bin`, `.npy`) or column (`.parquet`); None: text.
+        tokens: Number of ids, for parquet an upper bound; 0 for text.
     """
 
     name: str
@@ -72,23 +73,23 @@ class Piece:
         return Location(self.path, self.retry_for_s, self.endpoint)
 
 
+@cache
 def stdlib_root() -> Path:
     """The directory of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def read_documents(
-    piece: Piece, text_field: str, bad: BadDocuments | None = None
+    piece: SourcePiece, text_field: str, bad: BadDocuments | None = None
 ) -> Iterator[Document]:
-    """The documents of a piece of text, in their order.
+    """The documents of a piece of text, in order.
 
     Args:
-        piece: Where they are.
-        text_field: Of a JSON line; column of a parquet file.
-        bad: Takes those that cannot be read; None: the first one is an error.
+        text_field: Field of a JSON line, or column of a parquet file.
+        bad: Collects those that cannot be read; None: the first one is an error.
 
     Raises:
-        DataError: more bad documents than the limit, or a damaged file, with file and place.
+        DataError: more bad documents than the limit, or a damaged file; names file and place.
     """
     bad = bad or BadDocuments()
     if piece.path.startswith(f"{STDLIB}:"):
@@ -117,7 +118,7 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
             return path.path.open("rb")
         file = path.open()
         if compression is not None:
-            if not path.is_local:  # or every request is for 64 KiB
+            if not path.is_local:  # otherwise every request is for 64 KiB
                 file = pa.BufferedInputStream(file, _READ_BYTES)
             file = pa.CompressedInputStream(file, compression)
         return io.BufferedReader(file, _READ_BYTES)
@@ -125,14 +126,14 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
     compression = COMPRESSIONS.get(Path(path.name).suffix)
     try:
         with _opened(path, compression) as file:
             if piece.start:
                 position = _next_line(file, piece)
-            # Where compressed text ends is only known when the end is there.
+            # Where compressed text ends is known only at its end.
             while (position < piece.stop or compression) and (
                 line := file.readline(MAX_LINE_BYTES)
             ):
@@ -158,13 +159,13 @@ def _jsonl_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterat
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {piece.location} behind byte {position} of its text: {error.strerror or error}; "
-            "mend the file"
+            f"cannot read {piece.location} after byte {position} of its text: {error.strerror or error}; "
+            "fix the file"
         ) from None
 
 
-def _next_line(file: BinaryIO | io.BufferedReader, piece: Piece) -> int:
-    """Go behind the line that began in the piece before, which has it, and say where that is."""
+def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
+    """Skip the line that belongs to the previous piece, and return the position after it."""
     position = file.seek(piece.start - 1)
     while position < piece.stop and (part := file.readline(_READ_BYTES)):
         position += len(part)
@@ -177,7 +178,9 @@ def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _parquet_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+def _parquet_documents(
+    piece: SourcePiece, text_field: str, bad: BadDocuments
+) -> Iterator[Document]:
     position = 0
     try:
         with piece.location.open() as source, pq.ParquetFile(source) as file:
@@ -197,5 +200,5 @@ def _parquet_documents(piece: Piece, text_field: str, bad: BadDocuments) -> Iter
     except (OSError, pa.ArrowException) as error:
         why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.location} row {position}: {why}; mend the file or set --text_field"
+            f"{piece.location} row {position}: {why}; fix the file or set --text_field"
         ) from None

@@ -1,11 +1,11 @@
-"""Token ids that others made: read, checked, and cut nowhere.
+"""Imported token ids: read and checked, never cut.
 
     .bin      nanoGPT: uint16 ids and nothing else; llm.c: 256 int32 (magic, version, number of ids), then
               uint16 (GPT-2) or uint32 (LLaMA 3) ids
     .npy      one dimension of integers, as build-nanogpt writes them
-    .parquet  lists of integers, row behind row, in a column input_ids or tokens, or --text_field
+    .parquet  lists of integers, one row after the other, in a column input_ids, tokens or --text_field
 
-Ids are copied as they are: nothing is added, and a document ends at `eot` where there is one.
+Ids are copied unchanged: nothing is added, and a document ends at `eot` where there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.data.documents import Piece
+from raytrain_gpt.data.documents import SourcePiece
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
 
@@ -36,7 +36,7 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class IdFile:
-    """Where the ids of a `.bin` or `.npy` file are: bytes [start, stop)."""
+    """Type and place, bytes [start, stop), of the ids in a `.bin` or `.npy` file."""
 
     dtype: np.dtype[Any]
     start: int
@@ -45,14 +45,14 @@ class IdFile:
 
 @dataclass(frozen=True)
 class IdChunk:
-    """A run of ids of a piece.
+    """Consecutive ids of a piece.
 
     Attributes:
         ids: Integers (n,).
-        name: Of what `position` counts in: the file, or a row group of it.
-        position: Of the first id: its byte in the file, or the number of ids before it.
-        step: By how much the position of an id is above that of the one before.
-        offset: Ids of the piece before it.
+        name: What `position` counts in: the file, or a row group of it.
+        position: Of the first id: its byte in the file, or its index in the row group.
+        step: Difference between the positions of two neighbouring ids.
+        offset: Ids of the piece before this chunk.
         opens: Whether the first id is known to begin a document.
     """
 
@@ -65,10 +65,10 @@ class IdChunk:
 
 
 def read_layout(path: Location, size: int) -> IdFile:
-    """What a `.bin` or `.npy` file says of itself, checked against its size.
+    """The layout in the header of a `.bin` or `.npy` file, checked against its size in bytes.
 
     Raises:
-        DataError: it is none of the known kinds, or cut off.
+        DataError: it is of no known kind, or truncated.
     """
     try:
         with path.open() as file:
@@ -82,36 +82,36 @@ def read_layout(path: Location, size: int) -> IdFile:
 def _bin_layout(path: Location, head: bytes, size: int) -> IdFile:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
-    # As uint16 ids, the zeros behind an llm.c header would be 506 times the first word of a vocabulary.
+    # Read as uint16 ids, the zeros in an llm.c header would be 506 times the first token of a vocabulary.
     has_header = len(head) == HEADER_BYTES and not numbers[3:].any()
     if magic not in LLMC_KINDS:
         if has_header:
             known = " and ".join(map(str, LLMC_KINDS))
             raise DataError(
-                f"source {path} has a header as llm.c's with the magic number {magic}, not {known}; "
-                "make it again with this version of llm.c, or import its text"
+                f"source {path} has a header like llm.c's with magic number {magic}, not {known}; "
+                "recreate it with a current llm.c, or import its text"
             )
         if size % 2:
             raise DataError(
-                f"source {path} has {size} bytes, an odd number, so it is no file of uint16 ids or cut "
-                "off; fetch or make it again"
+                f"source {path} has an odd number of bytes, {size}, so it is truncated or not a file of "
+                "uint16 ids; download or recreate it"
             )
         return IdFile(np.dtype("<u2"), 0, size)
     version, dtype = LLMC_KINDS[magic][0], np.dtype(LLMC_KINDS[magic][1])
     if len(head) < HEADER_BYTES:
         raise DataError(
-            f"source {path} ends at byte {size}, inside its llm.c header; fetch it again"
+            f"source {path} ends at byte {size}, inside its llm.c header; download it again"
         )
     if numbers[1] != version:
         raise DataError(
             f"source {path} has llm.c's magic number {magic} with version {numbers[1]}, not {version}; "
-            "make it again with this version of llm.c"
+            "recreate it with a current llm.c"
         )
     wanted = HEADER_BYTES + int(numbers[2]) * dtype.itemsize
     if wanted != size:
         raise DataError(
-            f"source {path} has {size} bytes; its header says {numbers[2]} ids, which are {wanted}; "
-            "fetch or make it again"
+            f"source {path} has {size} bytes, but its header says {numbers[2]} ids, which take {wanted}; "
+            "download or recreate it"
         )
     return IdFile(dtype, HEADER_BYTES, size)
 
@@ -126,24 +126,26 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> IdFile:
         shape, _, dtype = read_header(file)
     except (ValueError, KeyError) as error:
         why = " ".join(str(error).split())
-        raise DataError(f"source {path} is no .npy file of numbers: {why}; make it again") from None
+        raise DataError(
+            f"source {path} is not a .npy file of numbers: {why}; recreate it"
+        ) from None
     if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(
-            f"source {path} holds {dtype} of shape {shape}, not one dimension of integers; save the ids "
-            "as numpy.uint16 (tokens,)"
+            f"source {path} contains {dtype} of shape {shape}, not one dimension of integers; save the "
+            "ids as numpy.uint16 (tokens,)"
         )
     start = int(file.tell())
     wanted = start + shape[0] * dtype.itemsize
     if wanted != size:
         raise DataError(
-            f"source {path} has {size} bytes; its header says {shape[0]} ids, which are {wanted}; fetch "
-            "or make it again"
+            f"source {path} has {size} bytes, but its header says {shape[0]} ids, which take {wanted}; "
+            "download or recreate it"
         )
     return IdFile(dtype, start, size)
 
 
 def id_column(schema: pa.Schema, text_field: str) -> str | None:
-    """The column of a parquet file that holds token ids; None: it holds text, or neither."""
+    """The column of a parquet file with token ids; None: it contains text, or neither."""
     columns = [text_field] if text_field in schema.names else COLUMNS
     return next((c for c in columns if c in schema.names and _is_id_list(schema, c)), None)
 
@@ -156,11 +158,11 @@ def _is_id_list(schema: pa.Schema, column: str) -> bool:
     )
 
 
-def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
-    """The ids of a piece, in their order.
+def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
+    """The ids of a piece, in order.
 
     Raises:
-        DataError: the file is damaged, or holds an id that the tokenizer doesn't have; says where.
+        DataError: the file is damaged, or contains an id that the tokenizer lacks; says where.
     """
     chunks = _parquet_chunks if piece.location.name.endswith(".parquet") else _flat_chunks
     num_ids = encoding.max_token_value + 1
@@ -183,7 +185,7 @@ def read_ids(piece: Piece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
             offset, opens = offset + len(chunk.ids), bool(chunk.ids[-1] == encoding.eot_token)
 
 
-def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
+def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     dtype = np.dtype(piece.ids)
     step = _CHUNK_IDS * dtype.itemsize
     try:
@@ -193,15 +195,15 @@ def _flat_chunks(piece: Piece) -> Iterator[IdChunk]:
                 content = file.read_at(wanted, start)
                 if len(content) != wanted:
                     raise DataError(
-                        f"{piece.location} ends at byte {start + len(content)}, before byte {piece.stop}: it "
-                        "was changed while it was read; start again"
+                        f"{piece.location} ends at byte {start + len(content)} instead of {piece.stop}: it "
+                        "changed while it was read; start again"
                     )
                 yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
     except OSError as error:
         raise DataError(f"cannot read {piece.location}: {error.strerror or error}") from None
 
 
-def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
+def _parquet_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     group, row = piece.start, 0
     try:
         with piece.location.open() as source, pq.ParquetFile(source) as file:
@@ -218,5 +220,5 @@ def _parquet_chunks(piece: Piece) -> Iterator[IdChunk]:
     except (OSError, pa.ArrowException, TypeError) as error:
         why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.location} row group {group} from row {row}: {why}; mend the file"
+            f"{piece.location} row group {group} from row {row}: {why}; fix the file"
         ) from None

@@ -1,4 +1,4 @@
-"""From the configuration to locations: every path or URL with the run's storage settings."""
+"""Locations of the configuration: its paths and URLs with the run's storage settings."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raytrain_gpt.storage.location import Location, is_url
 
 
 def location(config: Config, path: str) -> Location:
-    """A path or URL of the configuration."""
+    """The location of a path or URL in the configuration."""
     endpoint = config.run.s3_endpoint if path.startswith("s3://") else None
     return Location.of(path, retry_for_s=config.run.retry_for_s, endpoint=endpoint)
 
 
 @contextlib.contextmanager
 def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
-    """Inside, a configuration file is on this disk under its own name: what a URL names is copied.
+    """A local path of a configuration file; a file behind a URL is downloaded and removed afterwards.
 
     Raises:
         ConfigError: the store has no such file.
-        StorageError: it is out of reach.
+        StorageError: the store is unreachable.
     """
     if file is None or not is_url(str(file)):
         yield None if file is None else Path(file)
@@ -38,7 +38,7 @@ def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
             source.download(copy)
         except FileNotFoundError:
             raise ConfigError(
-                f"cannot read configuration {source}: there is no such file; name one"
+                f"cannot read configuration {source}: no such file; give an existing one"
             ) from None
         yield copy
 
@@ -47,7 +47,7 @@ def data_locations(config: Config, data_path: str | None = None) -> list[Locatio
     """The datasets of a `data_path`; None: the configuration's.
 
     Raises:
-        ConfigError: a dataset of several has no weight.
+        ConfigError: one of several datasets has no weight.
     """
     parts = parse_data_path(config.data.data_path if data_path is None else data_path)
     return [location(config, path) for path, _ in parts]
@@ -59,12 +59,7 @@ def data_is_there(config: Config) -> bool:
 
 
 def data_of(config: Config, data_path: str | None = None) -> Mixture:
-    """What a `data_path` names; None: the configuration's.
-
-    Raises:
-        ConfigError: a dataset of several has no weight.
-        DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
-    """
+    """The prepared datasets of a `data_path`; None: the configuration's. Raises as `read_mixture`."""
     data_path = config.data.data_path if data_path is None else data_path
     weights = [weight for _, weight in parse_data_path(data_path)]
     return read_mixture(zip(data_locations(config, data_path), weights, strict=True))

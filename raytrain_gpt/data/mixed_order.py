@@ -1,12 +1,12 @@
 """The order of a mixture: which sequences of which dataset are trained on in which step.
 
-Each dataset is a stream of its own, epoch after epoch. Global batch s takes ⌊w·B·(s+1)⌋ − ⌊w·B·s⌋
-sequences of a dataset with weight w from where its stream stands, the last dataset fills the batch up,
-and the batch is shuffled. So what a step reads follows from its number, as it does with one dataset.
+Each dataset is a stream of its own, epoch after epoch. Global batch s takes the next
+⌊w·B·(s+1)⌋ − ⌊w·B·s⌋ sequences of a dataset with weight w, the last dataset fills the batch up, and the
+batch is shuffled. So the content of a step follows from its number, as it does with one dataset.
 
-What some hundred batches take of a stream is a window, whose sequences are permuted, drawn from the
-dataset's seed, the epoch and the window. The windows of all datasets begin and end with the same
-batches, so that a piece of reading is one window of each.
+The part of a stream that some hundred batches take is a window; its sequences are permuted, drawn from
+the dataset's seed, the epoch and the window. The windows of all datasets begin and end with the same
+batches, so that one task reads one window of each.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from raytrain_gpt.data.order import (
 from raytrain_gpt.errors import DataError
 
 LEAST_WINDOW_TOKENS = WINDOW_TOKENS // 16
-"""Of a dataset with a small weight, whose windows are those of several pieces of reading: fewer row
-groups would be shuffled too little."""
+"""For a dataset with a small weight, whose windows span several chunks: from fewer row groups the
+shuffle would be poor."""
 
 
 class MixedOrder:
     """The order of several datasets' sequences, which are numbered one dataset after the other.
 
     Args:
-        row_group_sequences: Of each dataset, int64 (row groups,).
-        weights: Of each, their sum is 1.
-        batch_sequences: Sequences of a global batch.
-        seq_len: Tokens of a sequence's context.
-        seed: The run's seed.
+        row_group_sequences: For each dataset, int64 (row groups,), in manifest order.
+        weights: One for each dataset; they sum to 1.
+        batch_sequences: Sequences of a global batch, over all ranks.
+        seq_len: Tokens of a sequence, without the last target.
+        seed: Decides the order.
 
     Raises:
         DataError: a batch is too small for so many datasets.
@@ -56,7 +56,7 @@ class MixedOrder:
         seq_len: int,
         seed: int,
     ) -> None:
-        # What the last one fills up must not be less than nothing.
+        # The last one fills the batch up; there must be room for it.
         if sum(ceil(weight * batch_sequences) for weight in weights[:-1]) > batch_sequences:
             raise DataError(
                 f"a global batch of {batch_sequences} sequences is too small for {len(weights)} datasets, "
@@ -77,7 +77,7 @@ class MixedOrder:
             self._chunk_batches * max(1, ceil(LEAST_WINDOW_TOKENS / (weight * chunk_tokens)))
             for weight in weights
         ]
-        # Bound to the instance: at the end of an epoch a batch has pieces of two windows of a dataset.
+        # Cached by instance: at the end of an epoch a batch has parts of two windows of a dataset.
         self._window = lru_cache(maxsize=2 * len(weights))(self._drawn_window)
 
     def _taken(self, dataset: int, batch: int) -> int:
@@ -88,7 +88,7 @@ class MixedOrder:
         return batch * self._batch_sequences - others
 
     def _drawn_window(self, dataset: int, window: int, epoch: int) -> tuple[int, Ids]:
-        """Where the part of a window in an epoch begins in the stream, and its sequences."""
+        """Where a window's part in an epoch begins in the stream, and its sequences."""
         size, stream = self._window_batches[dataset], self._streams[dataset]
         num = stream.num_sequences
         first = max(self._taken(dataset, window * size), epoch * num)
@@ -97,7 +97,7 @@ class MixedOrder:
         return first, self._first_ids[dataset] + stream.ids(epoch, first - epoch * num + places)
 
     def _ids_of(self, dataset: int, batch: int) -> list[Ids]:
-        """What a batch takes of a dataset, in a piece for each epoch."""
+        """The sequences of a dataset in a batch, one array for each epoch that it touches."""
         first, stop = self._taken(dataset, batch), self._taken(dataset, batch + 1)
         num = self._streams[dataset].num_sequences
         window = batch // self._window_batches[dataset]
@@ -112,7 +112,7 @@ class MixedOrder:
         return [self._taken(dataset, batch) for dataset in range(len(self.weights))]
 
     def trained(self, num_batches: int, skipped: Skipped) -> list[int]:
-        """Sequences of each dataset in the first global batches that are not skipped."""
+        """Sequences of each dataset in the first `num_batches` global batches that are not skipped."""
         ranges = batches_to_read(0, num_batches, skipped)
         parts = [
             np.subtract(self.taken_before(stop), self.taken_before(first)) for first, stop in ranges
@@ -120,33 +120,29 @@ class MixedOrder:
         return [int(n) for n in np.sum(parts, axis=0)]
 
     def batch_ids(self, batch: int) -> Ids:
-        """Sequence ids of a global batch, in the order in which the ranks slice it.
-
-        Returns:
-            int64 (batch_sequences,)
-        """
+        """Sequence ids, int64 (batch_sequences,), of a global batch, as the ranks slice it."""
         pieces = [piece for k in range(len(self.weights)) for piece in self._ids_of(k, batch)]
         ids = np.concatenate(pieces)
         return ids[permutation(len(ids), self._seed, batch)]
 
     def epoch(self, batch: int) -> int:
-        """Epoch, in a global batch, of the dataset that was gone through most often."""
+        """The epoch, in a global batch, of the dataset that has been read most often."""
         taken = zip(self._streams, self.taken_before(batch), strict=True)
         return max(sequences // stream.num_sequences for stream, sequences in taken)
 
     def epochs(self, num_batches: int) -> list[float]:
-        """How often each dataset is gone through in so many global batches."""
+        """How often each dataset is read in the first `num_batches` global batches."""
         taken = zip(self._streams, self.taken_before(num_batches), strict=True)
         return [sequences / stream.num_sequences for stream, sequences in taken]
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Global batches [first, stop) cut into pieces of reading, where windows end."""
+        """Global batches [first, stop) cut where windows end, into what one task reads."""
         size = self._chunk_batches
         cuts = [first, *range(first // size * size + size, stop, size), stop]
         return list(pairwise(cuts)) if first < stop else []
 
 
 def _own_seed(seed: int, dataset: int) -> int:
-    """A seed for each dataset: equal ones would shuffle datasets of one size alike."""
+    """A seed for each dataset: with equal ones, datasets of one size would be shuffled alike."""
     state = np.random.SeedSequence(seed, spawn_key=(dataset,)).generate_state(1, np.uint64)
     return int(state[0])

@@ -3,7 +3,7 @@
     data_path: data/web                                  one dataset
     data_path: data/web=0.7,data/code=0.2,data/books=0.1 a mixture, weights by tokens
 
-A dataset of a mixture is called by the end of its path. All have the same tokenizer.
+A dataset of a mixture is named by the end of its path. All have the same tokenizer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ _LONE_WEIGHT = re.compile(r".+=\s*[0-9.]+(/[0-9]+)?")
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedDataset:
     """One dataset of a mixture.
 
     Attributes:
-        directory: Where it lies.
-        manifest: Its manifest.
-        weight: Its part of the tokens of a batch.
+        weight: Its fraction of the tokens of a batch.
     """
 
     directory: Location
@@ -51,10 +49,10 @@ class Mixture:
     """One dataset or several, whose sequences are numbered one dataset after the other.
 
     Attributes:
-        parts: At least one; their weights sum to 1.
+        parts: At least one; the weights sum to 1.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedDataset, ...]
 
     @property
     def is_mixed(self) -> bool:
@@ -63,25 +61,25 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """Of the datasets, which the metrics have."""
+        """Names of the datasets, as in the keys of metrics."""
         return dataset_names([str(part.directory) for part in self.parts])
 
     @property
     def weights(self) -> list[Fraction]:
-        """Of the datasets."""
+        """Fractions of a batch's tokens, one for each dataset."""
         return [part.weight for part in self.parts]
 
     @property
     def hash(self) -> str:
-        """Hash of what is trained on, kept in every checkpoint: of one dataset its manifest's."""
+        """Hash of what is trained on, kept in every checkpoint; for one dataset, its manifest's."""
         if not self.is_mixed:
             return self.parts[0].manifest.hash
         content = json.dumps([[part.manifest.hash, str(part.weight)] for part in self.parts])
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
-    def first(self) -> Part:
-        """One whose tokenizer is that of all."""
+    def first(self) -> WeightedDataset:
+        """The first dataset; all share its tokenizer."""
         return self.parts[0]
 
     @property
@@ -101,15 +99,15 @@ class Mixture:
 
     @property
     def dtype(self) -> str:
-        """Of the token ids: uint16 or uint32."""
+        """Type of the token ids: uint16 or uint32."""
         return max(part.manifest.dtype for part in self.parts)
 
     def split_tokens(self, split: Split) -> int:
-        """Tokens of a split of all datasets."""
+        """Tokens in a split, over all datasets."""
         return sum(part.manifest.split_tokens(split) for part in self.parts)
 
     def num_sequences(self, split: Split, seq_len: int) -> list[int]:
-        """Sequences of each dataset's split."""
+        """Sequences in a split of each dataset."""
         return [int(part.manifest.row_group_sequences(split, seq_len).sum()) for part in self.parts]
 
     def order(self, batch_sequences: int, seq_len: int, seed: int) -> BatchOrder:
@@ -124,21 +122,15 @@ class Mixture:
         for part, own in zip(self.parts, counts, strict=True):
             if not own.sum():
                 raise DataError(
-                    f"the train split of {part.directory} has no sequence of {seq_len} tokens; leave it "
-                    "out of data_path or set a smaller seq_len"
+                    f"the train split of {part.directory} has no sequence of {seq_len} tokens; remove it "
+                    "from data_path or set a smaller seq_len"
                 )
         return MixedOrder(counts, self.weights, batch_sequences, seq_len, seed)
 
     def val_ids(self, seq_len: int, eval_tokens: int) -> Ids:
-        """The sequences to validate on: the first ones of each dataset, as many as its weight asks for.
+        """Ids, int64 (n,), of the sequences to validate on: the first ones of each dataset.
 
-        Args:
-            seq_len: Tokens of a sequence.
-            eval_tokens: Upper limit of all their tokens, of which each dataset has its share, but at least
-                one sequence.
-
-        Returns:
-            int64 (n,)
+        Each dataset gets its weight of `eval_tokens`, but at least one sequence.
         """
         wanted, first_id, ids = eval_tokens // seq_len, 0, []
         for part, num in zip(self.parts, self.num_sequences("val", seq_len), strict=True):
@@ -147,13 +139,13 @@ class Mixture:
         return np.concatenate(ids)
 
     def val_ends(self, seq_len: int) -> Ids:
-        """The first id behind each dataset's validation sequences, int64 (datasets,)."""
+        """The id after the last validation sequence of each dataset, int64 (datasets,)."""
         return np.cumsum(self.num_sequences("val", seq_len))
 
     def read(
         self, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
     ) -> tuple[Tokens, Ids]:
-        """Tokens of sequences, as `read_sequences`, whose ids are numbered over all datasets."""
+        """`read_sequences` for ids that are numbered over all datasets."""
         if not self.is_mixed:
             part = self.first
             return read_sequences(part.directory, part.manifest, split, seq_len, ids, cache_bytes)
@@ -171,10 +163,10 @@ class Mixture:
 
 
 def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
-    """Paths or URLs of datasets and their weights, whose sum is 1.
+    """Paths or URLs of datasets with their weights, which sum to 1.
 
     Raises:
-        ConfigError: a dataset of several has no weight above 0.
+        ConfigError: one of several datasets has no weight above 0.
     """
     if "," not in data_path:
         return [(data_path, Fraction(1))]
@@ -187,8 +179,8 @@ def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
             weight = Fraction(0)
         if not path or weight <= 0:
             raise ConfigError(
-                f"{part.strip()!r} in data_path={data_path} is no dataset with a weight above 0; write "
-                "DATASET=WEIGHT,DATASET=WEIGHT, as data/web=0.7,data/code=0.3 (commas separate datasets)"
+                f"{part.strip()!r} in data_path={data_path} is not a dataset with a weight above 0; write "
+                "DATASET=WEIGHT,DATASET=WEIGHT, such as data/web=0.7,data/code=0.3 (commas separate datasets)"
             )
         parts.append((path.strip(), weight))
     total = sum(weight for _, weight in parts)
@@ -196,7 +188,7 @@ def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
 
 
 def dataset_names(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of different paths that tell them apart, of characters that trackers take."""
+    """The shortest endings that tell the paths apart, in characters that trackers accept."""
     names: list[str] = []
     for depth in range(1, max(path.count("/") for path in paths) + 2):
         ends = ("/".join(path.rstrip("/").split("/")[-depth:]) for path in paths)
@@ -210,7 +202,7 @@ def map_paths(data_path: str, change: Callable[[str], str]) -> str:
     """The same datasets and weights with every path or URL changed.
 
     Raises:
-        ConfigError: a dataset of several has no weight above 0.
+        ConfigError: one of several datasets has no weight above 0.
     """
     if len(parse_data_path(data_path)) == 1:
         return change(data_path)
@@ -222,20 +214,22 @@ def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
     """The datasets with their manifests.
 
     Raises:
-        DataError: one is not there or damaged or stands there twice, or their tokenizers differ.
+        DataError: one is missing, damaged or listed twice, or the tokenizers differ.
     """
     parts = list(parts)
     if len(parts) == 1 and _LONE_WEIGHT.fullmatch(str(parts[0][0])) and not parts[0][0].exists():
         path, _, weight = str(parts[0][0]).rpartition("=")
         raise DataError(
-            f"data_path {path}={weight} does not exist; a weight is for one of several datasets, as in "
-            f"data/web=0.7,data/code=0.3: if {path} is the dataset, leave out ={weight}"
+            f"data_path {path}={weight} does not exist; weights are for several datasets, as in "
+            f"data/web=0.7,data/code=0.3: if {path} is the dataset, remove ={weight}"
         )
-    mixture = Mixture(tuple(Part(path, read_manifest(path), weight) for path, weight in parts))
+    mixture = Mixture(
+        tuple(WeightedDataset(path, read_manifest(path), weight) for path, weight in parts)
+    )
     directory, count = Counter(part.directory for part in mixture.parts).most_common(1)[0]
     if count > 1:
         raise DataError(
-            f"{directory} stands {count} times in data_path; write it once, with the sum of the weights"
+            f"{directory} is listed {count} times in data_path; list it once, with the sum of the weights"
         )
     first = mixture.first
     for part in mixture.parts[1:]:
@@ -248,11 +242,7 @@ def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
 
 
 def check_val_split(mixture: Mixture, seq_len: int) -> None:
-    """See that there is something to validate on.
-
-    Raises:
-        DataError: a dataset's val split has no whole sequence.
-    """
+    """Raise a DataError if a dataset's val split has no whole sequence."""
     for part, num in zip(mixture.parts, mixture.num_sequences("val", seq_len), strict=True):
         if not num:
             raise DataError(
@@ -262,11 +252,7 @@ def check_val_split(mixture: Mixture, seq_len: int) -> None:
 
 
 def check_vocabulary(data: Mixture, other_hash: str, other: str) -> None:
-    """Compare the data's tokenizer with a model's.
-
-    Raises:
-        DataError: they differ.
-    """
+    """Raise a DataError if the data's tokenizer is not that of `other`, which messages name."""
     if data.vocab_hash != other_hash:
         raise DataError(
             f"the data's tokenizer ({data.tokenizer}, vocabulary hash {data.vocab_hash[:12]}) "

@@ -8,15 +8,14 @@ The sequences of a split are numbered in manifest order. An epoch is laid out as
 3. **Global batch** i is the i-th slice of `batch_sequences` of the windows laid end to end, and
    rank r of W takes the r-th of W equal slices of it.
 
-So the set of a step is the same for every number of workers that divides the batch, and the position
-is one integer, `batch`, counted over all epochs. What an epoch leaves out is less than one global
-batch, another part each epoch.
+So a step trains on the same set for every number of workers that divides the batch, and the position
+is one integer, `batch`, counted over all epochs. An epoch leaves out less than one global batch, other
+sequences each time.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -34,8 +33,8 @@ Ids = NDArray[np.int64]
 def permutation(size: int, *key: int) -> Ids:
     """A permutation of range(size) that depends on the key alone.
 
-    Raw PCG64 draws and a stable sort: NumPy keeps both the same for ever, unlike
-    `Generator.permutation`, whose algorithm may change with a version.
+    It uses raw PCG64 draws and a stable sort, which NumPy guarantees never to change, unlike the
+    algorithm of `Generator.permutation`.
     """
     seed, *spawn_key = key
     draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key))).random_raw(
@@ -46,14 +45,14 @@ def permutation(size: int, *key: int) -> Ids:
 
 @lru_cache(maxsize=16)
 def _shuffled_row_groups(num: int, seed: int, epoch: int) -> Ids:
-    """An epoch's stream. Every reading task has an `Order` of its own, and 4M row groups take 0.5 s."""
+    """The row groups of an epoch, cached for all `Order`s of a process: 4M of them take 0.5 s."""
     units = permutation(num, seed, epoch)
     units.flags.writeable = False
     return units
 
 
 class Stream:
-    """A split's sequences, epoch after epoch, the row groups in another order in each.
+    """A split's sequences, epoch after epoch, each with the row groups in a new order.
 
     Args:
         row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
@@ -65,11 +64,11 @@ class Stream:
         ends = np.cumsum(row_group_sequences)
         self._first_ids = ends - row_group_sequences
         self.num_sequences = int(ends[-1]) if len(ends) else 0
-        # Bound to the instance: an epoch is asked for again and again.
+        # Cached by instance: an epoch is asked for again and again.
         self._epoch = lru_cache(maxsize=2)(self._row_groups)
 
     def _row_groups(self, epoch: int) -> tuple[Ids, Ids]:
-        """The row groups of an epoch, and the place behind the last sequence of each."""
+        """The row groups of an epoch, and the place after the last sequence of each."""
         units = _shuffled_row_groups(len(self._sizes), self._seed, epoch)
         return units, np.cumsum(self._sizes[units])
 
@@ -81,53 +80,49 @@ class Stream:
         return self._first_ids[unit] + places - (ends[at] - self._sizes[unit])
 
 
-@dataclass(frozen=True, eq=False)
 class Order:
     """The order of a split's sequences over all epochs.
 
-    Attributes:
+    Args:
         row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
-        batch_sequences: Sequences of a global batch.
-        seq_len: Tokens of a sequence's context.
-        seed: The run's seed.
+        batch_sequences: Sequences of a global batch, over all ranks.
+        seq_len: Tokens of a sequence, without the last target.
+        seed: Decides the order.
         window_tokens: Tokens shuffled together; other values than the default are for tests.
 
     Raises:
         DataError: the split has fewer sequences than one global batch.
     """
 
-    row_group_sequences: Ids
-    batch_sequences: int
-    seq_len: int
-    seed: int
-    window_tokens: int = WINDOW_TOKENS
-    num_sequences: int = field(init=False)
-    _stream: Stream = field(init=False, repr=False)
-    batches_per_epoch: int = field(init=False)
-    windows_per_epoch: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        stream = Stream(self.row_group_sequences, self.seed)
-        num = stream.num_sequences
-        if num < self.batch_sequences:
+    def __init__(
+        self,
+        row_group_sequences: Ids,
+        batch_sequences: int,
+        seq_len: int,
+        seed: int,
+        window_tokens: int = WINDOW_TOKENS,
+    ) -> None:
+        self._stream = Stream(row_group_sequences, seed)
+        self.num_sequences = self._stream.num_sequences
+        if self.num_sequences < batch_sequences:
             raise DataError(
-                f"the train split has {num} sequences of {self.seq_len} tokens, fewer than the "
-                f"{self.batch_sequences} of one global batch; use more data or set "
-                f"global_batch_tokens to at most {num * self.seq_len}"
+                f"the train split has {self.num_sequences} sequences of {seq_len} tokens, fewer than "
+                f"the {batch_sequences} of one global batch; use more data or set global_batch_tokens "
+                f"to at most {self.num_sequences * seq_len}"
             )
-        batches = num // self.batch_sequences
-        window = -(-batches * self.batch_sequences * self.seq_len // self.window_tokens)
-        object.__setattr__(self, "num_sequences", num)
-        object.__setattr__(self, "_stream", stream)
-        object.__setattr__(self, "batches_per_epoch", batches)
-        object.__setattr__(self, "windows_per_epoch", min(batches, max(1, window)))
-        # Bound to the instance: a window is asked for again and again.
-        object.__setattr__(self, "_window", lru_cache(maxsize=2)(self._window))
+        self._batch_sequences, self._seed = batch_sequences, seed
+        batch_tokens = batch_sequences * seq_len
+        self._chunk_batches = max(1, window_tokens // batch_tokens)
+        self.batches_per_epoch = self.num_sequences // batch_sequences
+        windows = -(-self.batches_per_epoch * batch_tokens // window_tokens)
+        self.windows_per_epoch = min(self.batches_per_epoch, max(1, windows))
+        # Cached by instance: a window is asked for again and again.
+        self._window = lru_cache(maxsize=2)(self._drawn_window)
 
     @property
     def remainder_sequences(self) -> int:
-        """Sequences that an epoch leaves out."""
-        return self.num_sequences - self.batches_per_epoch * self.batch_sequences
+        """Sequences that are left out of each epoch."""
+        return self.num_sequences - self.batches_per_epoch * self._batch_sequences
 
     def epoch(self, batch: int) -> int:
         """Epoch of a global batch."""
@@ -137,42 +132,37 @@ class Order:
         return window * self.batches_per_epoch // self.windows_per_epoch
 
     def window_end(self, batch: int) -> int:
-        """The first global batch behind the window that `batch` lies in."""
+        """The first global batch after the window of `batch`."""
         epoch, i = divmod(batch, self.batches_per_epoch)
         return epoch * self.batches_per_epoch + self._bound(self._window_of(i) + 1)
 
     def _window_of(self, i: int) -> int:
         return ((i + 1) * self.windows_per_epoch - 1) // self.batches_per_epoch
 
-    def _window(self, epoch: int, window: int) -> Ids:
-        size = self.batch_sequences
+    def _drawn_window(self, epoch: int, window: int) -> Ids:
+        size = self._batch_sequences
         last = window == self.windows_per_epoch - 1
         lo = self._bound(window) * size
         hi = self.num_sequences if last else self._bound(window + 1) * size
-        positions = lo + permutation(hi - lo, self.seed, epoch, window)
+        positions = lo + permutation(hi - lo, self._seed, epoch, window)
         return self._stream.ids(epoch, positions)
 
     def batch_ids(self, batch: int) -> Ids:
-        """Sequence ids of a global batch, in the order in which the ranks slice it.
-
-        Returns:
-            int64 (batch_sequences,)
-        """
+        """Sequence ids, int64 (batch_sequences,), of a global batch, as the ranks slice it."""
         epoch, i = divmod(batch, self.batches_per_epoch)
         window = self._window_of(i)
-        start = (i - self._bound(window)) * self.batch_sequences
-        return self._window(epoch, window)[start : start + self.batch_sequences]
+        start = (i - self._bound(window)) * self._batch_sequences
+        return self._window(epoch, window)[start : start + self._batch_sequences]
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Global batches [first, stop) cut into pieces of reading.
+        """Global batches [first, stop) cut into what one task reads.
 
-        A piece is a window, or several small ones up to the size of one; it ends where a window ends.
+        A chunk is a window, or several small ones up to the size of one, and ends where a window ends.
         """
-        per_chunk = max(1, self.window_tokens // (self.batch_sequences * self.seq_len))
         chunks: list[tuple[int, int]] = []
         while first < stop:
             end = self.window_end(first)
-            while end < stop and self.window_end(end) - first <= per_chunk:
+            while end < stop and self.window_end(end) - first <= self._chunk_batches:
                 end = self.window_end(end)
             chunks.append((first, min(end, stop)))
             first = chunks[-1][1]
@@ -180,7 +170,7 @@ class Order:
 
 
 Skipped = tuple[tuple[int, int], ...]
-"""Ranges [first, stop) of global batches that are left out after loss spikes."""
+"""Ranges [first, stop) of global batches that are skipped after loss spikes."""
 
 
 def skip_past(batch: int, skipped: Skipped) -> int:
@@ -192,7 +182,7 @@ def skip_past(batch: int, skipped: Skipped) -> int:
 
 
 def batches_to_read(first: int, count: int, skipped: Skipped) -> list[tuple[int, int]]:
-    """`count` global batches from `first` on without the skipped ones, as ranges [first, stop)."""
+    """Ranges [first, stop) of the next `count` global batches from `first` on, without skipped ones."""
     ranges: list[tuple[int, int]] = []
     while count > 0:
         first = skip_past(first, skipped)
@@ -233,8 +223,8 @@ def extend_order_hash(order_hash: str, batch_sum: int) -> str:
     """The rolling hash after one more global batch.
 
     Args:
-        order_hash: Hex of the steps before; at the start the manifest's hash, so that equal hashes
-            mean equal data, not only equal places in it.
+        order_hash: Hex, up to the step before; initially the manifest's hash, so that equal hashes
+            mean equal data and not only equal positions in it.
         batch_sum: Sum of the batch's `sequence_hashes`; the same however ranks share the batch.
 
     Returns:

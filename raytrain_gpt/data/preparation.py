@@ -1,13 +1,13 @@
 """The directory of a preparation, from before its first task until it is a dataset.
 
     <dataset>/unfinished/plan         hash of the plan
-    <dataset>/unfinished/repair       only while a dataset is mended that was finished before: its manifest
-    <dataset>/unfinished/00000.hashes of a task's documents, with `dedupe`
-    <dataset>/unfinished/00000.json   what a task did; only with its shards it is done
+    <dataset>/unfinished/repair       while a finished dataset is repaired: its manifest
+    <dataset>/unfinished/00000.hashes hashes of a task's documents, with `dedupe`
+    <dataset>/unfinished/00000.json   result of a task; it counts only while its shards are there
 
-`start` also takes a finished dataset whose files were lost or cut off, and mends it: the manifest goes
-first, so that it never vouches for what is not whole, and comes back last. If that is another one then,
-as another version of pyarrow writes other bytes, the one before stays as `manifest-before.json`.
+`start` also repairs a finished dataset of which files were lost or cut off: the manifest is removed
+first, so that it never vouches for missing data, and written again last. If it differs then (another
+version of pyarrow writes other bytes), the previous one is kept as `manifest-before.json`.
 """
 
 from __future__ import annotations
@@ -39,29 +39,26 @@ _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
-_RESULT = {"task", "documents", "tokens", "text_bytes", "shards", "bad", "duplicates"}
 
 
 def hashes_file(directory: Place, task: int) -> Location:
-    """Where the hashes of a task's documents are."""
+    """The file with the hashes of a task's documents."""
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}.hashes"
 
 
 def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int]:
-    """Tasks whose hashes, or whose shards, an earlier preparation wrote."""
+    """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
     return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
 
 
 def read_result(directory: Place, task: int) -> dict[str, Any] | None:
-    """What a task did, as `write_result` returned it; None: it has to be done, perhaps once more."""
+    """The result of a task, as `write_result` returned it; None: the task has to run."""
     directory = Location.of(directory)
     file = _result_file(directory, task)
     if not file.exists():
         return None
     result: dict[str, Any] = json.loads(file.read_text())
-    if not result.keys() >= _RESULT:  # an older version wrote less
-        return None
     shards = (Shard.model_validate(shard) for shard in result["shards"])
     return result if all(_is_whole(directory, shard) for shard in shards) else None
 
@@ -69,11 +66,11 @@ def read_result(directory: Place, task: int) -> dict[str, Any] | None:
 def write_result(
     directory: Place, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
 ) -> dict[str, Any]:
-    """Note that a task is done, behind its last shard.
+    """Record that a task is done, after its last shard.
 
     Returns:
-        `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, the `bad`
-        documents and the number of `duplicates`.
+        `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
+        `bad` documents and the number of `duplicates`.
     """
     result = {
         "task": task,
@@ -107,21 +104,15 @@ def start(
 ) -> Manifest | None:
     """Make the directory ready for the tasks.
 
-    What an interrupted preparation of the same plan finished stays; what another one left goes. Of a
-    finished dataset of this plan, the tokenizer and shards that are missing or of another size are
-    prepared again.
-
-    Args:
-        directory: Of the dataset.
-        plan: Of the preparation.
-        encoding: The tokenizer.
-        log: Gets a line if a finished dataset has to be mended.
+    Results of an interrupted preparation of the same plan are kept, those of another plan removed. In a
+    finished dataset of this plan, a damaged tokenizer and shards that are missing or have another size
+    are marked to be prepared again.
 
     Returns:
-        The manifest, when this very dataset is already there whole.
+        The manifest if this dataset is already complete, else None.
 
     Raises:
-        DataError: another dataset, one whose manifest is damaged, or something else, is in the directory.
+        DataError: the directory contains another dataset, a damaged manifest, or something else.
     """
     directory = Location.of(directory)
     notes, tokenizer = directory / _NOTES_DIR, tokenizer_json(encoding)
@@ -129,7 +120,7 @@ def start(
         manifest = read_manifest(directory)
         if manifest.source.get("plan_hash") != plan.hash:
             raise _another_dataset(directory, manifest.source.get("hub_commits"))
-        _mend_tokenizer(directory, tokenizer, log)
+        _repair_tokenizer(directory, tokenizer, log)
         sizes = dict(directory.files())
         damaged = [shard for shard in manifest.shards if sizes.get(shard.path) != shard.file_bytes]
         if not damaged:
@@ -145,7 +136,7 @@ def start(
     plan_file = notes / _PLAN_FILE
     if others and not plan_file.exists():
         raise DataError(
-            f"{directory} is not empty and no dataset; choose another --out, or remove what is in it"
+            f"{directory} is not empty and not a dataset; choose another --out, or empty it"
         )
     if plan_file.exists() and plan_file.read_text() != plan.hash:
         if (notes / _REPAIR_FILE).exists():
@@ -159,15 +150,17 @@ def start(
 def _another_dataset(directory: Location, hub_commits: list[str] | None = None) -> DataError:
     if hub_commits:
         return DataError(
-            f"{directory} already holds another dataset, of {', '.join(hub_commits)}; name that commit in "
-            "the source, choose another --out, or remove that one"
+            f"{directory} already contains another dataset, of {', '.join(hub_commits)}; name that commit "
+            "in the source, choose another --out, or remove that dataset"
         )
     return DataError(
-        f"{directory} already holds another dataset; choose another --out or remove that one"
+        f"{directory} already contains another dataset; choose another --out or remove that dataset"
     )
 
 
-def _mend_tokenizer(directory: Location, tokenizer: str, log: Callable[[str], None] | None) -> None:
+def _repair_tokenizer(
+    directory: Location, tokenizer: str, log: Callable[[str], None] | None
+) -> None:
     file = directory / TOKENIZER_FILE
     try:
         if file.read_text() == tokenizer:
@@ -176,17 +169,17 @@ def _mend_tokenizer(directory: Location, tokenizer: str, log: Callable[[str], No
         pass
     file.write_text(tokenizer)
     if log:
-        log(f"{file} was missing or damaged and is written again")
+        log(f"{file} was missing or damaged and has been rewritten")
 
 
 def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[Shard]) -> None:
-    """Make a dataset a preparation again, in which tasks are done whose shards are whole.
+    """Turn a dataset back into a preparation in which the tasks with intact shards are done.
 
-    How many bad documents or duplicates a task left out no manifest tells: if there are any, all tasks
-    are done again.
+    A manifest does not tell how many bad documents or duplicates each task skipped: if there are any,
+    all tasks run again.
     """
     notes = directory / _NOTES_DIR
-    notes.remove()  # of a preparation that was killed behind its manifest
+    notes.remove()  # left by a preparation that was killed after it wrote the manifest
     of_task: defaultdict[int, list[Shard]] = defaultdict(list)
     if not plan.dedupe and not manifest.source.get("bad_documents", 0):
         for shard in manifest.shards:
@@ -207,9 +200,7 @@ def finish(
     max_bad_documents: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> Manifest:
-    """Write the report of bad documents and the manifest: from now on the directory is a dataset.
-
-    `log` gets a line if a dataset was mended and is another one now.
+    """Write the report of bad documents and the manifest, which makes the directory a dataset.
 
     Raises:
         DataError: a split is empty, or more documents than `max_bad_documents` could not be read.
@@ -244,7 +235,7 @@ def finish(
     if bad.count:
         (directory / BAD_FILE).write_text(bad.report())
     for name in directory.names():
-        if name.endswith(UNFINISHED):  # of tasks that were killed
+        if name.endswith(UNFINISHED):  # left by tasks that were killed
             (directory / name).remove()
     _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
@@ -255,7 +246,7 @@ def finish(
 def _compare_with_before(
     directory: Location, manifest: Manifest, log: Callable[[str], None] | None
 ) -> None:
-    """Keep the manifest of before a repair that made other bytes, and tell."""
+    """Keep the manifest from before a repair that wrote other bytes, and report it."""
     try:
         text = (directory / _NOTES_DIR / _REPAIR_FILE).read_text()
     except FileNotFoundError:
@@ -270,7 +261,7 @@ def _compare_with_before(
             shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
         ]
         log(
-            f"{directory} is another dataset than before, by {len(changed)} shards, such as {changed[0]} "
-            "(another version of pyarrow, or an edited source): runs on the old one will be refused. Its "
+            f"{directory} differs from before in {len(changed)} shards, such as {changed[0]} (another "
+            "version of pyarrow, or an edited source): runs that used it will be refused. The previous "
             f"manifest is kept as {MANIFEST_BEFORE_FILE}"
         )

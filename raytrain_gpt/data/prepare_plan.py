@@ -1,6 +1,6 @@
-"""What a preparation does, made from its sources alone: pieces, tasks and the rule of the split.
+"""The plan of a preparation, derived from its sources alone: pieces, tasks and the split rule.
 
-None of this depends on the number of workers. A task is about one shard of text.
+It does not depend on the number of workers. A task is about one shard of text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import tiktoken
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.documents import Document, Piece, read_documents
+from raytrain_gpt.data.documents import Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import IdChunk, read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
@@ -25,45 +25,42 @@ from raytrain_gpt.storage.web_files import without_query
 
 SHARD_TOKENS = 100_000_000
 MIN_TASKS = 64
-"""A corpus of fewer full shards is cut into about this many smaller ones, so that all CPUs have work."""
+"""A small corpus is cut into about this many shards, so that all CPUs have work."""
 MIN_TASK_BYTES = 2**22
 TEXT_BYTES_PER_TOKEN = 4
-"""Of vocabularies with merges, about; only decides how much text becomes one shard."""
+"""Roughly, for vocabularies with merges; only decides how much text becomes one shard."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what the shards hold, byte for byte."""
+    """Everything that decides the content of the shards, byte for byte.
 
-    pieces: tuple[Piece, ...]
+    Attributes:
+        tasks: Pieces [first, stop) of every task.
+        dedupe: Keep only the first of documents with the same text.
+    """
+
+    pieces: tuple[SourcePiece, ...]
     tasks: tuple[tuple[int, int], ...]
-    """Pieces [first, stop) of every task."""
     text_field: str
     split: SplitRule
     vocab_hash: str
     row_group_tokens: int
     dedupe: bool
-    """Of documents with the same text only the first stays."""
 
     @property
     def hash(self) -> str:
-        """Changes when anything that decides the shards does."""
+        """Changes whenever anything that decides the shards does."""
         content = asdict(self)
-        for piece in content["pieces"]:  # how a file is reached does not change what it holds
+        for piece in content["pieces"]:  # how a file is reached does not change its content
             del piece["endpoint"], piece["retry_for_s"]
             piece["path"] = without_query(piece["path"])
-            if piece["ids"] is None:
-                del piece["ids"], piece["tokens"]
-        # What these add to an older plan is not in its hash, so that its dataset is known again.
-        for part, name in ((content, "dedupe"), (content["split"], "by_name")):
-            if not part[name]:
-                del part[name]
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def commits(self) -> dict[str, list[str]]:
-        """For the manifest: OWNER/NAME@COMMIT of the datasets on the hub, if there are any."""
+        """For the manifest: OWNER/NAME@COMMIT of datasets on the hub, if there are any."""
         parts = (piece.path.split("/") for piece in self.pieces if piece.path.startswith("hf://"))
         found = sorted({f"{owner}/{name}" for _, _, _, owner, name, *_ in parts})
         return {"hub_commits": found} if found else {}
@@ -82,9 +79,7 @@ def make_plan(
     max_bad_documents: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The plan of a preparation; `max_bad_documents` decides what is an error, and nothing else.
-
-    `log` gets a line before and after what takes long.
+    """The plan of a preparation; `max_bad_documents` does not change it, only what is an error.
 
     Raises:
         DataError: a source is missing or empty, or a split would be.
@@ -97,18 +92,18 @@ def make_plan(
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
     pieces = find_pieces(sources, text_field)
 
-    def read_all(piece: Piece) -> Iterator[Document]:
-        # The tasks count, as some are read here twice.
+    def read_all(piece: SourcePiece) -> Iterator[Document]:
+        # Counting against the limit is left to the tasks, as some documents are read here twice.
         return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
 
-    def read_chunks(piece: Piece) -> Iterator[IdChunk]:
+    def read_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
         return read_ids(piece, encoding)
 
     read = only_first(read_all) if dedupe else read_all
     is_import = pieces[0].ids is not None
     if is_import and dedupe:
         raise DataError(
-            f"{pieces[0].location} holds token ids, but dedupe compares texts; leave it out"
+            f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
         )
     if is_import:
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
@@ -131,7 +126,7 @@ def make_plan(
     )
 
 
-def _group(pieces: list[Piece], task_bytes: int) -> list[tuple[int, int]]:
+def _group(pieces: list[SourcePiece], task_bytes: int) -> list[tuple[int, int]]:
     tasks, first, size = [], 0, 0
     for i, piece in enumerate(pieces):
         size += piece.text_bytes

@@ -1,6 +1,6 @@
-"""Read given sequences of a split into one array: every row group that is needed, once.
+"""Read given sequences of a split into one array, each row group that is needed once.
 
-Row groups of an object store are asked for by several threads, ahead of the one that is put in place.
+Row groups of an object store are requested by several threads, ahead of the one that is put in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrain_gpt.storage.row_group_cache import RowGroupCache
 READ_THREADS = 16
 """Requests to an object store at a time."""
 READ_AHEAD = 2 * READ_THREADS
-"""Row groups, of 1 MB at most, that are on their way or wait for being put in place."""
+"""Row groups, of 1 MB at most, that are requested or wait to be put in place."""
 
 Reading = Callable[[Shard, int], Tokens]
 
@@ -34,22 +34,19 @@ def read_sequences(
     ids: Ids,
     cache_bytes: int = 0,
 ) -> tuple[Tokens, Ids]:
-    """Tokens of sequences, with the id of what was put into each place, kept where it is put there.
+    """Tokens of sequences, and the ids of what was really put into each row.
 
     Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        split: `train` or `val`.
         seq_len: Context length; a sequence has one token more, the last target.
-        ids: int64 (n,), sequence ids in the wanted order; negative ones stay zero.
-        cache_bytes: Disk of this node that may keep what is read of object stores; 0: none.
+        ids: int64 (n,), sequence ids in the wanted order; rows of negative ones stay zero.
+        cache_bytes: Disk space of this node for row groups of object stores; 0: no cache.
 
     Returns:
         tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty.
-        Memory: the result, and one row group or, of an object store, `READ_AHEAD` of them.
+        Memory: the result, and one row group or, from an object store, `READ_AHEAD` of them.
 
     Raises:
-        DataError: a row group cannot be read or holds ids outside the vocabulary.
+        DataError: a row group cannot be read or contains ids outside the vocabulary.
     """
     directory = Location.of(directory)
     sequences = manifest.row_group_sequences(split, seq_len)
@@ -80,7 +77,7 @@ def read_sequences(
 
 
 def _ahead(read: Reading, wanted: list[tuple[Shard, int]]) -> Iterator[Tokens]:
-    """Row groups in the given order, read by threads."""
+    """Row groups in the given order, read ahead by threads."""
     threads = ThreadPoolExecutor(READ_THREADS)
     coming: deque[Future[Tokens]] = deque()
     try:
@@ -91,7 +88,7 @@ def _ahead(read: Reading, wanted: list[tuple[Shard, int]]) -> Iterator[Tokens]:
         while coming:
             yield coming.popleft().result()
     finally:
-        # Not waited for: after an error or a signal a request may still take long.
+        # Without waiting: after an error or a signal a pending request may still take long.
         threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,12 +1,12 @@
 """A dataset on disk: parquet shards of token ids and a manifest.
 
-    <dataset>/manifest.json        written last and atomically: without it there is no dataset
+    <dataset>/manifest.json        written last and atomically: without it the dataset is not finished
     <dataset>/tokenizer.json
     <dataset>/train-00000.parquet  one column `tokens` (uint16 or uint32), row groups of 2^18+1 tokens
     <dataset>/val-00000.parquet
 
 A row group is the unit of reading; it holds (tokens − 1) // seq_len whole sequences, none of which
-crosses into the next one. BYTE_STREAM_SPLIT with zstd is 1.49 bytes a token, where a raw file has 2.
+crosses into the next one. BYTE_STREAM_SPLIT with zstd takes 1.49 bytes a token, a raw file 2.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shard(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a dataset is; two datasets with equal manifests train the same model."""
+    """The content of a dataset; two datasets with equal hashes train the same model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format_version: int
@@ -72,7 +72,7 @@ class Manifest(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Hash of what is trained on (not of where it came from), kept in every checkpoint."""
+        """Hash of everything but the source, kept in every checkpoint."""
         content = json.dumps(
             self.model_dump(exclude={"source"}), sort_keys=True, separators=(",", ":")
         )
@@ -83,7 +83,7 @@ class Manifest(BaseModel):
         return [shard for shard in self.shards if shard.split == split]
 
     def split_tokens(self, split: Split) -> int:
-        """Tokens of a split."""
+        """Tokens in a split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
     def row_groups(self, split: Split) -> list[tuple[Shard, int, int]]:
@@ -95,11 +95,7 @@ class Manifest(BaseModel):
         ]
 
     def row_group_sequences(self, split: Split, seq_len: int) -> NDArray[np.int64]:
-        """Whole sequences in every row group of a split.
-
-        Returns:
-            int64 (row groups,)
-        """
+        """Whole sequences in every row group of a split, int64 (row groups,)."""
         tokens, counts = self._row_group_counts(split)
         sizes = np.full(counts.sum(), self.row_group_tokens, np.int64)
         last = np.cumsum(counts)[counts > 0] - 1
@@ -107,12 +103,7 @@ class Manifest(BaseModel):
         return (sizes - 1) // seq_len
 
     def find_row_groups(self, split: Split, numbers: NDArray[np.int64]) -> list[tuple[Shard, int]]:
-        """(shard, index inside it) of row groups given by their numbers in manifest order.
-
-        Args:
-            split: The split.
-            numbers: int64 (n,)
-        """
+        """(shard, index inside it) of row groups by their numbers, int64 (n,), in manifest order."""
         shards = self.split_shards(split)
         counts = self._row_group_counts(split)[1]
         ends = np.cumsum(counts)
@@ -121,15 +112,15 @@ class Manifest(BaseModel):
         return [(shards[s], int(i)) for s, i in zip(of_shard, indices, strict=True)]
 
     def _row_group_counts(self, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens and row groups of each shard, int64 (shards,) each."""
+        """Tokens and number of row groups of each shard, int64 (shards,) each."""
         tokens = np.array([shard.tokens for shard in self.split_shards(split)], np.int64)
         return tokens, -(-tokens // self.row_group_tokens)
 
 
 class ShardWriter:
-    """Writes one shard row group by row group, under another name until it is whole.
+    """Writes one shard row group by row group, under another name until it is complete.
 
-    What goes to an object store is written to the local disk first.
+    A shard for an object store is written to the local disk first.
     """
 
     def __init__(
@@ -137,9 +128,8 @@ class ShardWriter:
     ) -> None:
         self._path = Location.of(path)
         if self._path.is_local:
-            # A node that was given up may still write what its successor writes: never the same file.
-            mark = secrets.token_hex(4)
-            self._unfinished = Path(f"{self._path}.{mark}{UNFINISHED}")
+            # A random name: a node that was given up on may still write while its successor does.
+            self._unfinished = Path(f"{self._path}.{secrets.token_hex(4)}{UNFINISHED}")
         else:
             descriptor, name = tempfile.mkstemp(suffix=f"-{self._path.name}")
             os.close(descriptor)
@@ -162,7 +152,7 @@ class ShardWriter:
     def add(
         self, tokens: NDArray[np.integer[Any]], text_bytes: int, num_documents: int = 1
     ) -> None:
-        """Append token ids: a document's, `eot` included, or a run of ids that ends some."""
+        """Append token ids in which `num_documents` documents end."""
         self._buffer.append(tokens)
         self._buffered += len(tokens)
         self.tokens += len(tokens)
@@ -189,7 +179,7 @@ class ShardWriter:
         sha256 = Location.of(self._unfinished).sha256()
         file_bytes = self._unfinished.stat().st_size
         if self._path.is_local:
-            # What vouches for the shard is forced to the disk, too, and must not be there before it.
+            # The note or manifest that vouches for this shard must not reach the disk before it.
             force_to_disk(self._unfinished)
             self._unfinished.replace(self._path.path)
             force_to_disk(self._path.path.parent)
@@ -207,7 +197,7 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        """Give up: no file stays."""
+        """Give up and leave no file."""
         with contextlib.suppress(OSError):  # a full disk refuses the footer, too
             self._writer.close()
         with contextlib.suppress(OSError):
@@ -215,20 +205,20 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def mending(directory: Place, manifest: Manifest) -> str:
-    """For messages: the command that makes a dataset's shards and tokenizer again that are not there."""
+def repair_advice(directory: Place, manifest: Manifest) -> str:
+    """For messages: the command that restores missing shards, or the tokenizer, of a dataset."""
     sources = manifest.source.get("sources", [])
     source = "SOURCE …"
     if len(sources) == 1:
         source = shlex.quote(_at_commit(sources[0], manifest.source.get("hub_commits", [])))
     return (
-        f"run the command that prepared it again, with the options that it had: raytrain-gpt prepare "
+        f"repeat the command that prepared it, with the same options: raytrain-gpt prepare "
         f"{source} --out {shlex.quote(str(directory))} --tokenizer {manifest.tokenizer}"
     )
 
 
 def _at_commit(source: str, hub_commits: list[str]) -> str:
-    """A source on the hub with the commit that was prepared, one of `OWNER/NAME@COMMIT`."""
+    """A source on the hub, pinned to its commit among `OWNER/NAME@COMMIT`."""
     for pinned in hub_commits:
         begin = f"hf://datasets/{pinned.partition('@')[0]}"
         rest = source.removeprefix(begin)
@@ -239,7 +229,7 @@ def _at_commit(source: str, hub_commits: list[str]) -> str:
 
 
 def write_manifest(directory: Place, manifest: Manifest) -> None:
-    """Make the directory a dataset."""
+    """Write the manifest, which makes the directory a dataset."""
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
     path = Location.of(directory) / MANIFEST_FILE
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -251,24 +241,24 @@ def read_manifest(directory: Place) -> Manifest:
     """The manifest of a dataset.
 
     Raises:
-        DataError: no dataset there, another format version, or the content does not fit its hash.
+        DataError: there is no dataset, it has another format version, or its hash does not match.
     """
     directory = Location.of(directory)
     path = directory / MANIFEST_FILE
     prepare = f"make one with: raytrain-gpt prepare SOURCE --out {directory}"
-    anew = f"remove {directory} and run the command that prepared it again"
+    anew = f"remove {directory} and repeat the command that prepared it"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
     if not path.exists():
         raise DataError(
-            f"{directory} has no {MANIFEST_FILE}, so it is no finished dataset; {prepare}"
+            f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )
     try:
         content = json.loads(path.read_text())
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
-                f"{path} has format version {version}, this raytrain-gpt reads {FORMAT_VERSION}; "
+                f"{path} has format version {version}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = content.pop("manifest_hash")
@@ -278,7 +268,7 @@ def read_manifest(directory: Place) -> Manifest:
         raise DataError(f"cannot read {path}: {first}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
-            f"{path} was changed: its content has hash {manifest.hash[:12]}, it says {stated[:12]}; "
+            f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]}; "
             f"{anew}"
         )
     return manifest
@@ -291,20 +281,12 @@ def read_row_group(
     index: int,
     cache: RowGroupCache | None = None,
 ) -> Tokens:
-    """Token ids of one row group, checked against the vocabulary.
+    """Token ids of row group `index` of a shard: uint16 or uint32 (tokens,), read-only.
 
-    Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        shard: The shard.
-        index: Of the row group in it.
-        cache: Is asked first, and given what it does not have; None: there is none.
-
-    Returns:
-        uint16 or uint32 (tokens,), read-only
+    The cache, if there is one, is asked first, and given what it lacks.
 
     Raises:
-        DataError: it cannot be read, or holds an id outside the vocabulary.
+        DataError: it cannot be read, or contains an id outside the vocabulary.
     """
     path = Location.of(directory) / shard.path
     kept = cache.get(shard.sha256, index) if cache else None
@@ -318,7 +300,7 @@ def read_row_group(
         raise DataError(
             f"{path} has token id {top} at token {at} (row group {index}), but the vocabulary of "
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
-            f"{mending(directory, manifest)}"
+            f"{repair_advice(directory, manifest)}"
         )
     if cache and kept is None:
         cache.put(shard.sha256, index, tokens.view(np.uint8).data)
@@ -339,5 +321,5 @@ def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, or what it is."""
+    """An error's message on one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,13 +1,14 @@
-"""Where documents and token ids come from: files, cut into pieces that can be read independently.
+"""Sources of documents and token ids: files, cut into pieces that can be read independently.
 
-A source is a file, a directory or a glob, on a disk, in an object store or on the HF hub, a file of a
-web server, or `stdlib`: the text of the running Python's own standard library. Text is read by
-`documents`, token ids by `imports`.
+A source is a file, a directory or a glob, on a disk, in an object store or on the HF hub; a file of a
+web server; or `stdlib`, the text of the running Python's standard library. `documents` reads text,
+`imports` reads token ids.
 """
 
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, Piece, stdlib_root
+from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import IdFile, id_column, read_layout
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, is_url
@@ -29,15 +30,15 @@ _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 _JSONL_PIECE_BYTES = 2**23
 _ID_PIECE_TOKENS = 2**22
 _TEXT_PER_COMPRESSED_BYTE = 3
-"""About, of JSON lines of web pages."""
+"""Roughly, for JSON lines of web pages."""
 _TEXT_BYTES_PER_ID = 4
 
 
-def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
-    """Everything the sources hold, in source order; files of a directory or glob are sorted.
+def find_pieces(sources: list[str], text_field: str) -> list[SourcePiece]:
+    """All pieces of the sources, in source order; files of a directory or glob are sorted.
 
     Raises:
-        DataError: a source is missing, of an unknown kind, or holds no file; or some hold text and
+        DataError: a source is missing, of an unknown kind, or has no file; or some contain text and
             others token ids.
     """
     pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
@@ -49,33 +50,33 @@ def find_pieces(sources: list[str], text_field: str) -> list[Piece]:
     ids = next((piece for piece in pieces if piece.ids is not None), None)
     if text is not None and ids is not None:
         raise DataError(
-            f"{text.location} holds text and {ids.location} token ids; name files of one kind, as with a "
-            "glob"
+            f"{text.location} contains text but {ids.location} token ids; give files of one kind, for "
+            "instance by a glob"
         )
     return _told_apart(pieces)
 
 
-def _told_apart(pieces: list[Piece]) -> list[Piece]:
-    """The pieces, with a number before the name from the second file of a name on.
+def _told_apart(pieces: list[SourcePiece]) -> list[SourcePiece]:
+    """The pieces, with a number before the name for each further file of the same name.
 
-    A document's split follows from its file's name and its place there: one-document files that are all
-    called alike would go to one split together.
+    A document's split follows from its file's name and its position: without the number, one-document
+    files that share a name would all go to one split.
     """
     numbers: dict[str, dict[str, int]] = {}
     told_apart = []
     for piece in pieces:
         same_name = numbers.setdefault(piece.name, {})
         number = same_name.setdefault(piece.path, len(same_name))
-        # No name below a source has two slashes.
+        # No relative path contains two slashes.
         told_apart.append(replace(piece, name=f"{number}//{piece.name}") if number else piece)
     return told_apart
 
 
-def _source_pieces(source: str, text_field: str) -> Iterator[Piece]:
+def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
-            yield Piece(name, f"{STDLIB}:{name}", 0, size, size)
+            yield SourcePiece(name, f"{STDLIB}:{name}", 0, size, size)
         return
     if is_url(source):
         try:
@@ -108,18 +109,20 @@ def _nothing_in(source: str) -> DataError:
     )
 
 
-def _web_pieces(source: str, text_field: str) -> Iterator[Piece]:
-    """Pieces of a web server's file."""
+def _web_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+    """The pieces of a web server's file."""
     file = Location.of_source(source)
     if glob.has_magic(urlsplit(source).path):
-        raise DataError(f"source {file} has a wildcard, but web servers list no files; name each")
+        raise DataError(
+            f"source {file} has a wildcard, but web servers do not list files; give each address"
+        )
     if not file.is_file():
         raise _nothing_in(source)
     yield from _file_pieces(file, file.size_bytes(), file.name, text_field)
 
 
-def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
-    """Pieces of a store's file, directory or glob, named as on a disk."""
+def _stored_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+    """The pieces of a store's file, directory or glob, with the same names as on a disk."""
     scheme, _, key = source.partition("://")
     parts = [part for part in key.split("/") if part]
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
@@ -133,14 +136,14 @@ def _stored_pieces(source: str, text_field: str) -> Iterator[Piece]:
     else:
         files = [f for f in root.files() if f[0].endswith(SUFFIXES)]
     if not files:
-        root.exists()  # says so if it is the bucket that is missing
+        root.exists()  # raises if it is the bucket that is missing
         raise _nothing_in(source)
     for name, size in files:
         yield from _file_pieces(root / name, size, name, text_field)
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """As `glob` does it: a star stays in its directory, two do not, hidden names are left out."""
+    """Match like `glob`: `*` stays in one directory, `**` does not, hidden names are skipped."""
     if not pattern or not parts:
         return not pattern and not parts
     first, *rest = pattern
@@ -158,10 +161,10 @@ def _fixed_prefix(pattern: str) -> Path:
     return Path(*parts[:fixed])
 
 
-def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[Piece]:
-    whole = Piece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
+def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
+    whole = SourcePiece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
     if not path.name.endswith(SUFFIXES):
-        raise DataError(f"source {path} is of an unknown kind; expected {', '.join(SUFFIXES)}")
+        raise DataError(f"source {path} has an unknown file type; expected {', '.join(SUFFIXES)}")
     in_parts = path.has_ranges()
     if path.name.endswith(".parquet"):
         yield from _parquet_pieces(whole, text_field, in_parts)
@@ -169,7 +172,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         yield from _id_pieces(whole, read_layout(path, size), in_parts)
     elif path.name.endswith(tuple(COMPRESSIONS)):
         if size == 0:
-            raise DataError(f"source {path} has 0 bytes and is no compressed file; fetch it again")
+            raise DataError(f"source {path} is empty, not a compressed file; download it again")
         yield replace(whole, text_bytes=size * _TEXT_PER_COMPRESSED_BYTE)
     elif path.name.endswith(".jsonl") and in_parts:
         for start in range(0, size, _JSONL_PIECE_BYTES):
@@ -179,7 +182,7 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         yield whole
 
 
-def _id_pieces(whole: Piece, found: IdFile, in_parts: bool) -> Iterator[Piece]:
+def _id_pieces(whole: SourcePiece, found: IdFile, in_parts: bool) -> Iterator[SourcePiece]:
     step = _ID_PIECE_TOKENS * found.dtype.itemsize if in_parts else max(1, found.stop - found.start)
     for start in range(found.start, found.stop, step):
         stop = min(start + step, found.stop)
@@ -194,14 +197,14 @@ def _id_pieces(whole: Piece, found: IdFile, in_parts: bool) -> Iterator[Piece]:
         )
 
 
-def _parquet_pieces(whole: Piece, text_field: str, in_parts: bool) -> Iterator[Piece]:
+def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iterator[SourcePiece]:
     path = whole.location
     try:
         with path.open() as file:
             metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
         why = " ".join(str(error).split())
-        raise DataError(f"source {path} is no parquet file: {why}; fetch it again") from None
+        raise DataError(f"source {path} is not a parquet file: {why}; download it again") from None
     schema = metadata.schema.to_arrow_schema()
     ids = id_column(schema, text_field)
     if ids is None and text_field not in schema.names:
@@ -228,6 +231,10 @@ def _parquet_pieces(whole: Piece, text_field: str, in_parts: bool) -> Iterator[P
 
 
 def _stdlib_names() -> list[str]:
-    root = stdlib_root()
-    names = (p.relative_to(root) for p in root.rglob("*.py"))
-    return sorted(str(n) for n in names if not _STDLIB_SKIPPED.intersection(n.parts))
+    names: list[str] = []
+    for directory, subdirectories, files in os.walk(root := stdlib_root()):
+        # Pruned: site-packages alone has many times the files of the library.
+        subdirectories[:] = set(subdirectories) - _STDLIB_SKIPPED
+        below = Path(directory).relative_to(root)
+        names += [str(below / file) for file in files if file.endswith(".py")]
+    return sorted(names)

@@ -1,7 +1,7 @@
-"""Which documents validate: a rule made from the sources alone, before anything is tokenized.
+"""Which documents validate: a rule derived from the sources alone, before anything is tokenized.
 
-Token ids that were made elsewhere are dealt as text is, their documents being what `eot` ends. One of
-which not all is in the same chunk trains.
+Imported token ids are split like text; their documents are what `eot` ends, and those that are not whole
+in one chunk go to the train split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import tiktoken
 
-from raytrain_gpt.data.documents import Document, Piece
+from raytrain_gpt.data.documents import Document, SourcePiece
 from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import encode_document
@@ -27,27 +27,25 @@ TAIL_SPLIT_DOCUMENTS = 100
 VAL_FRACTION = 0.01
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
-"""If there are hardly any documents in so many ids, these have no `eot`."""
+"""If this many ids contain hardly any documents, they have no `eot`."""
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
-Read = Callable[[Piece], Iterator[Document]]
-"""Gives the documents of a piece."""
-ReadIds = Callable[[Piece], Iterator[IdChunk]]
-"""Gives the ids of a piece."""
+Read = Callable[[SourcePiece], Iterator[Document]]
+ReadIds = Callable[[SourcePiece], Iterator[IdChunk]]
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which split a document, or the part of it before and after a cut, belongs to.
+    """The split of each document: by hash, by a cut in the sources, or by file name.
 
     Attributes:
-        hash_below: Validation is every document whose 64-bit hash is below this.
-        cut_piece: Or the text is cut in the document of this piece …
-        cut_position: … at this position …
-        cut_offset: … before this byte of its UTF-8; 0: between documents.
-            For token ids: in this piece, behind so many ids of it.
-        head_is_val: The part before the cut validates (`val_tokens`), not the one behind it.
-        by_name: Or files validate that are named for it.
+        hash_below: Documents with a 64-bit hash below this validate.
+        cut_piece: Index of the piece in which the sources are cut; None: no cut.
+        cut_position: Position in the piece of the document that is cut.
+        cut_offset: For text, byte of the document's UTF-8 before which it is cut; 0: before the
+            document. For token ids, ids of the piece before the cut.
+        head_is_val: What is before the cut validates (`val_tokens`), instead of what is after it.
+        by_name: Files with a name such as `val.bin` validate.
     """
 
     hash_below: int = 0
@@ -57,30 +55,34 @@ class SplitRule:
     head_is_val: bool = False
     by_name: bool = False
 
+    @property
+    def _head_and_tail(self) -> tuple[Split, Split]:
+        return ("val", "train") if self.head_is_val else ("train", "val")
+
     def parts(self, piece: int, name: str, document: Document) -> list[tuple[Split, str]]:
         """(split, text) of a document; two of them where it is cut."""
         if self.cut_piece is None:
             is_val = document_hash(name, document.position) < self.hash_below
             return [("val" if is_val else "train", document.text)]
-        head: Split = "val" if self.head_is_val else "train"
-        tail: Split = "train" if self.head_is_val else "val"
+        head, tail = self._head_and_tail
         here, cut = (piece, document.position), (self.cut_piece, self.cut_position)
         if here != cut or self.cut_offset == 0:
             return [(head if here < cut else tail, document.text)]
         text = document.text.encode("utf-8", "replace")
-        before, behind = text[: self.cut_offset], text[self.cut_offset :]
-        return [(head, before.decode()), (tail, behind.decode())]
+        return [
+            (head, text[: self.cut_offset].decode()),
+            (tail, text[self.cut_offset :].decode()),
+        ]
 
     def id_parts(self, piece: int, name: str, chunk: IdChunk, eot: int) -> list[tuple[Split, Ids]]:
-        """(split, ids) of all parts of a chunk, in their order; none is empty."""
+        """(split, ids) of the parts of a chunk, in order; none is empty."""
         ids = chunk.ids
         if self.by_name:
             parts: list[tuple[Split, Ids]] = [("val" if is_named_val(name) else "train", ids)]
         elif self.cut_piece is not None:
             cut = max(0, self.cut_offset - chunk.offset) if piece == self.cut_piece else 0
             cut = len(ids) if piece < self.cut_piece else cut
-            head: Split = "val" if self.head_is_val else "train"
-            tail: Split = "train" if self.head_is_val else "val"
+            head, tail = self._head_and_tail
             parts = [(head, ids[:cut]), (tail, ids[cut:])]
         else:
             parts, done = [], 0
@@ -93,14 +95,14 @@ class SplitRule:
 
 
 def document_hash(name: str, position: int) -> int:
-    """64-bit hash that decides a document's split."""
+    """The 64-bit hash that decides a document's split."""
     return int.from_bytes(
         hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest(), "big"
     )
 
 
-def fraction_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
-    """Few documents are counted and dealt exactly; many follow their hash."""
+def fraction_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
+    """The rule for a fraction: exact for few documents, by hash alone for many."""
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
     for piece in pieces:
@@ -109,13 +111,17 @@ def fraction_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule
             if len(hashes) > enough:
                 return SplitRule(hash_below=int(fraction * 2**64))
     if len(hashes) >= TAIL_SPLIT_DOCUMENTS:
-        num_val = max(1, round(fraction * len(hashes)))
-        return SplitRule(hash_below=heapq.nsmallest(num_val, hashes)[-1] + 1)
+        return _exact_rule(hashes, fraction)
     return _tail_rule(pieces, read, fraction)
 
 
-def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
-    """Cut at the line end nearest before the last fraction of all text."""
+def _exact_rule(hashes: list[int], fraction: float) -> SplitRule:
+    num_val = max(1, round(fraction * len(hashes)))
+    return SplitRule(hash_below=heapq.nsmallest(num_val, hashes)[-1] + 1)
+
+
+def _tail_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
+    """Cut at the last line end before the last fraction of all text."""
     sizes = [
         (i, document.position, len(document.text.encode("utf-8", "replace")))
         for i, piece in enumerate(pieces)
@@ -124,11 +130,11 @@ def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
     total = sum(size for _, _, size in sizes)
     if total < 2:
         raise DataError(
-            f"the sources give {total} bytes of text, too little for two splits; add text"
+            f"the sources have {total} bytes of text, too little for two splits; add text"
         )
     left = min(total - 1, max(1, int(total * (1 - fraction))))
     at, position, _ = sizes[0]
-    for at, position, size in sizes:  # noqa: B007, the document where the loop ends is cut
+    for at, position, size in sizes:  # noqa: B007, the loop ends at the document to cut
         if left < size:
             break
         left -= size
@@ -143,31 +149,29 @@ def _tail_rule(pieces: list[Piece], read: Read, fraction: float) -> SplitRule:
         head = text[:left].decode(errors="ignore") or text.decode()[0]
         offset = len(head.encode())
         if offset == total:
-            raise DataError("the sources hold one character, too little for two splits; add text")
+            raise DataError("the sources have one character, too little for two splits; add text")
     return SplitRule(cut_piece=at, cut_position=position, cut_offset=offset)
 
 
 def head_rule(
-    pieces: list[Piece],
+    pieces: list[SourcePiece],
     read: Read,
     encoding: tiktoken.Encoding,
     val_tokens: int,
     log: Callable[[str], None] | None = None,
 ) -> SplitRule:
-    """The first documents, until they have `val_tokens` tokens, validate; `log` hears of the counting."""
+    """The first documents, until they have `val_tokens` tokens, validate; `log` reports the counting."""
     if val_tokens < 1:
         raise _too_few_val_tokens(val_tokens)
     if log:
-        log(f"tokenizing up to val_tokens={val_tokens} on one core, to find what validates")
+        log(f"tokenizing up to val_tokens={val_tokens} on one core, to find the val split")
     started, tokens, documents = time.monotonic(), 0, 0
     for i, piece in enumerate(pieces):
         for document in read(piece):
             if tokens >= val_tokens:
                 if log:
                     seconds = time.monotonic() - started
-                    log(
-                        f"{documents} documents with {tokens} tokens validate, found in {seconds:.1f} s"
-                    )
+                    log(f"val split: {documents} documents, {tokens} tokens ({seconds:.1f} s)")
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
             tokens += len(encode_document(encoding, document.text))
             documents += 1
@@ -175,24 +179,24 @@ def head_rule(
 
 
 def _too_few_val_tokens(val_tokens: int) -> DataError:
-    return DataError(f"val_tokens={val_tokens} is below 1; set it to what validation should read")
+    return DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
 
 
 def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
     return DataError(
-        f"val_tokens={val_tokens} leaves no document to train on (the sources give {tokens} tokens); "
+        f"val_tokens={val_tokens} leaves no document to train on (the sources have {tokens} tokens); "
         "set a smaller val_tokens, or use val_fraction"
     )
 
 
 def id_rule(
-    pieces: list[Piece],
+    pieces: list[SourcePiece],
     read: ReadIds,
     eot: int,
     val_fraction: float | None,
     val_tokens: int | None,
 ) -> SplitRule:
-    """The rule for token ids: as asked for, else as the files are named, else VAL_FRACTION."""
+    """The rule for token ids: by the options if given, else by file names, else VAL_FRACTION."""
     if val_tokens is not None:
         return _id_head_rule(pieces, read, eot, val_tokens)
     if val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
@@ -200,7 +204,7 @@ def id_rule(
     fraction = VAL_FRACTION if val_fraction is None else val_fraction
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes: list[int] = []
-    counts: list[int] = []
+    counts: list[int] = []  # ids of each piece
     num_ids = 0
     for piece in pieces:
         if num_ids > _LOOKED_AT_IDS:
@@ -215,16 +219,15 @@ def id_rule(
                 return SplitRule(hash_below=int(fraction * 2**64))
         counts.append(num_ids - before)
     if len(hashes) >= TAIL_SPLIT_DOCUMENTS:
-        num_val = max(1, round(fraction * len(hashes)))
-        return SplitRule(hash_below=heapq.nsmallest(num_val, hashes)[-1] + 1)
+        return _exact_rule(hashes, fraction)
     return _id_tail_rule(counts, fraction)
 
 
 def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
-    """The last fraction of all ids validates; `counts` has the ids of each piece."""
+    """The last fraction of all ids validates."""
     total = sum(counts)
     if total < 2:
-        raise DataError(f"the sources hold {total} token ids, too little for two splits; add some")
+        raise DataError(f"the sources have {total} token ids, too few for two splits; add some")
     left = min(total - 1, max(1, int(total * (1 - fraction))))
     at = 0
     while left > counts[at]:
@@ -233,15 +236,15 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
     return SplitRule(cut_piece=at, cut_offset=left)
 
 
-def _id_head_rule(pieces: list[Piece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
-    """The first `val_tokens` ids validate, and what is left of their last document."""
+def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
+    """The first `val_tokens` ids validate, extended to the end of a document."""
     if val_tokens < 1:
         raise _too_few_val_tokens(val_tokens)
     tokens = 0
     rule: SplitRule | None = None
     for i, piece in enumerate(pieces):
         for chunk in read(piece):
-            if rule is not None:  # there is something left to train on
+            if rule is not None:  # a chunk is left to train on
                 return rule
             cut = val_tokens - tokens
             if cut <= len(chunk.ids):
@@ -255,12 +258,12 @@ def _id_head_rule(pieces: list[Piece], read: ReadIds, eot: int, val_tokens: int)
 
 
 def is_named_val(name: str) -> bool:
-    """Whether a file is named for validation, as `val.bin` or `fineweb_val_000000.npy`."""
+    """Whether a file's name says that it validates, as `val.bin` or `fineweb_val_000000.npy`."""
     return _VAL_NAME.search(name) is not None
 
 
 def _whole_documents(chunk: IdChunk, eot: int) -> list[tuple[int, int]]:
-    """[start, stop) of those that end in a chunk and, as far as can be seen, begin in it."""
+    """[start, stop) of the documents that begin, as far as is known, and end in a chunk."""
     stops = (np.flatnonzero(chunk.ids == eot) + 1).tolist()
     starts = [0, *stops] if chunk.opens else stops
     return list(zip(starts, stops if chunk.opens else stops[1:], strict=False))

@@ -1,6 +1,6 @@
-"""What a dataset is made of: how long its documents are and which ids occur, counted in one pass.
+"""Statistics of a dataset: how long its documents are and which ids occur, counted in one pass.
 
-Row groups are read one at a time. What is kept is a count of every id and of every length. Lengths add
+Row groups are read one at a time; a count of every id and of every document length is kept. Lengths add
 up to the tokens, so at most sqrt(2 · tokens) of them differ: memory is bounded and quantiles are exact.
 """
 
@@ -29,8 +29,8 @@ class SplitStats:
     """Counts of one split.
 
     Attributes:
-        lengths: int64 (n,), the document lengths that occur, in tokens with `eot`, rising.
-        documents: int64 (n,), how many documents have each.
+        lengths: int64 (n,), the document lengths that occur, in tokens with `eot`, ascending.
+        documents: int64 (n,), how many documents have each length.
         id_counts: int64 (vocab_size,), how often each id occurs.
     """
 
@@ -40,7 +40,7 @@ class SplitStats:
 
     @property
     def num_documents(self) -> int:
-        """Documents; tokens behind the last `eot` are one more."""
+        """Documents; tokens after the last `eot` count as one more."""
         return int(self.documents.sum())
 
     @property
@@ -50,7 +50,7 @@ class SplitStats:
 
     @property
     def entropy_bits(self) -> float:
-        """Bits a token that the ids' frequencies alone leave open: what a unigram model reaches."""
+        """Entropy of the ids' frequencies, bits a token: what a unigram model reaches."""
         shares = self.id_counts[self.id_counts > 0] / max(1, self.num_tokens)
         return float(-(shares * np.log2(shares)).sum()) + 0.0  # not -0.0
 
@@ -61,13 +61,10 @@ class SplitStats:
         return int(self.lengths[min(int(at), len(self.lengths) - 1)])
 
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents, and their tokens, by length.
+        """Documents, and their tokens, in bins of length, int64 (b,) each.
 
         Args:
-            edges: int64 (b + 1,), of the bins; the last one is exclusive, too.
-
-        Returns:
-            int64 (b,) and int64 (b,)
+            edges: int64 (b + 1,), the last one exclusive.
         """
         at = np.searchsorted(edges, self.lengths, "right") - 1
         documents, tokens = np.zeros((2, len(edges) - 1), np.int64)
@@ -82,12 +79,10 @@ def count_dataset(
     """Count every token of a dataset.
 
     Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        progress: Gets tokens counted and tokens in all, after every row group.
+        progress: Called with tokens counted so far and in total, after every row group.
 
     Raises:
-        DataError: a shard cannot be read, or holds an id outside the vocabulary.
+        DataError: a shard cannot be read, or contains an id outside the vocabulary.
     """
     total, done = sum(shard.tokens for shard in manifest.shards), 0
     found: dict[Split, SplitStats] = {}
@@ -131,11 +126,7 @@ class _Counter:
 
 
 def histogram_edges(longest: int) -> NDArray[np.int64]:
-    """Edges of bins over all lengths up to the longest, each about 1.19 times the one before.
-
-    Returns:
-        int64 (bins + 1,)
-    """
+    """Bin edges for all lengths up to the longest, int64 (bins + 1,), growing by about 1.19 each."""
     octaves = int(np.ceil(np.log2(longest + 1)))
     steps = np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE
     return np.unique(np.round(2.0**steps).astype(np.int64))
@@ -144,13 +135,7 @@ def histogram_edges(longest: int) -> NDArray[np.int64]:
 def facts(
     stats: dict[Split, SplitStats], encoding: tiktoken.Encoding, edges: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """What the counts say of each split, as JSON takes it.
-
-    Args:
-        stats: Of each split.
-        encoding: The dataset's tokenizer.
-        edges: Of the length histogram.
-    """
+    """The statistics of each split in types that JSON has; `edges` are those of the histogram."""
     in_train = stats["train"].id_counts > 0
     return {
         split: {

@@ -1,15 +1,16 @@
 """From documents to shards: one task per shard of a plan.
 
 1. `preparation.start` makes the directory ready for a plan's tasks.
-2. With `dedupe`, `hash_task` writes down the hashes of its documents, which tell the duplicates.
-3. `run_task` reads its pieces, tokenizes and writes at most one shard of each split. What it did
-   stands in a small file of its own, so that a task that was done is not done again.
-4. `preparation.finish` collects these files into the manifest, which is written last.
+2. With `dedupe`, `hash_task` writes the hashes of its documents, from which `find_duplicates` tells
+   what to skip.
+3. `run_task` reads its pieces, tokenizes and writes at most one shard of each split, then a small file
+   with its result, so that no finished task runs twice.
+4. `preparation.finish` collects the results into the manifest, which is written last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -43,14 +44,14 @@ from raytrain_gpt.storage.web_files import without_query
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
-    """(piece, document) of a task."""
+    """(index of the piece, document) for each document of a task."""
     for i in range(*plan.tasks[task]):
         for document in read_documents(plan.pieces[i], plan.text_field, bad):
             yield i, document
 
 
 def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 0) -> int:
-    """Write the hashes of a task's documents, if they were not written before; returns their number.
+    """Write the hashes of a task's documents unless they exist; returns the number of documents.
 
     Raises:
         DataError: more documents than `max_bad_documents` cannot be read.
@@ -62,23 +63,6 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
     return file.size_bytes() // HASH_BYTES
 
 
-def duplicates(
-    directory: Place, plan: Plan, log: Callable[[str], None] | None = None
-) -> list[NDArray[np.bool_]]:
-    """Which documents of each task go, when every task's hashes are written.
-
-    Args:
-        directory: Of the dataset.
-        plan: Of the preparation.
-        log: Gets a line for each pass over the hashes, if there is more than one.
-
-    Returns:
-        For each task: bool (documents,)
-    """
-    files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
-    return find_duplicates(files, log=log)
-
-
 def run_task(
     directory: Place,
     plan: Plan,
@@ -86,18 +70,12 @@ def run_task(
     max_bad_documents: int = 0,
     left_out: NDArray[np.bool_] | None = None,
 ) -> dict[str, Any]:
-    """Write the shards of one task, or find that they were written before.
+    """Write the shards of one task unless they exist; returns the result as `write_result` does.
 
     Args:
-        directory: Of the dataset.
-        plan: Of the preparation.
-        task: Its number.
+        task: Its index in `plan.tasks`.
         max_bad_documents: More are an error.
-        left_out: bool (documents,), duplicates; None: there are none.
-
-    Returns:
-        `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, the `bad` documents
-        and the number of `duplicates`.
+        left_out: bool (documents,), True for duplicates; None: there are none.
 
     Raises:
         DataError: more documents than `max_bad_documents` cannot be read.
@@ -130,8 +108,8 @@ def run_task(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Token ids for a split, the bytes of text behind them and the number of documents."""
+class _Tokens:
+    """Token ids for a split, the bytes of text they stand for and the number of documents they end."""
 
     split: Split
     tokens: NDArray[np.integer[Any]]
@@ -145,18 +123,18 @@ def _encoded(
     encoding: tiktoken.Encoding,
     bad: BadDocuments,
     left_out: NDArray[np.bool_] | None,
-) -> Iterator[_Part]:
+) -> Iterator[_Tokens]:
     """A task's documents of text."""
     for number, (i, document) in enumerate(_documents(plan, task, bad)):
         if left_out is not None and left_out[number]:
             continue
         for split, text in plan.split.parts(i, plan.pieces[i].name, document):
             tokens = encode_document(encoding, text)
-            yield _Part(split, tokens, len(text.encode("utf-8", "replace")), 1)
+            yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
 
 
-def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Part]:
-    """A task's token ids; what stands behind the last `eot` of a file is a document, too."""
+def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:
+    """A task's token ids; what follows the last `eot` of a file is a document too."""
     eot = encoding.eot_token
     num_bytes = token_bytes(encoding, encoding.max_token_value + 1).astype(np.uint16)
     for i in range(*plan.tasks[task]):
@@ -164,16 +142,16 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_P
         for chunk in read_ids(piece, encoding):
             for split, ids in plan.split.id_parts(i, piece.name, chunk, eot):
                 ended = int(np.count_nonzero(ids == eot))
-                last = _Part(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
+                last = _Tokens(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
                 yield last
         is_files_last = i + 1 == len(plan.pieces) or plan.pieces[i + 1].path != piece.path
         if is_files_last and last is not None and last.tokens[-1] != eot:
-            yield _Part(last.split, last.tokens[:0], 0, 1)
+            yield _Tokens(last.split, last.tokens[:0], 0, 1)
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(directory: Location, _vocab_hash: str) -> tiktoken.Encoding:
-    """Making one of 50,000 tokens takes as long as tokenizing a megabyte."""
+    """Cached: building one of 50,000 tokens takes as long as tokenizing a megabyte."""
     return read_tokenizer(directory)
 
 
@@ -189,6 +167,6 @@ def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options
     if plan.dedupe:
         for task in tasks:
             hash_task(directory, plan, task, max_bad)
-        left_out = [*duplicates(directory, plan)]
+        left_out = [*find_duplicates([hashes_file(directory, task) for task in tasks])]
     results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
     return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

@@ -1,8 +1,8 @@
 """Tokenizers that travel with the data.
 
-A tokenizer is a `tiktoken.Encoding`: a named one of tiktoken's, or the built-in byte-level `bytes`
-(256 bytes and `<|endoftext|>`). A dataset, and every checkpoint, carries the whole of it (ranks,
-pattern, special tokens) in `tokenizer.json`, so that no worker ever downloads one.
+A tokenizer is a `tiktoken.Encoding`: one that tiktoken knows by name, or the built-in byte-level `bytes`
+(256 bytes and `<|endoftext|>`). Every dataset and checkpoint carries all of it (ranks, pattern, special
+tokens) in `tokenizer.json`, so that no worker ever downloads one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def _byte_level() -> tiktoken.Encoding:
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer of a name: `bytes`, or any encoding tiktoken knows.
-
-    tiktoken reads its vocabulary from TIKTOKEN_CACHE_DIR, or downloads it.
+    """A tokenizer by name: `bytes`, or any encoding that tiktoken reads from its cache or downloads.
 
     Raises:
         DataError: unknown name, no `<|endoftext|>`, or it can be neither read nor downloaded.
@@ -47,7 +45,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return _byte_level()
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise DataError(f"unknown tokenizer {name}; there are: {known}")
+        raise DataError(f"unknown tokenizer {name}; use one of {known}")
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
@@ -61,13 +59,10 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
 
 
 def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
-    """Token ids of one document, closed by `eot`.
+    """Token ids of one document, closed by `eot`: uint32 (tokens + 1,).
 
-    Special tokens inside the text are ordinary text; a lone surrogate, which JSON can write but
-    UTF-8 cannot, becomes a question mark.
-
-    Returns:
-        uint32 (tokens + 1,)
+    Special tokens inside the text are treated as ordinary text; a lone surrogate, which JSON can
+    express but UTF-8 cannot, becomes a question mark.
     """
     try:
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
@@ -85,11 +80,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 
 def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
-    """Bytes of text behind each token id; 0 for special and padded ids.
-
-    Returns:
-        int64 (size,)
-    """
+    """Bytes of text that each token id stands for, int64 (size,); 0 for special and padded ids."""
     lengths = np.zeros(size, np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
@@ -97,7 +88,7 @@ def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
 
 
 def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
-    """The bytes of a token; none of an id that the vocabulary leaves out, as cl100k_base does some."""
+    """The bytes of a token; empty for ids that the vocabulary skips, as cl100k_base does."""
     try:
         found: bytes = encoding.decode_single_token_bytes(token)
     except KeyError:
@@ -106,7 +97,7 @@ def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
 
 
 def text_of(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
-    """The text of any tokens that a model may draw; what is not UTF-8 becomes U+FFFD."""
+    """The text of any tokens that a model may sample; what is not UTF-8 becomes U+FFFD."""
     return b"".join(bytes_of(encoding, token) for token in tokens).decode("utf-8", "replace")
 
 
@@ -144,6 +135,6 @@ def read_tokenizer(directory: Place) -> tiktoken.Encoding:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"cannot read tokenizer {path}: {error}; run the command that prepared the dataset again, or "
-            "take another checkpoint"
+            f"cannot read tokenizer {path}: {error}; repeat the command that prepared the dataset, or "
+            "use another checkpoint"
         ) from None

@@ -1,4 +1,4 @@
-"""Whether a dataset is what its manifest says."""
+"""Checks of a dataset against its manifest."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, mending, one_line, read_row_group
+from raytrain_gpt.data.shards import (
+    COLUMN,
+    Manifest,
+    Shard,
+    one_line,
+    read_row_group,
+    repair_advice,
+)
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, Place
 
 CHECK_THREADS = 16
-"""Shards of an object store that are looked at together; each takes three requests."""
+"""Shards of an object store that are checked at a time; each takes three requests."""
 
 
 def check_tokenizer(directory: Place, manifest: Manifest) -> None:
-    """Compare the tokenizer that a dataset carries with the one its shards were made with.
-
-    Raises:
-        DataError: it is missing, damaged or another one.
-    """
+    """Raise a DataError if a dataset's tokenizer is missing, damaged or not that of its shards."""
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
             f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); {mending(directory, manifest)}"
+            f"({manifest.tokenizer}); {repair_advice(directory, manifest)}"
         )
 
 
 def check_shards(directory: Place, manifest: Manifest, content: bool) -> None:
-    """`check_shard` of every shard; of an object store many at a time.
-
-    Raises:
-        DataError: as `check_shard`, of the first one in the manifest that is not as it should be.
-    """
+    """Call `check_shard` for every shard, and raise its error for the first one in the manifest."""
     directory = Location.of(directory)
     with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
 
@@ -48,17 +47,14 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
     """Compare a shard with its manifest entry.
 
     Args:
-        directory: The dataset.
-        manifest: Its manifest.
-        shard: The entry.
-        content: Also read the whole file: its hash and every id. Otherwise only the file's size
-            and footer are read, whose statistics have the largest id of every row group.
+        content: Read the whole file and check its hash and every id. Otherwise only the size and the
+            footer are read; its statistics have the largest id of every row group.
 
     Raises:
         DataError: names the file, what was expected and what was found.
     """
     path = Location.of(directory) / shard.path
-    mend = mending(directory, manifest)
+    mend = repair_advice(directory, manifest)
     anew = f"remove this file and {mend}"
     try:
         size = path.size_bytes()
@@ -67,9 +63,10 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
     if size != shard.file_bytes:
         raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {mend}")
     try:
-        metadata = _metadata(path)
+        with path.open() as file:
+            metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"shard {path} is no parquet file: {one_line(error)}; {anew}") from None
+        raise DataError(f"shard {path} is not a parquet file: {one_line(error)}; {anew}") from None
     field = metadata.schema.to_arrow_schema()
     if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
         raise DataError(
@@ -95,11 +92,8 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
             )
     if content:
         if path.sha256() != shard.sha256:
-            raise DataError(f"shard {path} was changed: its SHA-256 is not the manifest's; {anew}")
+            raise DataError(
+                f"shard {path} was changed: its SHA-256 differs from the manifest's; {anew}"
+            )
         for i in range(groups):
             read_row_group(directory, manifest, shard, i)
-
-
-def _metadata(path: Location) -> pq.FileMetaData:
-    with path.open() as file:
-        return pq.read_metadata(file)

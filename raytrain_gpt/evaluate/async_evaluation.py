@@ -25,12 +25,7 @@ from typing import Any
 import ray
 import torch
 
-from raytrain_gpt.checkpoint.catalog import (
-    Catalog,
-    Checkpoint,
-    evaluated_beside,
-    read_checkpoint,
-)
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, write_evaluation_result
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.config.resolved import FittedConfig
@@ -86,7 +81,7 @@ class AsyncEvaluation:
 
     def is_due(self, checkpoint: Checkpoint) -> bool:
         """Whether it is yet to be evaluated; one that another command left out gets another chance."""
-        due = checkpoint.evaluated_row is None and evaluated_beside(checkpoint.state)
+        due = checkpoint.evaluated_row is None and checkpoint.state.is_evaluated_async
         return due and checkpoint.hash not in self._left_out
 
     def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.evaluate.choices import ChoiceScore, ending_losses

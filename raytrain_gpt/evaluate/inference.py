@@ -11,11 +11,11 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.sample import sample_tokens
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary

@@ -1,1 +1,1 @@
-"""What leaves for other tools: Hugging Face directories, model cards, generated text."""
+"""Results for other tools: Hugging Face directories, model cards, generated text."""

@@ -1,12 +1,12 @@
-"""`sample --batch`: the prompts of a file, continued by replicas of a checkpoint on a whole cluster.
+"""`sample --batch`: continue the prompts of a file on a whole cluster.
 
-1. Every line is read and checked, then dealt into tasks of `TASK_PROMPTS`, whatever the cluster has.
-2. A pool of actors, one a GPU, or one a CPU where there are none, loads the checkpoint once each and
-   takes task after task (Ray Data, streaming).
-3. Results come in the order of the tasks into a file that gets its name when all are there.
+1. Every line is read and checked, then grouped into tasks of `TASK_PROMPTS`.
+2. A pool of actors, one per GPU, or one per CPU where there are none, loads the checkpoint and takes task
+   after task (Ray Data, streaming).
+3. Results are written in the order of the tasks, into a file that appears when it is complete.
 
-A task is continued as one batch, and its draws follow from the numbers of its prompts. So the file is
-the same for any number of replicas on machines of one kind.
+A task is one batch, and its random streams follow from the line numbers of its prompts. The file is
+therefore the same for any number of actors on the same kind of machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.core.generate import SamplingOptions
-from raytrain_gpt.core.sample import sample_tokens
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
 from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
@@ -42,7 +42,7 @@ from raytrain_gpt.storage.location import Location, Place
 TASK_PROMPTS = 32
 PROGRESS_EVERY_S = 2.0
 ADDED = ("continuations", "finish_reasons")
-"""Fields of a line of the output that its prompt's line has not."""
+"""Fields that are added to each line."""
 
 Log = Callable[[str], None]
 
@@ -60,32 +60,32 @@ def sample_batch(
 
     Args:
         checkpoint: A checkpoint or a run.
-        prompts: Lines `{"prompt": TEXT, …}`; empty lines do not count.
-        out: Gets the same lines in the same order, with `continuations` (texts without the prompt) and
-            `finish_reasons` (`stop` or `length`) of each; whole or not at all.
-        log: Gets progress lines.
-        num_samples: Continuations of each.
-        options: Of `SamplingOptions`.
+        prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
+        out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
+            their `finish_reasons` (`stop` or `length`); it appears when it is complete.
+        log: Receives progress lines.
+        num_samples: Continuations per prompt.
+        options: Fields of `SamplingOptions`.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
-        DataError: a line is no prompt, or out cannot be written.
+        DataError: a line is not a prompt, or `out` cannot be written.
         CheckpointError: there is no checkpoint, or it is damaged.
-        ClusterError: the cluster has no CPU for a replica.
+        ClusterError: the cluster has no free CPU.
         Interrupted: Ctrl+C or SIGTERM; nothing is written.
     """
     check_num_samples(num_samples)
-    how = SamplingOptions(**options)
+    sampling = SamplingOptions(**options)
     source, out = Location.of(prompts), Location.of(out)
     _check_out(out, source)
     lines = list(_prompt_lines(source))
     if not lines:
-        raise DataError(f'{source} has no prompt; write lines {{"prompt": TEXT}}')
+        raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
     with StopSignals(f"interrupted; {out} was not written"):
         resources = connect(num_cpus_needed=0)
         try:
-            results = _results(lines, resources, log, (found.path, num_samples, how))
+            results = _results(lines, resources, log, (found.path, num_samples, sampling))
             _write(out, results, len(lines), log)
         finally:
             if resources.ours:
@@ -93,11 +93,11 @@ def sample_batch(
 
 
 def _check_out(out: Location, source: Location) -> None:
-    """Refuse at once what could not be written hours later."""
+    """Fail now rather than hours later, when the result is written."""
     if out == source:
-        raise DataError(f"--out is the file of --batch, {source}; choose another --out")
+        raise DataError(f"--out is the same file as --batch, {source}; choose another --out")
     if not out.is_local:
-        out.exists()  # raises where the store refuses access or has no such bucket
+        out.exists()  # raises if the store refuses access or the bucket does not exist
         return
     with _disk_errors(out):
         out.parent.mkdir()
@@ -107,10 +107,10 @@ def _check_out(out: Location, source: Location) -> None:
 
 
 def _prompt_lines(source: Location) -> Iterator[str]:
-    """The lines with prompts, each checked.
+    """The lines with prompts.
 
     Raises:
-        DataError: names the first line that is none.
+        DataError: the first line that is not a prompt.
     """
     try:
         content = source.read_bytes()
@@ -132,7 +132,7 @@ def _prompt_lines(source: Location) -> Iterator[str]:
 
 
 def _wrong(content: object) -> str | None:
-    """What is wrong with the content of a line, or None."""
+    """What is wrong with the content of a line; None if nothing is."""
     if not isinstance(content, dict):
         return f"{type(content).__name__} instead of an object"
     if not isinstance(content.get("prompt"), str):
@@ -142,9 +142,9 @@ def _wrong(content: object) -> str | None:
 
 
 def _results(
-    lines: list[str], resources: Resources, log: Log, replica_args: tuple[Any, ...]
+    lines: list[str], resources: Resources, log: Log, generator: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
-    """What a `Replica` makes of each task, in their order; those of a dead one are dealt again."""
+    """The result of each task, in order; tasks of an actor that died are run again."""
     tasks = [
         {"first": first, "lines": lines[first : first + TASK_PROMPTS]}
         for first in range(0, len(lines), TASK_PROMPTS)
@@ -152,35 +152,35 @@ def _results(
     gpus = 1 if resources.gpus else 0
     replicas = min(resources.places(1, gpus), len(tasks))
     if not replicas:
-        raise ClusterError("the cluster has no CPU for a replica; use one that has at least 1")
-    log(f"{len(lines)} prompts | replicas: {replicas}, one a {'GPU' if gpus else 'CPU'}")
+        raise ClusterError("the cluster has no CPU; use one with at least 1")
+    log(f"{len(lines)} prompts | replicas: {replicas}, one per {'GPU' if gpus else 'CPU'}")
     done = 0
     while done < len(tasks):
         done_before = done
         try:
-            for result in _mapped(tasks[done:], replicas, gpus, replica_args):
+            for result in _mapped(tasks[done:], replicas, gpus, generator):
                 done += 1
                 yield result
         except RayActorError:
             if done == done_before:
                 raise
-            log(f"a replica died; {len(tasks) - done} of {len(tasks)} tasks are dealt again")
+            log(f"a replica died; running {len(tasks) - done} of {len(tasks)} tasks again")
         except Exception as error:
             raise user_error_in(error) or error from None
 
 
 def _mapped(
-    tasks: list[dict[str, Any]], replicas: int, gpus: int, replica_args: tuple[Any, ...]
+    tasks: list[dict[str, Any]], replicas: int, gpus: int, generator: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Results of a pool of replicas in the order of the tasks, until one of them dies."""
+    """Results of a pool of actors in the order of the tasks, until one of them dies."""
     with warnings.catch_warnings():
-        # A pool that restarts actors makes Ray warn on stderr that it may not be able to
-        # (ray-project/ray#57733), and only this deprecated argument makes one that does not.
+        # If Ray restarted dead actors itself, it would warn on stderr that it may not be able to
+        # (ray-project/ray#57733). Only this deprecated argument, max_restarts, turns that off.
         warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
-            Replica,
-            fn_constructor_args=replica_args,
-            # Where others hold CPUs, as many as there is room for.
+            Generator,
+            fn_constructor_args=generator,
+            # min_size 1: where others hold CPUs, start with as many actors as there is room for.
             compute=ActorPoolStrategy(min_size=1, initial_size=replicas, max_size=replicas),
             num_cpus=1,
             num_gpus=gpus,
@@ -190,13 +190,13 @@ def _mapped(
     yield from dataset.iter_rows()
 
 
-class Replica:
-    """An actor's model.
+class Generator:
+    """An actor that continues the prompts of a task.
 
     Args:
-        checkpoint: Where it lies.
-        num_samples: Continuations of each prompt.
-        options: How to draw.
+        checkpoint: Loaded once per actor.
+        num_samples: Continuations per prompt.
+        options: How tokens are drawn.
     """
 
     def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
@@ -206,7 +206,7 @@ class Replica:
         self._num_samples, self._options = num_samples, options
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The lines of a task with their continuations, the tokens drawn, the prompts cut."""
+        """The lines of a task with their continuations, and counts for the console."""
         rows = [json.loads(line) for line in task["lines"]]
         prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for row in rows]
         num = self._num_samples
@@ -231,7 +231,7 @@ class Replica:
 
 
 def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, log: Log) -> None:
-    """Write all results, then give the file its name."""
+    """Write all results to a temporary file, then put it in place."""
     started = shown = time.monotonic()
     done = tokens = cut = seq_len = 0
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
@@ -249,7 +249,7 @@ def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, l
             out.upload(unfinished)
     if cut:
         log(f"{cut} prompts have more than {seq_len} tokens; the model saw the last {seq_len}")
-    log(f"{done} prompts, {amount(tokens)} tokens drawn: {out}")
+    log(f"{done} prompts, {amount(tokens)} tokens generated: {out}")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""A Hugging Face GPT-2's `config.json`: written, and read where it describes the GPT-2 of this package."""
+"""Hugging Face's `config.json` of a GPT-2, written and read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,25 @@ HF_GENERATION_FILE = "generation_config.json"
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _DROPOUT_DEFAULT = 0.1
-"""transformers' where the file has none."""
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""Two names of the same function."""
-
-_PLAIN: dict[str, tuple[Any, Callable[[Any, dict[str, Any]], bool]]] = {
-    "model_type": ("gpt2", lambda value, _: value == "gpt2"),
-    "activation_function": ("gelu_new", lambda value, _: value in _TANH_GELU),
-    "scale_attn_weights": (True, lambda value, _: value is True),
-    "scale_attn_by_inverse_layer_idx": (False, lambda value, _: value is False),
-    "add_cross_attention": (False, lambda value, _: value is False),
-    "layer_norm_epsilon": (1e-5, lambda value, _: value == 1e-5),
-    "n_inner": (None, lambda value, config: value in (None, 4 * int(config["n_embd"]))),
+"""The default of transformers."""
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "layer_norm_epsilon": (1e-5,),
 }
-"""Key -> transformers' default, and whether a value is that of the released models."""
+"""Key -> values of a GPT-2 as this package has it, the default of transformers first."""
 
 
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
-    """What `AutoModelForCausalLM` needs besides the tensors.
+    """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         eot_token: Id that opens and closes documents.
-        dtype: Of the tensors: `float32` or `bfloat16`.
-
-    Returns:
-        File name -> content.
+        dtype: torch's name of the tensors' type: `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     config = {
@@ -63,7 +55,7 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
         "torch_dtype": dtype,
         **ends,
     }
-    # Without an id to pad with, transformers takes eos and says so at every call.
+    # Without a padding id, transformers uses eos and warns at every call.
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
     return {
         HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
@@ -72,22 +64,21 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
 
 
 def read_hf_config(directory: Path) -> GPTShape:
-    """The shape that a Hugging Face directory's `config.json` describes.
-
-    Dropout is that of its three if they are equal, else 0.
+    """The model shape in a Hugging Face directory; dropout is 0 unless its three probabilities agree.
 
     Raises:
-        CheckpointError: it is missing or damaged, or not a plain GPT-2.
+        CheckpointError: `config.json` is missing or damaged, or not that of a plain GPT-2.
     """
     path = directory / HF_CONFIG_FILE
     try:
         content = json.loads(path.read_text("utf-8"))
-        for key, (default, is_plain) in _PLAIN.items():
-            value = content.get(key, default)
-            if not is_plain(value, content):
+        mlp_sizes = (None, 4 * int(content.get("n_embd", 0)))
+        for key, plain in {**_PLAIN, "n_inner": mlp_sizes}.items():
+            value = content.get(key, plain[0])
+            if value not in plain:
                 raise CheckpointError(
-                    f"{path} has {key} {value!r}, a GPT-2 has {default!r}; raytrain-gpt imports plain "
-                    "GPT-2 models only"
+                    f"{path} has {key}={value!r}, a plain GPT-2 has {plain[0]!r}; only plain GPT-2 models "
+                    "can be imported"
                 )
         dropouts = {float(content.get(name, _DROPOUT_DEFAULT)) for name in _DROPOUTS}
         return GPTShape(

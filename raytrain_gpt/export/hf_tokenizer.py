@@ -1,11 +1,11 @@
-"""Tokenizers in and out of Hugging Face's `tokenizer.json`, with the same ids.
+"""Conversion between tiktoken and Hugging Face's `tokenizer.json`, with the same ids.
 
-tiktoken merges the two neighbours whose joint token has the lowest rank; `tokenizers` merges the pair
-that stands first in a list. Where every token is what the merging of its own bytes ends with, as in
-all vocabularies that were trained, the list of these last merges, by rank, is the same tokenizer.
+tiktoken merges the two neighbours whose joint token has the lowest rank; `tokenizers` merges the pair that
+comes first in a list. In every trained vocabulary merging the bytes of a token ends with that token, and
+then the list of these last merges, ordered by rank, gives the same tokenizer.
 
-The text is cut into words by a regular expression first, in two dialects: fancy-regex reads tiktoken's
-and Oniguruma reads that of `tokenizers`. GPT-2's own is built into `tokenizers` (`ByteLevel`).
+A regular expression first cuts the text into words, in two dialects: tiktoken uses fancy-regex, `tokenizers`
+uses Oniguruma. GPT-2's own pattern is built into `tokenizers` (`ByteLevel`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from raytrain_gpt.errors import DataError
 HF_TOKENIZER_FILE = "tokenizer.json"
 HF_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 VOCAB_FILES = ("vocab.json", "merges.txt")
-"""What `tokenizer.json` was before there was one."""
+"""The format before `tokenizer.json`."""
 
 GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
-"""Of GPT-2's tokens, by rank: hex, a line each."""
+"""Hash of GPT-2's tokens in order of rank: one line of hex per token."""
 IMPORTED = "imported"
-"""Name of a tokenizer that is none we know."""
+"""Name of an imported tokenizer that is not a known one."""
 _OWN_KEY = "tiktoken"
-"""In tokenizer_config.json: the name and pattern, which `tokenizers` has no place for."""
+"""Entry of tokenizer_config.json for the name and pattern, which `tokenizers` does not keep."""
 
 _BYTE_LEVEL = {
     "type": "ByteLevel",
@@ -46,11 +46,11 @@ _BYTE_LEVEL = {
 _POSSESSIVE = re.compile(r"(\{\d+(?:,\d*)?\})\+")
 _DIALECTS_DIFFER = re.compile(rf"(?<!\\)[$^](?![^\[]*\])|{_POSSESSIVE.pattern}|\(\?[a-z]*[msx]")
 
-Collectives = Mapping[bytes, int]
+TokenRanks = Mapping[bytes, int]
 
 
 def _characters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: itself, or the next one from U+0100 on."""
+    """GPT-2's printable character for each byte: the byte itself, else the next one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     moved = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -69,10 +69,10 @@ def _bytes(text: str) -> bytes:
     return bytes(_BYTE[character] for character in text)
 
 
-def merges_of(ranks: Collectives) -> dict[bytes, tuple[bytes, bytes]]:
-    """Token -> the two parts that the merging of its bytes puts together last, by rank.
+def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
+    """Token -> the two parts that are merged last when its bytes are merged, in order of rank.
 
-    Tokens of one byte, and those that the merging of their bytes does not end with, have none.
+    Tokens of one byte have none, nor have tokens that merging their bytes does not produce.
     """
     found = {}
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -90,19 +90,16 @@ def merges_of(ranks: Collectives) -> dict[bytes, tuple[bytes, bytes]]:
 
 
 def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, str]:
-    """What `AutoTokenizer` loads as the same tokenizer.
+    """Name and content of the files that `AutoTokenizer` loads as the same tokenizer.
 
-    A special token in a text is one there, as `tokenizers` has it; tiktoken's `encode_ordinary` takes it
-    for text.
+    One difference remains: `tokenizers` recognizes special tokens in a text, tiktoken's `encode_ordinary`
+    reads them as text.
 
     Args:
         encoding: The tokenizer.
-        seq_len: The model's context, in tokens.
-
-    Returns:
-        File name -> content.
+        seq_len: Context of the model in tokens.
     """
-    ranks: Collectives = encoding._mergeable_ranks
+    ranks: TokenRanks = encoding._mergeable_ranks
     special: Mapping[str, int] = encoding._special_tokens
     merges = merges_of(ranks)
     vocabulary = {_text(token): rank for token, rank in ranks.items()} | dict(special)
@@ -131,7 +128,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            # A token that merging does not make is found where it is a whole word.
+            # Lets `tokenizers` find tokens that no merge produces where they are a whole word.
             "ignore_merges": any(len(token) > 1 and token not in merges for token in ranks),
             "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
             "merges": [f"{_text(left)} {_text(right)}" for left, right in merges.values()],
@@ -154,7 +151,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
 def _pre_tokenizer(pattern: str, has_merges: bool) -> dict[str, Any]:
     if pattern == GPT2_PATTERN:
         return {**_BYTE_LEVEL, "use_regex": True}
-    if not has_merges:  # where the words end decides nothing
+    if not has_merges:  # word boundaries change nothing
         return _BYTE_LEVEL
     split = {"Regex": _oniguruma(pattern)}
     return {
@@ -167,18 +164,18 @@ def _pre_tokenizer(pattern: str, has_merges: bool) -> dict[str, Any]:
 
 
 def _oniguruma(pattern: str) -> str:
-    """Oniguruma ends lines at `$` and repeats at `{1,3}+`; giving nothing back is for speed only."""
+    """The pattern for Oniguruma, where `$` also ends lines and `{1,3}+` repeats instead of being possessive.
+
+    Possessive repetition is dropped: in these patterns it only saves time.
+    """
     return _POSSESSIVE.sub(r"\1", pattern.replace("$", r"\z"))
 
 
 def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
-    """The tokenizer in a Hugging Face directory as tiktoken's, with the same ids.
-
-    Returns:
-        None if there is none in the directory.
+    """The tokenizer of a Hugging Face directory for tiktoken, with the same ids; None without one.
 
     Raises:
-        DataError: it is damaged, or no byte-level BPE as GPT-2's with `<|endoftext|>`.
+        DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
     path = directory / HF_TOKENIZER_FILE
     vocabulary, merges = (directory / name for name in VOCAB_FILES)
@@ -193,30 +190,29 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
         special, ranks = _special(content), _ranks(content)
         ids = [*ranks.values(), *special.values()]
         if len(set(ids)) != len(ids):
-            raise _Other("two of its tokens have the same id")
+            raise _Unsupported("two of its tokens have the same id")
         found = _pattern(content["pre_tokenizer"])
         if found is None and any(len(token) > 1 for token in ranks):
-            raise _Other("its pre_tokenizer has no pattern")
+            raise _Unsupported("its pre_tokenizer has no pattern")
         name, pattern = _own_name(directory, found) or _known_name(ranks, found)
         return tiktoken.Encoding(
             name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
-    except _Other as error:
+    except _Unsupported as error:
         raise DataError(
-            f"tokenizer {path} is not one that raytrain-gpt can read ({error}); name another one with "
-            "the same ids by --tokenizer"
+            f"tokenizer {path} is not supported ({error}); name one with the same ids with --tokenizer"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise DataError(f"tokenizer {path} is damaged ({what})") from None
 
 
-class _Other(Exception):
-    """Not a tokenizer as GPT-2's; says why."""
+class _Unsupported(Exception):
+    """Not a tokenizer like GPT-2's; the message says why."""
 
 
 def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
-    """`vocab.json` and `merges.txt` as the content of `tokenizer.json`."""
+    """`vocab.json` and `merges.txt` in the form of `tokenizer.json`."""
     ids: dict[str, int] = json.loads(vocabulary)
     lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
     made = {line.replace(" ", "") for line in lines}
@@ -229,70 +225,63 @@ def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
 
 
 def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
-    """Token -> id, seen to be merged in the order of the ids.
-
-    Raises:
-        _Other: merging by ids would be another tokenizer.
-    """
+    """Token -> id, after checking that merging in the order of the ids is the same tokenizer."""
     model = content["model"]
-    # Files of older versions, as that of the released GPT-2, do not name the type.
+    # Older files, such as that of the released GPT-2, do not name the type.
     if model.get("type", "BPE") != "BPE" or content.get("normalizer") is not None:
-        raise _Other(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
+        raise _Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
-            raise _Other(f"it has {key} {model[key]!r}")
+            raise _Unsupported(f"it has {key} {model[key]!r}")
     added = {token["content"] for token in content["added_tokens"]}
     texts = {text: int(i) for text, i in model["vocab"].items() if text not in added}
     if odd := [text for text in texts if not _BYTE.keys() >= set(text) or not text]:
-        raise _Other(f"its token {odd[0]!r} is not written as bytes")
+        raise _Unsupported(f"its token {odd[0]!r} is not written as bytes")
     ranks = {_bytes(text): i for text, i in texts.items()}
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise _Other(f"it has no token for byte {missing[0]}")
+        raise _Unsupported(f"it has no token for byte {missing[0]}")
     listed = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     pairs = [(_bytes(left), _bytes(right)) for left, right in listed]
     order = [ranks[left + right] for left, right in pairs]
     if order != sorted(order):
-        raise _Other("its merges are not in the order of the ids")
+        raise _Unsupported("its merges are not in the order of the ids")
     own = merges_of(ranks)
     if not set(own.values()) <= set(pairs):
-        raise _Other("its merges are not all that its tokens have")
-    if not model.get("ignore_merges") and (unmade := _unmade(ranks, own)):
-        raise _Other(f"no merge makes its token {unmade!r}")
+        raise _Unsupported("its list of merges is incomplete")
+    unmade = [token for token in ranks if len(token) > 1 and token not in own]
+    if unmade and not model.get("ignore_merges"):
+        raise _Unsupported(f"no merge makes its token {unmade[0]!r}")
     return ranks
-
-
-def _unmade(ranks: Collectives, merges: Mapping[bytes, Any]) -> bytes | None:
-    return next((token for token in ranks if len(token) > 1 and token not in merges), None)
 
 
 def _special(content: dict[str, Any]) -> dict[str, int]:
     tokens = content["added_tokens"]
     if ordinary := [token["content"] for token in tokens if not token["special"]]:
-        raise _Other(f"its added token {ordinary[0]!r} is not a special one")
+        raise _Unsupported(f"its added token {ordinary[0]!r} is not a special one")
     special = {str(token["content"]): int(token["id"]) for token in tokens}
     if EOT not in special:
-        raise _Other(f"it has no {EOT}")
+        raise _Unsupported(f"it has no {EOT}")
     return special
 
 
 def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
-    """The pattern in Oniguruma's dialect, GPT-2's in tiktoken's; None for a tokenizer without one."""
+    """The pattern for Oniguruma (GPT-2's: for tiktoken); None for a tokenizer without one."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     *splits, last = steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) > 1:
-        raise _Other("its pre_tokenizer is not ByteLevel without add_prefix_space")
+        raise _Unsupported("its pre_tokenizer is not ByteLevel without add_prefix_space")
     if not splits:
         return GPT2_PATTERN if last.get("use_regex", True) else None
     (split,) = splits
     pattern = str(split["pattern"].get("Regex"))
     plain = split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
     if not plain or last.get("use_regex", True) or "Regex" not in split["pattern"]:
-        raise _Other("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
+        raise _Unsupported("its pre_tokenizer is not one Split by a pattern, and ByteLevel")
     return pattern
 
 
 def _own_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
-    """Name and pattern as our own export wrote them, if they are still those of the tokenizer."""
+    """Name and pattern that our own export wrote, if they still belong to the tokenizer."""
     path = directory / HF_TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return None
@@ -302,8 +291,8 @@ def _own_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
     return str(own["name"]), str(own["pattern"])
 
 
-def _known_name(ranks: Collectives, pattern: str | None) -> tuple[str, str]:
-    """Named so that data prepared with the same vocabulary fits: its hash has the name in it."""
+def _known_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
+    """Name and pattern; known tokenizers are recognized, since the name is part of a dataset's vocab_hash."""
     if pattern is None:
         own = load_tokenizer("bytes")
         return own.name if ranks == own._mergeable_ranks else IMPORTED, own._pat_str
@@ -311,5 +300,5 @@ def _known_name(ranks: Collectives, pattern: str | None) -> tuple[str, str]:
     if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == GPT2_RANKS_SHA256:
         return "gpt2", pattern
     if pattern != GPT2_PATTERN and _DIALECTS_DIFFER.search(pattern):
-        raise _Other(f"its pattern {pattern!r} means something else to tiktoken")
+        raise _Unsupported(f"its pattern {pattern!r} means something else to tiktoken")
     return IMPORTED, pattern

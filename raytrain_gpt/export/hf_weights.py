@@ -1,8 +1,8 @@
-"""GPT-2's tensors between this package's names and layout, and those of Hugging Face.
+"""GPT-2's tensors in the names and layout of this package and of Hugging Face.
 
-The names are the same but for the prefix `transformer.`, which the files of the released models lack.
-transformers' `Conv1D` keeps the four matrices of a block as (in, out), `Linear` as (out, in); the three
-parts of `c_attn` stand in the same order. The embedding's padded rows are cut on the way out.
+The names are the same except for the prefix `transformer.`, which the files of the released models lack.
+transformers stores the four matrices of a block as (in, out) in a `Conv1D`, `Linear` stores (out, in); the
+three parts of `c_attn` are in the same order. An export leaves out the padded rows of the embedding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,15 +28,16 @@ _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""Buffers of older versions of transformers."""
+"""Buffers in files of older versions of transformers."""
 _LAYER = re.compile(r"h\.(\d+)\.")
 _HEAD_SIZE = 64
-"""Channels of a head in all released sizes."""
+"""Channels per head in all released sizes."""
 _PROBES = 64
+"""Tokens that the padding is chosen with."""
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A model's tensors as `GPT2LMHeadModel` names and shapes them, the tied head left out."""
+    """A model's tensors for `GPT2LMHeadModel`, without the tied head."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name == "wte.weight":
@@ -49,10 +49,10 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def find_hf_weights(path: Path) -> list[Path]:
-    """The files of weights that a directory has, or the file itself.
+    """The weights files of a directory, or the file itself.
 
     Raises:
-        CheckpointError: there is none, or the index of a sharded one is damaged.
+        CheckpointError: there are none, or the index of several files is damaged.
     """
     if not path.is_dir():
         if path.suffix not in WEIGHTS_SUFFIXES:
@@ -69,7 +69,7 @@ def find_hf_weights(path: Path) -> list[Path]:
             try:
                 names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
                 if any(Path(name).name != name for name in names):
-                    raise ValueError("a file outside of the directory")
+                    raise ValueError("it names a file outside the directory")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged ({error})") from None
             return [path / name for name in names]
@@ -77,10 +77,10 @@ def find_hf_weights(path: Path) -> list[Path]:
 
 
 def read_hf_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory or a file of weights; no code in them is run.
+    """All tensors of a Hugging Face directory or a weights file; no code in them is run.
 
     Raises:
-        CheckpointError: there are none, they are damaged, or something else is in the file.
+        CheckpointError: there are none, they are damaged, or a file holds something else.
     """
     tensors: dict[str, Tensor] = {}
     for file in find_hf_weights(path):
@@ -100,31 +100,28 @@ def _load(file: Path) -> object:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise CheckpointError(
-            f"{file} holds more than tensors, and loading that could run code; convert it to "
-            "safetensors where it comes from"
+            f"{file} holds more than tensors, and loading it could run code; ask its author for "
+            "safetensors"
         ) from None
-    except (OSError, SafetensorError) as error:
-        what = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"cannot read {file}: {what}") from None
-    except Exception as error:  # whatever the unpickler makes of damaged bytes
+    except Exception as error:  # damaged bytes can make the unpickler raise anything
         what = " ".join(str(error).split())[:200]
         raise CheckpointError(f"cannot read {file}: {what}") from None
 
 
 def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropout: float) -> GPT:
-    """The model of tensors as transformers names and shapes them, in fp32.
+    """The fp32 model with the tensors of a Hugging Face file.
 
-    Padded rows of the embedding are copies of the row of the token that the model finds least likely:
-    a row of zeros would have logits of 0, and those of a trained GPT-2 are far below.
+    The padded rows of the embedding are copies of the row of the least likely token: rows of zeros would
+    have logits of 0, far above those of a trained GPT-2.
 
     Args:
-        hf: With or without the prefix and the tied head.
-        where: They come from, for messages.
-        num_heads: None: one for every 64 channels.
-        dropout: In training.
+        hf: The tensors, with or without the prefix and the tied head.
+        where: Where they come from, for messages.
+        num_heads: None: one per 64 channels.
+        dropout: Probability during training.
 
     Raises:
-        CheckpointError: names what is missing, unknown, of another shape or not finite.
+        CheckpointError: a tensor is missing, unknown, of another shape or not finite.
     """
     tensors = _plain_names(hf, where)
     shape = _shape(tensors, where, num_heads, dropout)
@@ -148,7 +145,7 @@ def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropou
 
 
 def _plain_names(hf: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Our names and layout; the head is seen to be tied and left out."""
+    """The tensors in our names and layout, without the head, which must be tied."""
     tensors = {}
     for name, tensor in hf.items():
         plain = name.removeprefix(_PREFIX)

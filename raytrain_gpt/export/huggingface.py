@@ -1,7 +1,7 @@
-"""Weights out to a Hugging Face directory, and in from one.
+"""Export to a Hugging Face directory, and import from one.
 
-Either way the result is there whole or not at all: it is written into a directory staging its place whose
-name begins with `.unfinished-`, forced to disk, and put in its place by one rename.
+The result appears complete or not at all: it is written into a directory beside its place whose name begins
+with `.unfinished-`, flushed to disk, and moved by one rename.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import tiktoken
 import torch
@@ -50,38 +51,37 @@ from raytrain_gpt.export.hf_weights import (
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import amount
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.trackers import track_export
+from raytrain_gpt.tracking.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DType = Literal["fp32", "bf16"]
+DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVAL_SEQUENCES = 4
-"""Of a forward, in the configuration of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
+"""micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
-"""Vocabulary size -> the tokenizer of weights that come without one."""
+"""Vocabulary size -> tokenizer of weights without one."""
 
 Log = Callable[[str], None]
 
 
-def export_checkpoint(path: str | Path, out: str | Path, dtype: str, log: Log) -> Path:
+def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
     """Write a checkpoint as a directory that transformers loads, with its tokenizer and a model card.
 
     Args:
         path: A checkpoint or a run.
-        out: The directory; not there yet, or empty.
-        dtype: Of the tensors: `fp32` or `bf16`.
-        log: Gets a line.
+        out: A local directory, new or empty.
+        dtype: Data type of the tensors.
+        log: Receives a line.
 
     Returns:
         The directory.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the directory has something in it.
-        ConfigError: an unknown dtype, or the directory is a URL.
+        CheckpointError: there is no checkpoint, it is damaged, or the directory is not empty.
+        ConfigError: `out` is a URL.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype} is unknown; set --dtype to {' or '.join(DTYPES)}")
     if is_url(str(out)):
-        raise ConfigError(f"{out} is a URL; export to a local directory, and copy it there")
+        raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
     checkpoint = resolve_checkpoint(Location.of(path))
@@ -100,7 +100,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: str, log: Log) -
         save_file(tensors, directory / HF_WEIGHTS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
             (directory / name).write_text(text, "utf-8")
-        # safetensors leaves it readable for its owner alone.
+        # safetensors makes the file readable for its owner only; others may read the rest.
         (directory / HF_WEIGHTS_FILE).chmod((directory / CARD_FILE).stat().st_mode)
         for file in directory.iterdir():
             with file.open("rb") as written:
@@ -130,28 +130,28 @@ def import_weights(
     num_heads: int | None = None,
     seq_len: int | None = None,
 ) -> tuple[Location, GPTShape]:
-    """Make a checkpoint of GPT-2's weights as Hugging Face names them.
+    """Make a checkpoint from GPT-2 weights of Hugging Face.
 
-    The embedding is padded to a multiple of 64 rows again; see `core.hf_weights.model_of`.
+    The embedding is padded to a multiple of 64 rows again; see `hf_weights.model_of`.
 
     Args:
         source: A Hugging Face directory, or a file of weights.
-        out: The checkpoint's directory or URL; not there yet, or empty.
-        log: Gets lines on what was chosen.
-        tokenizer: Name; None: the directory's, else gpt2 or bytes by the size of the vocabulary.
-        num_heads: None: as config.json has it, of a file one for every 64 channels.
-        seq_len: Keep so many positions; None: all.
+        out: Directory or URL of the checkpoint, new or empty.
+        log: Receives lines on what was chosen.
+        tokenizer: Name; None: the directory's, else gpt2 or bytes by vocabulary size.
+        num_heads: None: from config.json; for a file: one per 64 channels.
+        seq_len: Number of positions to keep; None: all.
 
     Returns:
         The checkpoint and its shape.
 
     Raises:
-        CheckpointError: no weights, damaged ones, no plain GPT-2, or there is something at `out`.
-        ConfigError: num_heads or seq_len do not fit.
-        DataError: the tokenizer is unknown, cannot be read, or does not fit.
+        CheckpointError: no weights, damaged ones, not a plain GPT-2, or `out` is not empty.
+        ConfigError: num_heads or seq_len do not fit the weights.
+        DataError: the tokenizer is unknown, damaged, or of another vocabulary size.
     """
     if is_url(str(source)):
-        raise ConfigError(f"{source} is a URL; copy it to a local directory, and import that")
+        raise ConfigError(f"{source} is a URL; copy it to a local directory and import that")
     directory, place = Location.of(source).path, Location.of(out)
     if not directory.exists():
         raise CheckpointError(f"{directory} does not exist; give a Hugging Face directory or file")
@@ -161,8 +161,8 @@ def import_weights(
     if described is not None:
         if num_heads not in (None, described.num_heads):
             raise ConfigError(
-                f"num_heads={num_heads}, {directory / HF_CONFIG_FILE} has {described.num_heads}; "
-                "leave --num_heads out"
+                f"num_heads={num_heads}, but {directory / HF_CONFIG_FILE} has {described.num_heads}; "
+                "leave out --num_heads"
             )
         num_heads = described.num_heads
     dropout = 0.0 if described is None else described.dropout
@@ -170,7 +170,7 @@ def import_weights(
     if described not in (None, model.shape):
         raise CheckpointError(f"{directory} has weights of {model.shape}, config.json {described}")
     if num_heads is None:
-        log(f"{model.shape.num_heads} heads, as no config.json says so: one for 64 channels")
+        log(f"{model.shape.num_heads} heads, one per 64 channels, since there is no config.json")
     encoding = _tokenizer(directory, tokenizer, model.shape.vocab_size, log)
     model = _cropped(model, seq_len, str(directory))
     _write(model, encoding, place, directory.name)
@@ -179,24 +179,19 @@ def import_weights(
 
 
 def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
-    encoding = None
-    if name is not None:
-        encoding = load_tokenizer(name)
-    elif source.is_dir():
-        encoding = read_hf_tokenizer(source)
+    encoding = load_tokenizer(name) if name is not None else read_hf_tokenizer(source)
     if encoding is None:
         guess = _GUESSED_TOKENIZERS.get(vocab_size)
         if guess is None:
             raise DataError(
-                f"{source} has no tokenizer, and none is known by its {vocab_size} ids; name it by "
-                "--tokenizer"
+                f"{source} has no tokenizer, and none is known with {vocab_size} ids; set --tokenizer"
             )
-        log(f"tokenizer {guess}, as there is none with the weights: by the {vocab_size} ids")
+        log(f"tokenizer {guess}, judging by {vocab_size} ids, since there is none with the weights")
         encoding = load_tokenizer(guess)
     if encoding.n_vocab != vocab_size:
         raise DataError(
-            f"tokenizer {encoding.name} has {encoding.n_vocab} ids, the weights of {source} have "
-            f"{vocab_size}; name the one they were trained with by --tokenizer"
+            f"tokenizer {encoding.name} has {encoding.n_vocab} ids, but the weights of {source} have "
+            f"{vocab_size}; set --tokenizer to the one they were trained with"
         )
     return encoding
 
@@ -207,8 +202,8 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
         return model
     if not 1 <= seq_len < shape.seq_len:
         raise ConfigError(
-            f"seq_len={seq_len} is not within the {shape.seq_len} positions of {where}; set --seq_len "
-            f"to 1 to {shape.seq_len}"
+            f"seq_len={seq_len} is not in 1 … {shape.seq_len}, the positions of {where}; set --seq_len "
+            f"to at most {shape.seq_len}"
         )
     cropped = GPT(dataclasses.replace(shape, seq_len=seq_len))
     weights = model.state_dict()
@@ -218,7 +213,7 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
-    """Write the checkpoint staging its place and rename it, or upload it with its hashes last."""
+    """Write the checkpoint beside its place and rename it, or upload it with its hashes last."""
     texts = {
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
@@ -239,7 +234,7 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
 
 
 def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
-    """Of weights that no run of ours trained: no dataset, no step."""
+    """The state of weights that no run has trained: no dataset, no step."""
     config = Config().updated(
         {
             "num_layers": shape.num_layers,
@@ -270,12 +265,12 @@ def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
 
 def _check_free(place: Location) -> None:
     if place.is_file() or place.names():
-        raise CheckpointError(f"{place} is there and not empty; set --out to a new directory")
+        raise CheckpointError(f"{place} exists and is not empty; set --out to a new directory")
 
 
 @contextlib.contextmanager
 def _staging(place: Location) -> Iterator[Path]:
-    """A new directory on the same disk, or any for an object store; removed at the end."""
+    """A temporary directory on the same disk as `place`, or anywhere for an object store."""
     parent = place.path.parent if place.is_local else None
     try:
         if parent is not None:
@@ -284,4 +279,6 @@ def _staging(place: Location) -> Iterator[Path]:
             yield Path(directory)
     except (OSError, SafetensorError) as error:
         what = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write {place}: {what}; make room, or set --out") from None
+        raise CheckpointError(
+            f"cannot write {place}: {what}; free space, or set another --out"
+        ) from None

@@ -1,6 +1,6 @@
-"""`prepare`: text to token shards, as streaming Ray Data tasks on every CPU of the cluster.
+"""`prepare`: text to token shards, as streaming Ray Data tasks on all CPUs of the cluster.
 
-Without duplicates it reads the text twice: the first pass hashes every document.
+With `dedupe` the text is read twice: the first pass hashes every document.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import ray.data
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.data.preparation import done_tasks, finish, start
+from raytrain_gpt.data.duplicates import find_duplicates
+from raytrain_gpt.data.preparation import done_tasks, finish, hashes_file, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
-from raytrain_gpt.data.tokenize import duplicates, hash_task, run_task
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import amount, duration
@@ -44,15 +45,13 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same for any number of workers.
 
-    A preparation that was stopped goes on with what is not done yet, and a dataset that lost files
-    gets them again.
+    An interrupted preparation continues with what is missing, and so does a dataset that lost files.
 
     Args:
-        sources: Files, directories or globs, local, in an object store or on the HF hub, web
-            addresses of files, or `stdlib`.
-        directory: Where the dataset goes; tasks write there themselves.
-        tokenizer: A name.
-        log: Gets progress lines.
+        sources: Files, directories or globs, local, in an object store or on the HF hub; web
+            addresses of files; or `stdlib`.
+        directory: The dataset; every task must be able to write there.
+        tokenizer: `bytes` or a name that tiktoken knows.
         num_cpus: Tasks at a time; None: all CPUs of the cluster.
         options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
             max_bad_documents.
@@ -60,7 +59,7 @@ def prepare(
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
         ClusterError: another process prepares there, or the storage refuses access.
-        StorageError: the storage was out of reach for too long; what is done stays.
+        StorageError: the storage was unreachable for too long; what is done is kept.
     """
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, log=log, **options)
@@ -87,19 +86,20 @@ def _run_tasks(
     num_cpus: int | None,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Results of all tasks, shown as they come."""
+    """The results of all tasks, with progress lines as they arrive."""
     rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]
     run = partial(_each, num_cpus=num_cpus, directory=directory, plan=plan, max_bad=max_bad)
     if plan.dedupe:
         progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
         for row in run(_hash_row, rows):
             progress.add(row["task"], row["documents"])
-        left_out = duplicates(directory, plan, log)
+        files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
+        left_out = find_duplicates(files, log=log)
         for row, mask in zip(rows, left_out, strict=True):
             row["left_out"] = np.packbits(mask).tobytes()
         log(
             f"{sum(int(mask.sum()) for mask in left_out)} of {sum(map(len, left_out))} documents "
-            "are equal to an earlier one and left out"
+            "are duplicates and skipped"
         )
     progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
     results, bad = [], BadDocuments(max_bad)
@@ -118,7 +118,7 @@ def _each(
     num_cpus: int | None,
     **fixed: Any,
 ) -> Iterator[dict[str, Any]]:
-    """What a function makes of each row, as it comes."""
+    """A function's results for each row, in the order in which they arrive."""
     at_once = None if num_cpus is None else min(num_cpus, len(rows))
     done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         partial(function, **fixed), concurrency=at_once
@@ -138,7 +138,7 @@ def _hash_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int
 
 def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
     left_out = None
-    if "left_out" in row:  # filled up with documents that are not left out
+    if "left_out" in row:  # padded with documents that are kept
         left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)
     try:
         return {"result": run_task(directory, plan, row["task"], max_bad, left_out)}
@@ -147,7 +147,7 @@ def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int
 
 
 class _Progress:
-    """Says now and then how far the tasks are; its rates leave out what was done before."""
+    """Logs the progress of the tasks; its rates do not count what an earlier run did."""
 
     def __init__(
         self, what: str, plan: Plan, done_before: set[int], log: Callable[[str], None]
@@ -180,7 +180,7 @@ class _Progress:
         self._log(f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)}{eta}")
 
     def end(self) -> None:
-        """Say what all of it came to."""
+        """Log the totals."""
         seconds = max(1e-3, time.monotonic() - self._started)
         before = f", {len(self._done_before)} tasks before" if self._done_before else ""
         self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
@@ -201,6 +201,6 @@ def _storage_error(error: OSError, directory: Location) -> DataError:
         free = shutil.disk_usage(disk).free
         return DataError(
             f"no space left for shards in {disk} ({free} bytes free); finished shards are kept: "
-            "make room and run the same command again"
+            "free some space and run the same command again"
         )
     return DataError(f"cannot write {directory}: {error.strerror or error}; choose another --out")

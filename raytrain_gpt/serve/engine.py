@@ -1,9 +1,9 @@
-"""Continuous batching: one thread that continues all sequences of all requests together.
+"""Continuous batching: one thread generates for all sequences of all requests together.
 
-    request → submit → queue, by arrival → a free place in the batch → a token a step → the request
+    request → submit → queue, in order of arrival → a free place in the batch → one token per step
 
-Weights can be replaced at any time. A request keeps those that were there when it came, so for a
-while two batches may run, which share the places.
+Weights can be replaced at any time. A request keeps those it arrived with, so two batches may run for a
+while; they share the places.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from functools import cached_property
 
 import tiktoken
 
-from raytrain_gpt.core.generate import DecodingBatch, Drawn, SamplingOptions
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.core.generate import DecodingBatch, Drawn
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import token_bytes
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILED_STEPS = 2
-"""In a row; one may be a request that was too much, more are the model or its device."""
+MAX_FAILED_STEPS = 2
+"""Consecutive failures that are tolerated: one may be a request that took too much memory, more mean that
+the model or its device is broken."""
 
 
 class QueueFull(Exception):
-    """Too many sequences wait already."""
+    """Too many sequences are waiting already."""
 
 
 @dataclass(eq=False)
@@ -37,13 +39,13 @@ class Weights:
     """A model that is served.
 
     Attributes:
-        name: Of the model in requests.
-        step: Updates done.
-        val_loss: In nats per token; None if it was not evaluated.
+        name: What requests call it.
+        step: Optimizer steps done.
+        val_loss: Nats per token; None if it was not evaluated.
         loaded_at: Unix time.
         model: On its device.
-        tokenizer: Its tokenizer.
-        hash: Of the checkpoint; empty if it is of none.
+        tokenizer: The model's.
+        hash: Identifies the checkpoint; empty without one.
     """
 
     name: str
@@ -55,15 +57,10 @@ class Weights:
     hash: str = ""
 
     @cached_property
-    def most_prompt_bytes(self) -> int:
-        """Bytes of a text that can fit the context; a longer one has more tokens for certain."""
+    def max_prompt_bytes(self) -> int:
+        """Longest text that can fit the context: seq_len times the longest token."""
         longest = token_bytes(self.tokenizer, self.tokenizer.n_vocab).max()
         return int(longest) * self.model.shape.seq_len
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells answers of different weights apart."""
-        return f"step={self.step}"
 
 
 @dataclass(eq=False)
@@ -71,11 +68,11 @@ class Job:
     """One sequence of a request.
 
     Attributes:
-        weights: That continue it.
+        weights: The model that continues it.
         prompt: At least one token.
-        options: How to draw.
-        index: Of the choice in the answer; distinguishes the draws of a request's sequences.
-        drawn: Gets (index, what was drawn), or (index, None) where the engine failed.
+        options: How tokens are drawn.
+        index: Index of the choice in the response; also selects its random stream.
+        drawn: Receives (index, result of a step), or (index, None) if the engine failed.
     """
 
     weights: Weights
@@ -86,12 +83,12 @@ class Job:
 
 
 class Engine:
-    """Continues jobs in a thread of its own.
+    """Runs jobs in a thread of its own.
 
     Args:
-        weights: To begin with.
-        loop: In which the jobs' queues are read.
-        max_batch: Sequences that are continued at a time.
+        weights: Used by the first requests.
+        loop: Event loop that reads the jobs' queues.
+        max_batch: Sequences that are generated at the same time.
         max_queue: Sequences that may wait.
     """
 
@@ -99,7 +96,7 @@ class Engine:
         self, weights: Weights, loop: asyncio.AbstractEventLoop, max_batch: int, max_queue: int
     ) -> None:
         self.weights = weights
-        """What new requests use; set it to replace them."""
+        """Used by new requests; assign to replace the model."""
         self._loop = loop
         self._max_batch, self._max_queue = max_batch, max_queue
         self._changed = threading.Condition()
@@ -114,7 +111,7 @@ class Engine:
         """Queue the sequences of a request, all or none.
 
         Raises:
-            QueueFull: they have no room.
+            QueueFull: they do not all fit.
         """
         with self._changed:
             if len(self._queue) + len(jobs) > self._max_queue + self._num_free():
@@ -123,30 +120,31 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Give up the places of jobs; those that are finished are no error."""
+        """Stop jobs and free their places; finished ones may be among them."""
         with self._changed:
             self._cancelled.update(jobs)
             self._changed.notify()
 
     def check(self) -> None:
-        """See that it can answer.
+        """Health check.
 
         Raises:
             RuntimeError: the thread has ended, or the last steps all failed.
         """
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended")
-        if self._num_failed_steps > MOST_FAILED_STEPS:
+        if self._num_failed_steps > MAX_FAILED_STEPS:
             raise RuntimeError(f"the last {self._num_failed_steps} steps of the model failed")
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
+            # A method of its own, so that no local variable keeps replaced weights alive while idle.
             self._step()
 
     def _step(self) -> None:
-        """A token for all. Its variables end with it: while nothing is asked, no batch is kept."""
+        """One token for every job."""
         with self._changed:
             self._drop_cancelled()
             self._admit()
@@ -155,12 +153,14 @@ class Engine:
             try:
                 drawn: list[Drawn] | None = batch.step()
                 self._num_failed_steps = 0
-            except Exception:  # as out of memory: these requests fail, the next ones may not
+            except (
+                Exception
+            ):  # such as out of memory: these requests fail, the next ones may succeed
                 logger.exception("a step failed")
                 drawn = None
                 self._num_failed_steps += 1
             with self._changed:
-                events = self._taken(weights, jobs, drawn)
+                events = self._finish_step(weights, jobs, drawn)
             self._loop.call_soon_threadsafe(_deliver, events)
 
     def _num_free(self) -> int:
@@ -187,10 +187,10 @@ class Engine:
             batch, jobs = self._running[job.weights]
             jobs[batch.add(job.prompt, job.options, job.index)] = job
 
-    def _taken(
+    def _finish_step(
         self, weights: Weights, jobs: dict[int, Job], drawn: list[Drawn] | None
     ) -> list[tuple[Job, Drawn | None]]:
-        """What each job gets of a step; without any left, the batch and its cache are freed."""
+        """Results of a step by job. Frees the batch and its cache when no job is left."""
         if drawn is None:
             events: list[tuple[Job, Drawn | None]] = [(job, None) for job in jobs.values()]
             jobs.clear()

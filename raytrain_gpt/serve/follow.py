@@ -1,7 +1,7 @@
-"""A run that is followed: its best checkpoint that can be served, on all replicas.
+"""Following a run: its best usable checkpoint, on all replicas.
 
-Every look asks the replicas what they serve, since one that had to start again may serve another
-checkpoint than the others. What could not be served is tried again after longer and longer pauses.
+Every look asks the replicas what they serve, because one that was restarted may serve another checkpoint
+than the others. A checkpoint that could not be served is tried again after pauses that double.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
@@ -18,74 +18,53 @@ from raytrain_gpt.storage.location import Location
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 
-T = TypeVar("T")
-
 
 def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """The lowest validation loss first; those without one come last, the newest of them first.
+    """The lowest validation loss first, the earlier step on a tie; then those without, newest first."""
+
+    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
+        loss, step = checkpoint.val_loss, checkpoint.state.step
+        return loss is None, -step if loss is None else loss, step
+
+    return sorted(checkpoints, key=rank)
+
+
+def best_usable(path: Location, log: Callable[[str], None]) -> Checkpoint:
+    """The best undamaged checkpoint of a run, or a checkpoint itself, with all its hashes verified.
 
     Args:
-        checkpoints: The oldest step first.
-    """
-    evaluated = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
-    ranked = [found[2] for found in sorted(evaluated, key=lambda found: found[:2])]
-    return ranked + [c for c in reversed(checkpoints) if c.val_loss is None]
-
-
-def first_usable(
-    run_dir: Location, use: Callable[[Checkpoint], T], log: Callable[[str], None]
-) -> T:
-    """What is made of a run's best checkpoint that is not damaged, or of a checkpoint.
-
-    Args:
-        run_dir: A run, or a checkpoint.
-        use: Reads a checkpoint, or raises.
-        log: Gets a line for each that is damaged.
+        path: A run or a checkpoint.
+        log: Receives a line for each damaged checkpoint.
 
     Raises:
         CheckpointError: there is none, or all are damaged.
     """
-    for checkpoint in by_preference(Catalog(run_dir).complete()):
+    for checkpoint in by_preference(Catalog(path).complete()):
         try:
-            return use(checkpoint)
+            checkpoint.verify()
+            return checkpoint
         except (CheckpointError, OSError) as error:
             log(f"skipped: {user_error_in(error) or root_cause(error)}")
-    return use(resolve_checkpoint(run_dir))
-
-
-class Replicas(Protocol):
-    """All that run."""
-
-    def served(self) -> list[str]:
-        """Hash of the checkpoint that each serves."""
-
-    def swap(self, checkpoint: Checkpoint) -> list[str | None]:
-        """Have all serve a checkpoint; tells of each why it cannot, None if it does."""
+    return resolve_checkpoint(path)
 
 
 @dataclass(frozen=True)
-class _Refusal:
-    """A checkpoint that could not be served.
-
-    Attributes:
-        pause_s: Until it is tried again.
-        until: When that is, on the monotonic clock.
-        damaged: The next one by preference is served meanwhile.
-    """
+class _Failure:
+    """A checkpoint that could not be served; `retry_at` is on the follower's clock."""
 
     pause_s: float
-    until: float
+    retry_at: float
     damaged: bool
 
 
 class Follower:
-    """Hands a run's best checkpoint on to the replicas.
+    """Keeps all replicas on the best checkpoint of a run.
 
     Args:
-        run_dir: Of the run.
+        run_dir: The run.
         served: Hash of the checkpoint that was announced.
-        replicas: That serve it.
-        say: Gets a line for each change, and for each checkpoint that cannot be served.
+        call: Calls the method of `Replica` with this name on all replicas; returns their replies.
+        say: Receives a line for each change, and for each checkpoint that cannot be served.
         clock: Seconds.
     """
 
@@ -93,75 +72,79 @@ class Follower:
         self,
         run_dir: Location,
         served: str,
-        replicas: Replicas,
+        call: Callable[..., list[Any]],
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalogue = Catalog(run_dir)
-        self._replicas, self._say, self._clock = replicas, say, clock
+        self._catalog = Catalog(run_dir)
+        self._call, self._say, self._clock = call, say, clock
         self._announced = self._verified = served
-        self._refusals: dict[str, _Refusal] = {}
+        self._failures: dict[str, _Failure] = {}
         self._told = ""
 
     def look(self) -> None:
-        """Have all replicas serve the best checkpoint; one that is damaged is passed over."""
+        """Load the best undamaged checkpoint into all replicas, if they do not serve it yet."""
         try:
             self._look()
-        except Exception as error:  # whatever it is, the weights before go on
+        except Exception as error:  # whatever it is, the replicas keep serving what they have
             reason = user_error_in(error) or root_cause(error)
             self._tell(f"no new checkpoint can be served now: {reason}")
 
     def _look(self) -> None:
-        checkpoints = by_preference(self._catalogue.complete())
-        served = set(self._replicas.served()) if checkpoints else set()
+        checkpoints = by_preference(self._catalog.complete())
+        if not checkpoints:
+            return None
+        served = set(self._call("served"))
         for checkpoint in checkpoints:
             if served == {checkpoint.hash}:
                 return self._announce(checkpoint)
-            refusal = self._refusals.get(checkpoint.hash)
-            waits = refusal is not None and self._clock() < refusal.until
-            if not waits and self._is_good(checkpoint):
-                return self._swap(checkpoint)
-            if not self._refusals[checkpoint.hash].damaged:
+            failure = self._failures.get(checkpoint.hash)
+            waits = failure is not None and self._clock() < failure.retry_at
+            if not waits and self._is_intact(checkpoint):
+                return self._load(checkpoint)
+            # Only a damaged checkpoint makes way for the next best; one that failed to load may just
+            # have met a replica without memory.
+            if not self._failures[checkpoint.hash].damaged:
                 return None
         return None
 
-    def _is_good(self, checkpoint: Checkpoint) -> bool:
-        """Whether all its hashes fit; the files are read once."""
+    def _is_intact(self, checkpoint: Checkpoint) -> bool:
+        """Whether all its hashes match; the last verified checkpoint is not read again."""
         if checkpoint.hash == self._verified:
             return True
         try:
             checkpoint.verify()
         except CheckpointError as error:
-            self._refuse(checkpoint, damaged=True)
+            self._note_failure(checkpoint, damaged=True)
             self._tell(f"skipped: {error}")
             return False
         self._verified = checkpoint.hash
         return True
 
-    def _swap(self, checkpoint: Checkpoint) -> None:
-        self._refuse(checkpoint, damaged=False)  # also if the call fails
-        replies = self._replicas.swap(checkpoint)
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._note_failure(checkpoint, damaged=False)  # before the call, which may raise
+        replies = self._call("load", str(checkpoint.path), checkpoint.hash)
         problems = [reply for reply in replies if reply is not None]
         if problems:
             where = f"{len(problems)} of {len(replies)} replicas"
             return self._tell(f"skipped on {where}: {problems[0]}")
         return self._announce(checkpoint)
 
-    def _refuse(self, checkpoint: Checkpoint, damaged: bool) -> None:
-        before = self._refusals.get(checkpoint.hash)
+    def _note_failure(self, checkpoint: Checkpoint, damaged: bool) -> None:
+        before = self._failures.get(checkpoint.hash)
         pause_s = min(2 * before.pause_s, LONGEST_PAUSE_S) if before else FIRST_PAUSE_S
-        self._refusals[checkpoint.hash] = _Refusal(pause_s, self._clock() + pause_s, damaged)
+        self._failures[checkpoint.hash] = _Failure(pause_s, self._clock() + pause_s, damaged)
 
     def _announce(self, checkpoint: Checkpoint) -> None:
-        self._refusals.pop(checkpoint.hash, None)
+        self._failures.pop(checkpoint.hash, None)
         if checkpoint.hash != self._announced:
             self._tell(
-                f"serving {described(checkpoint)}; requests before it end on the weights before"
+                f"serving {described(checkpoint)}; earlier requests finish on the old weights"
             )
         self._announced = checkpoint.hash
 
     def _tell(self, line: str) -> None:
-        """Once, however often it is found again."""
+        """Say a line, but not twice in a row."""
         if line != self._told:
             self._say(line)
         self._told = line

@@ -1,4 +1,4 @@
-"""What goes over the wire: requests checked, answers and errors in the form of OpenAI's completions.
+"""The wire format: checked requests, and errors in the form of OpenAI's completions API.
 
 https://platform.openai.com/docs/api-reference/completions; `top_k` is an addition.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import suggestion
-from raytrain_gpt.core.generate import SamplingOptions
 
 MAX_BODY_BYTES = 1 << 20
 MAX_STOPS = 4
 _SHOWN_CHARACTERS = 80
-"""Of a wrong value in a message."""
+"""Length at which a wrong value is cut in an error message."""
 
 _NEUTRAL: dict[str, Any] = {
     "echo": False,
@@ -30,20 +30,22 @@ _NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "logit_bias": {},
 }
-"""What OpenAI has and we do not -> the value that asks for nothing."""
+"""Unsupported field of OpenAI's -> the value with which it does nothing, which clients may send."""
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_SAMPLING = SamplingOptions.model_fields
 
 Prompt = str | list[int]
 
 
-class ApiError(Exception):
-    """A request that is refused.
+class ApiError(HTTPException):
+    """A refused request.
 
     Args:
-        status: Of the HTTP answer.
-        message: What is wrong and what to do, one line.
+        status: HTTP status code.
+        message: One line with what is wrong and what to do.
         param: The field of the request.
-        code: For programs.
-        headers: More of the answer's.
+        code: OpenAI's name of the error, for programs.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -54,59 +56,40 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
-        """The answer's content."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        """Content of the response."""
+        fallback = "invalid_request_error" if self.status_code < 500 else "server_error"
         return {
             "error": {
-                "message": str(self),
-                "type": kinds.get(self.status, fallback),
+                "message": self.detail,
+                "type": _ERROR_TYPES.get(self.status_code, fallback),
                 "param": self.param,
                 "code": self.code,
             }
         }
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some text of one continuation; with its finish reason it is the last one."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-
-    def body(self) -> dict[str, Any]:
-        """An entry of an answer's `choices`."""
-        return {
-            "index": self.index,
-            "text": self.text,
-            "logprobs": None,
-            "finish_reason": self.finish_reason,
-        }
-
-
 class StreamOptions(BaseModel):
-    """What a stream has besides text."""
+    """What a stream contains besides text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     include_usage: bool = False
 
 
 class CompletionRequest(BaseModel):
-    """The body of a request; see OpenAI's reference for what is not explained here."""
+    """The body of a request; OpenAI's reference explains the fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     prompt: str | list[str] | list[int] | list[list[int]]
     model: str | None = None
-    max_tokens: int = Field(default=16, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    n: int = Field(default=1, ge=1)
+    max_tokens: Annotated[int, _SAMPLING["max_new_tokens"]] = 16
+    temperature: Annotated[float, _SAMPLING["temperature"]] = Field(1.0, le=2)
+    top_p: Annotated[float, _SAMPLING["top_p"]] = 1.0
+    top_k: Annotated[int | None, _SAMPLING["top_k"]] = None
+    n: int = Field(1, ge=1)
     stop: str | list[str] = Field(default_factory=list)
     seed: int = Field(default_factory=lambda: secrets.randbits(31), ge=-(2**63), lt=2**63)
     stream: bool = False
@@ -140,26 +123,24 @@ class CompletionRequest(BaseModel):
 
 
 def parse_request(body: bytes) -> CompletionRequest:
-    """The request that a body asks for.
+    """The request in a body.
 
     Raises:
-        ApiError: it is not UTF-8, no JSON object, or has a field that is unknown or not possible.
+        ApiError: not UTF-8, not a JSON object, or a field that is unknown or out of range.
     """
     try:
-        text = body.decode("utf-8")
+        content = from_json(body.decode("utf-8"), allow_inf_nan=False)
     except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the body is not UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}"
-        ) from None
-    try:
-        content = from_json(text, allow_inf_nan=False)
+        what = f"byte 0x{body[error.start]:02x} at offset {error.start}"
+        raise ApiError(400, f"the body is not UTF-8: {what}") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ApiError(400, 'the body is no JSON object; send {"prompt": "…", …}')
+        raise ApiError(400, 'the body is not a JSON object; send {"prompt": "…", …}')
     fields = {name: value for name, value in content.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
         value = fields.pop(name, neutral)
+        # 0 == False in Python, but logprobs: 0 and echo: 0 ask for something.
         if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
             raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
     try:
@@ -167,34 +148,27 @@ def parse_request(body: bytes) -> CompletionRequest:
     except ValidationError as error:
         raise _refusal(error) from None
     if len(request.stops) > MAX_STOPS or "" in request.stops:
-        raise ApiError(400, f"stop takes up to {MAX_STOPS} texts that are not empty", "stop")
+        raise ApiError(400, f"stop must be up to {MAX_STOPS} texts that are not empty", "stop")
     return request
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """One line for the first thing that is wrong; the prompt is not repeated."""
+    """One line for the first wrong field. The prompt is not repeated: it may be private."""
     first = error.errors()[0]
     name, *inner = first["loc"]
     param = ".".join(map(str, [name, *inner] if name == "stream_options" else [name]))
-    if first["type"] == "missing":
-        return ApiError(400, f"{param} is missing", param)
-    if first["type"] == "extra_forbidden":
-        hint = suggestion(str(name), CompletionRequest.model_fields)
-        return ApiError(400, f"unknown field {param[:_SHOWN_CHARACTERS]}{hint}", param)
-    if name == "prompt":
-        kinds = "a text, a list of texts, a list of token ids or a list of such lists"
-        return ApiError(400, f"prompt must be {kinds}", param)
     shown = repr(first["input"])
     if len(shown) > _SHOWN_CHARACTERS:
         shown = f"{shown[:_SHOWN_CHARACTERS]}…"
-    message = first["msg"].removeprefix("Input ")
-    return ApiError(400, f"{param}={shown} is wrong: it {message}", param)
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Tokens of a request."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    if first["type"] == "missing":
+        message = f"{param} is missing"
+    elif first["type"] == "extra_forbidden":
+        hint = suggestion(str(name), CompletionRequest.model_fields)
+        message = f"unknown field {param[:_SHOWN_CHARACTERS]}{hint}"
+    elif name == "prompt":
+        message = (
+            "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+        )
+    else:
+        message = f"{param}={shown}: {first['msg'].replace('Input should be', 'must be')}"
+    return ApiError(400, message, param)

@@ -9,13 +9,13 @@ import time
 from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.evaluate.inference import open_checkpoint
-from raytrain_gpt.serve.app import Limits, build_app
+from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine, Weights
-from raytrain_gpt.serve.follow import first_usable
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.serve.follow import best_usable
+from raytrain_gpt.serve.options import ServeOptions
+from raytrain_gpt.storage.location import Location, Place
 
 logger = logging.getLogger(__name__)
 
@@ -24,68 +24,56 @@ class Replica:
     """Loads a checkpoint and answers requests with it.
 
     Args:
-        checkpoint: A checkpoint, or a run: its best that is not damaged, also when this replica has to
-            start again.
-        limits: Of requests.
+        path: A checkpoint, or a run: its best undamaged checkpoint, also after a restart.
+        options: Limits of requests.
+        needs_key: Refuse to start without an API key.
     """
 
-    def __init__(self, checkpoint: str, limits: Limits) -> None:
+    def __init__(self, path: str, options: ServeOptions, needs_key: bool) -> None:
         _listen_on_loopback_only()
-        weights, loop = first_weights(checkpoint), asyncio.get_running_loop()
-        self._engine = Engine(weights, loop, limits.max_batch, limits.max_queue)
-        self._limits = limits
+        weights = load_weights(best_usable(Location.of(path), logger.warning).path)
+        loop = asyncio.get_running_loop()
+        self._engine = Engine(weights, loop, options.max_batch, options.max_queue)
+        self._options, self._needs_key = options, needs_key
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return build_app(self._engine, self._limits)
+        return build_app(self._engine, self._options, self._needs_key)
 
     async def served(self) -> str:
-        """Hash of the checkpoint that new requests are answered with."""
+        """Hash of the checkpoint that answers new requests."""
         return self._engine.weights.hash
 
-    async def swap(self, checkpoint: str, checkpoint_hash: str) -> str | None:
-        """Serve another checkpoint from the next request on; none is loaded that is served already.
+    async def load(self, path: str, checkpoint_hash: str) -> str | None:
+        """Use another checkpoint from the next request on, unless it is in use already.
 
         Returns:
-            Why it cannot be served, None if it is.
+            Why it cannot be served; None if it is.
         """
         if self._engine.weights.hash == checkpoint_hash:
             return None
         try:
-            self._engine.weights = await asyncio.to_thread(load_weights, checkpoint)
-        except Exception as error:  # as out of memory: the weights before go on
+            self._engine.weights = await asyncio.to_thread(load_weights, path)
+        except Exception as error:  # such as out of memory: the old weights stay in use
             return str(user_error_in(error) or root_cause(error))
         return None
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which replaces the replica where this raises."""
+        """Called by Ray Serve, which replaces the replica if this raises."""
         self._engine.check()
 
 
 def _listen_on_loopback_only() -> None:
-    """Where this process takes Ray Serve's own calls.
+    """Restrict the port on which this process takes Ray Serve's own calls.
 
-    Ray Serve 2.60 has every replica listen on all of the machine's addresses, for other deployments.
-    It does so after the replica's constructor.
+    Ray Serve 2.60 lets every replica listen on all of the machine's addresses, for other deployments. It
+    opens the port after the replica's constructor, so the constructor can still change that.
     """
     listen = serve_replica.add_port_to_grpc_server
     serve_replica.add_port_to_grpc_server = lambda server, _: listen(server, "127.0.0.1:0")
 
 
-def first_weights(path: str) -> Weights:
-    """The weights of a checkpoint, or of a run's best that is not damaged.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-
-    def load(checkpoint: Checkpoint) -> Weights:
-        return load_weights(str(checkpoint.path))
-
-    return first_usable(Location.of(path), load, logger.warning)
-
-
-def load_weights(path: str) -> Weights:
-    """A checkpoint's model, every file compared with its hash.
+def load_weights(path: Place) -> Weights:
+    """The model of a checkpoint, whose files are verified.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

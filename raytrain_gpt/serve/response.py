@@ -1,4 +1,4 @@
-"""One request's way through the engine: its jobs, and the text that comes of them."""
+"""One request's way through the engine: its jobs, and the text that they generate."""
 
 from __future__ import annotations
 
@@ -12,140 +12,144 @@ from typing import Any
 
 from raytrain_gpt.evaluate.inference import prompt_tokens
 from raytrain_gpt.serve.engine import Engine, Job, Weights
-from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Piece, Prompt, usage
+from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Prompt
 from raytrain_gpt.serve.text import TextStream
 
+Chunk = tuple[int, str, str | None]
+"""Index of the choice, more of its text, and its finish reason with the last chunk."""
 
-class Answer:
-    """A request that was checked, and what the model makes of it.
+
+class Completion:
+    """A checked request and its response.
 
     Args:
-        request: As it came.
-        weights: That continue it.
-        prompts: Tokens of every prompt of the request.
+        request: The request.
+        weights: The model that answers it.
+        prompts: Tokens of each of its prompts.
     """
 
     def __init__(
         self, request: CompletionRequest, weights: Weights, prompts: list[list[int]]
     ) -> None:
         self._request, self._weights = request, weights
-        self._prompt_tokens, self._drawn_tokens = sum(map(len, prompts)), 0
+        self._prompt_tokens, self._completion_tokens = sum(map(len, prompts)), 0
         self._drawn: asyncio.Queue[Any] = asyncio.Queue()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": weights.name,
-            "system_fingerprint": weights.fingerprint,
+            "system_fingerprint": f"step={weights.step}",
         }
-        choices = [prompt for prompt in prompts for _ in range(request.n)]
+        repeated = [prompt for prompt in prompts for _ in range(request.n)]
         self.jobs = [
             Job(weights, prompt, request.options, index, self._drawn)
-            for index, prompt in enumerate(choices)
+            for index, prompt in enumerate(repeated)
         ]
 
-    async def whole(self, engine: Engine) -> dict[str, Any]:
-        """The answer in one piece."""
+    async def body(self, engine: Engine) -> dict[str, Any]:
+        """The whole response, once it is complete."""
         texts = [""] * len(self.jobs)
         reasons: list[str | None] = [None] * len(self.jobs)
-        async with aclosing(self._pieces(engine)) as pieces:
-            async for piece in pieces:
-                texts[piece.index] += piece.text
-                reasons[piece.index] = piece.finish_reason
-        found = zip(texts, reasons, strict=True)
-        choices = [Piece(index, *ended).body() for index, ended in enumerate(found)]
+        async with aclosing(self._chunks(engine)) as chunks:
+            async for index, text, reason in chunks:
+                texts[index] += text
+                reasons[index] = reason
+        choices = [_choice((i, *ended)) for i, ended in enumerate(zip(texts, reasons, strict=True))]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self, engine: Engine) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events."""
-        counted = self._request.stream_options.include_usage
-        none_yet = {"usage": None} if counted else {}
+        """The response as server-sent events, while it is generated."""
+        with_usage = self._request.stream_options.include_usage
+        no_usage_yet = {"usage": None} if with_usage else {}
         try:
-            async with aclosing(self._pieces(engine)) as pieces:
-                async for piece in pieces:
-                    yield _event(
-                        {
-                            **self._head,
-                            "choices": [piece.body()],
-                            **none_yet,
-                        }
-                    )
+            async with aclosing(self._chunks(engine)) as chunks:
+                async for chunk in chunks:
+                    yield _event({**self._head, "choices": [_choice(chunk)], **no_usage_yet})
         except ApiError as error:
             yield _event(error.body())
             return
-        if counted:
+        if with_usage:
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
-    async def _pieces(self, engine: Engine) -> AsyncGenerator[Piece]:
-        """Text as it comes. All that came meanwhile is one piece; a caller who leaves frees the places."""
+    async def _chunks(self, engine: Engine) -> AsyncGenerator[Chunk]:
+        """Text as it is generated; closing the generator gives up the unfinished jobs."""
         tokenizer, stops = self._weights.tokenizer, self._request.stops
-        texts = {job.index: TextStream(tokenizer, stops) for job in self.jobs}
+        streams = {job.index: TextStream(tokenizer, stops) for job in self.jobs}
         try:
-            while texts:
-                drawn = [await self._drawn.get()]
+            while streams:
+                # Everything that has arrived meanwhile becomes one chunk per choice, so that a slow
+                # reader does not fall behind.
+                arrived = [await self._drawn.get()]
                 while not self._drawn.empty():
-                    drawn.append(self._drawn.get_nowait())
-                found: dict[int, Piece] = {}
-                for index, one in drawn:
-                    if index not in texts:  # its stop text came in a token before
+                    arrived.append(self._drawn.get_nowait())
+                texts: dict[int, str] = {}
+                reasons: dict[int, str] = {}
+                for index, drawn in arrived:
+                    if index not in streams:  # an earlier token completed its stop text
                         continue
-                    if one is None:
+                    if drawn is None:
                         raise ApiError(500, "the model failed; the server's log has the reason")
-                    text, reason = found[index].text if index in found else "", one.finish_reason
-                    if one.token is not None:
-                        self._drawn_tokens += 1
-                        text += texts[index].push(one.token)
-                    if texts[index].stopped:
+                    text, reason = "", drawn.finish_reason
+                    if drawn.token is not None:
+                        self._completion_tokens += 1
+                        text = streams[index].push(drawn.token)
+                    if streams[index].stopped:
                         reason = "stop"
                         engine.cancel([self.jobs[index]])
                     if reason is not None:
-                        text += texts.pop(index).close()
-                    found[index] = Piece(index, text, reason)
-                for piece in found.values():
-                    if piece.text or piece.finish_reason:
-                        yield piece
+                        reasons[index] = reason
+                        text += streams.pop(index).close()
+                    texts[index] = texts.get(index, "") + text
+                for index, text in texts.items():
+                    if text or index in reasons:
+                        yield index, text, reasons.get(index)
         finally:
-            engine.cancel([job for job in self.jobs if job.index in texts])
+            engine.cancel([job for job in self.jobs if job.index in streams])
 
     def _usage(self) -> dict[str, int]:
-        return usage(self._prompt_tokens, self._drawn_tokens)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+        }
 
 
 def encoded(prompt: Prompt, weights: Weights) -> list[int]:
-    """A prompt's tokens; an empty one is the end of the text before.
+    """Tokens of a prompt; an empty one becomes the end token, which begins a new text.
 
     Raises:
-        ApiError: a token is not in the vocabulary, or the text is too long or not possible.
+        ApiError: a token is not in the vocabulary, or the text is too long or cannot be encoded.
     """
-    if isinstance(prompt, str):
-        return _encoded_text(prompt, weights)
-    vocab_size = weights.model.shape.vocab_size
-    for token in prompt:
-        if not 0 <= token < vocab_size:
-            raise ApiError(400, f"prompt token {token} is not in 0 … {vocab_size - 1}", "prompt")
-    return prompt or [weights.tokenizer.eot_token]
-
-
-def _encoded_text(text: str, weights: Weights) -> list[int]:
-    # Before it is encoded, which of the longest texts takes seconds, and of some is not possible.
-    if (size := len(text.encode())) > weights.most_prompt_bytes:
-        context_tokens = weights.model.shape.seq_len
+    if isinstance(prompt, list):
+        vocab_size = weights.model.shape.vocab_size
+        for token in prompt:
+            if not 0 <= token < vocab_size:
+                message = f"prompt token {token} is not in 0 … {vocab_size - 1}"
+                raise ApiError(400, message, "prompt")
+        return prompt or [weights.tokenizer.eot_token]
+    # Checked before encoding, which takes seconds for the longest texts and fails for some.
+    if (size := len(prompt.encode())) > weights.max_prompt_bytes:
         raise ApiError(
             400,
-            f"{size} bytes of the prompt are above the context of {context_tokens} tokens, which have at "
-            f"most {weights.most_prompt_bytes} bytes; shorten it",
+            f"the prompt has {size} bytes, and the context of {weights.model.shape.seq_len} tokens holds "
+            f"at most {weights.max_prompt_bytes}; shorten it",
             "prompt",
             "context_length_exceeded",
         )
     try:
-        return prompt_tokens(weights.tokenizer, text)
-    except BaseException as error:  # a panic of tiktoken's Rust code is no Exception
+        return prompt_tokens(weights.tokenizer, prompt)
+    except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise ApiError(
-            400, "the prompt cannot be split into tokens; shorten it", "prompt"
-        ) from None
+        message = "the prompt cannot be split into tokens; shorten it"
+        raise ApiError(400, message, "prompt") from None
+
+
+def _choice(chunk: Chunk) -> dict[str, Any]:
+    index, text, finish_reason = chunk
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 def _event(content: dict[str, Any]) -> bytes:

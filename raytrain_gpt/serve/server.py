@@ -1,22 +1,20 @@
-"""The `serve` command: a cluster of its own on this machine, replicas on it, and a run to follow.
+"""The `serve` command: a Ray cluster of its own on this machine, replicas on it, and a run to follow.
 
-1. What would fail is looked at first: the address, the checkpoint, the API key.
-2. A Ray cluster starts on 127.0.0.1, on it Ray Serve: a proxy at the address, and the replicas.
-3. With `follow` a thread looks at the run's catalog every few seconds; a new best checkpoint is
-   verified, and all replicas are told to load it (follow.py).
+1. What would fail is checked first: the address, the checkpoint, the API key.
+2. A Ray cluster starts on 127.0.0.1, and on it Ray Serve: a proxy at the address, and the replicas.
+3. With `follow` a thread looks at the run's checkpoints every few seconds and tells all replicas to load
+   a new best one (follow.py).
 4. On a signal no new request is taken, those in flight may finish, and everything is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,80 +25,30 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
-from raytrain_gpt.serve.app import KEY_VARIABLE, Limits
-from raytrain_gpt.serve.follow import Follower, described, first_usable
+from raytrain_gpt.serve.follow import Follower, best_usable, described
+from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.replica import Replica
 from raytrain_gpt.storage.location import Location
 
 APP = "raytrain-gpt"
 FOLLOW_EVERY_S = 3.0
 FINISH_WITHIN_S = 10.0
-"""How long requests may go on after a signal."""
-SWAP_WITHIN_S = 600.0
-ANSWER_WITHIN_S = 60.0
+"""How long requests may take to finish after a signal."""
 SPARE_REQUESTS = 100
-"""Requests of a replica besides those that wait for the model, so that it can refuse and tell."""
+"""Requests that a replica accepts beyond its queue, so that it can refuse them itself with status 429."""
+_ANSWER_WITHIN_S = {"served": 60.0, "load": 600.0}
+_QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How a checkpoint is served.
-
-    Attributes:
-        host: Address to listen on.
-        port: Of it.
-        max_batch: Sequences that a replica continues at a time.
-        max_queue: Sequences that may wait for a replica.
-        max_new_tokens: Most of a continuation; None: as many as the context has.
-        num_replicas: Copies of the model.
-        follow: Serve the run's new best checkpoints as they come.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_batch: int = 32
-    max_queue: int = 256
-    max_new_tokens: int | None = None
-    num_replicas: int = 1
-    follow: bool = False
-
-    def __post_init__(self) -> None:
-        least = {"port": 1, "max_batch": 1, "max_queue": 0, "max_new_tokens": 1, "num_replicas": 1}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise ConfigError(
-                    f"{name}={value} is below {lowest}; set --{name} to {lowest} or more"
-                )
-        if self.port > 65535:
-            raise ConfigError(f"port={self.port} is above 65535; set --port to at most 65535")
-
-    @property
-    def limits(self) -> Limits:
-        """What a replica takes."""
-        own = {"localhost", "127.0.0.1", "[::1]", self.host.lower()}
-        loopback = is_loopback(self.host)
-        return Limits(
-            max_batch=self.max_batch,
-            max_queue=self.max_queue,
-            max_new_tokens=self.max_new_tokens,
-            hosts=frozenset(own) if loopback else None,
-            needs_key=not loopback or bool(os.environ.get(KEY_VARIABLE)),
-        )
 
 
 def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
     """Serve until a signal comes.
 
     Args:
-        path: A checkpoint, or a run: its best, else newest.
-        options: How.
-        say: Gets console lines.
+        path: A checkpoint, or a run: its best checkpoint, else its newest.
+        options: Where and how.
+        say: Receives console lines.
 
     Raises:
         ConfigError: the address cannot be used, or needs an API key.
@@ -108,56 +56,57 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
         ClusterError: the machine has too few GPUs.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    check_address(options.host, options.port)
+    check_address(options)
     location = Location.of(path)
-    checkpoint = _resolved(location, options.follow, say)
+    checkpoint = best_usable(location, say) if options.follow else resolve_checkpoint(location)
     if options.follow and checkpoint.path == location:
-        raise ConfigError(f"--follow needs a run's directory, and {path} is one checkpoint")
+        raise ConfigError(f"--follow needs a run's directory, but {path} is a checkpoint")
     with StopSignals("interrupted before it served") as signals, _own_cluster(options) as gpus:
         say(f"loading {checkpoint.path}")
         handle = _deploy(str(location if options.follow else checkpoint.path), options, gpus)
         signals.defer()
         _announce(checkpoint, options, say)
         if options.follow:
-
-            def tell(line: str) -> None:
-                if not signals.stop.is_set():  # what fails then has no other reason
-                    say(line)
-
-            follower = Follower(location, checkpoint.hash, _Deployed(handle), tell)
-            # Not in this thread: a swap takes minutes, and a signal must not wait for it.
-            threading.Thread(target=_follow, args=(follower, signals.stop), daemon=True).start()
+            # Not in this thread: loading takes minutes, and a signal must not wait for it.
+            args = (location, checkpoint, handle, signals.stop, say)
+            threading.Thread(target=_follow, args=args, daemon=True).start()
         signals.stop.wait()
         say("stopping; requests in flight may finish")
         serve.delete(APP)
     raise Interrupted("stopped")
 
 
-def _resolved(location: Location, follow: bool, say: Say) -> Checkpoint:
-    """The checkpoint to begin with; of a run that is followed, damaged ones are passed over."""
+def _follow(
+    run_dir: Location, checkpoint: Checkpoint, handle: Any, stop: threading.Event, say: Say
+) -> None:
+    def call(method: str, *args: str) -> list[Any]:
+        try:
+            timeout_s = _ANSWER_WITHIN_S[method]
+            replies: list[Any] = handle.broadcast(method, *args).results(timeout_s=timeout_s)
+            return replies
+        except RayActorError:  # its own text is a paragraph
+            raise ClusterError("a replica has died; Ray Serve starts another one") from None
 
-    def verified(checkpoint: Checkpoint) -> Checkpoint:
-        checkpoint.verify()
-        return checkpoint
+    def tell(line: str) -> None:
+        if not stop.is_set():  # what fails during the shutdown fails because of it
+            say(line)
 
-    return first_usable(location, verified, say) if follow else resolve_checkpoint(location)
-
-
-def _follow(follower: Follower, stop: threading.Event) -> None:
+    follower = Follower(run_dir, checkpoint.hash, call, tell)
     while not stop.wait(FOLLOW_EVERY_S):
         follower.look()
 
 
-def check_address(host: str, port: int) -> None:
-    """See that one may listen there.
+def check_address(options: ServeOptions) -> None:
+    """Check that the address is free, and safe to listen on.
 
     Raises:
-        ConfigError: the address is open to others and there is no API key, or it is taken or not ours.
+        ConfigError: it is open to other machines without an API key, taken, or not this machine's.
     """
-    if not is_loopback(host) and not os.environ.get(KEY_VARIABLE):
+    host, port = options.host, options.port
+    if not options.is_loopback and not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
-            f"host={host} is open to other machines; set {KEY_VARIABLE}, which they must send, or "
-            "leave --host out to serve this machine alone"
+            f"host={host} is open to other machines; set {KEY_VARIABLE} to a key that they must send, or "
+            "leave out --host to serve this machine only"
         )
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -167,30 +116,21 @@ def check_address(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host} port {port} ({error.strerror}); set --port or --host to others"
+            f"cannot listen on {host} port {port} ({error.strerror}); set another --port or --host"
         ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 @contextlib.contextmanager
 def _own_cluster(options: ServeOptions) -> Iterator[int]:
-    """A cluster with Ray Serve on this machine, and its GPUs; everything of it ends with the context."""
-    given = os.environ.get("RAY_ADDRESS")
+    """A new cluster with Ray Serve on this machine; yields its number of GPUs."""
     os.environ["RAY_ADDRESS"] = "local"
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         resources = connect(num_cpus_needed=options.num_replicas)
         if 0 < resources.gpus < options.num_replicas:
             raise ClusterError(
-                f"{options.num_replicas} replicas need a GPU each, and there are {resources.gpus}; "
-                f"set --num_replicas to at most {resources.gpus}"
+                f"num_replicas={options.num_replicas} needs a GPU each, and this machine has "
+                f"{resources.gpus}; set --num_replicas to at most {resources.gpus}"
             )
         serve.start(
             proxy_location="HeadOnly",
@@ -199,50 +139,23 @@ def _own_cluster(options: ServeOptions) -> Iterator[int]:
         )
         yield resources.gpus
     finally:
-        ray.shutdown()  # ends Ray Serve too; its own shutdown complains about tasks that it killed
-        if given is None:
-            del os.environ["RAY_ADDRESS"]
-        else:
-            os.environ["RAY_ADDRESS"] = given
+        ray.shutdown()  # also ends Ray Serve, whose own shutdown complains about the tasks it kills
 
 
-_QUIET = {"log_level": "WARNING", "enable_access_log": False}
-
-
-def _deploy(checkpoint: str, options: ServeOptions, gpus: int) -> Any:
+def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:
     """Start the replicas; returns the handle that calls them once they are ready."""
-    limits = options.limits
     cores = max(1, (os.cpu_count() or 1) // options.num_replicas)
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name=APP,
         num_replicas=options.num_replicas,
-        max_ongoing_requests=limits.max_batch + limits.max_queue + SPARE_REQUESTS,
+        max_ongoing_requests=options.max_batch + options.max_queue + SPARE_REQUESTS,
         graceful_shutdown_timeout_s=FINISH_WITHIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": cores, "num_gpus": 1 if gpus else 0},
         logging_config=_QUIET,
     )
-    return serve.run(deployment.bind(checkpoint, limits), name=APP, route_prefix="/")
-
-
-@dataclass(frozen=True)
-class _Deployed:
-    """The replicas that run, behind Ray Serve's handle."""
-
-    handle: Any
-
-    def served(self) -> list[str]:
-        return self._asked(ANSWER_WITHIN_S, "served")
-
-    def swap(self, checkpoint: Checkpoint) -> list[str | None]:
-        return self._asked(SWAP_WITHIN_S, "swap", str(checkpoint.path), checkpoint.hash)
-
-    def _asked(self, within_s: float, *call: str) -> list[Any]:
-        try:
-            replies: list[Any] = self.handle.broadcast(*call).results(timeout_s=within_s)
-            return replies
-        except RayActorError:  # whose text is a paragraph
-            raise ClusterError("a replica has ended; another one is started for it") from None
+    bound = deployment.bind(path, options, options.needs_key)
+    return serve.run(bound, name=APP, route_prefix="/")
 
 
 def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Say) -> None:

@@ -1,4 +1,4 @@
-"""From tokens to text that can be shown at once: whole characters, up to a stop text."""
+"""From tokens to text that can be shown at once: complete characters, up to a stop text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from raytrain_gpt.data.tokenizer import bytes_of
 
 
 class TextStream:
-    """The text of one continuation, as its tokens come.
+    """The text of one continuation, while its tokens arrive.
 
-    A character's bytes may be spread over tokens, and a stop text too, so what could still become
-    either is held back.
+    Characters and stop texts may be spread over several tokens, so what could still become either is held
+    back.
 
     Args:
-        tokenizer: Of the tokens.
-        stops: The first of these that is complete ends the text before itself.
+        tokenizer: Decodes the tokens.
+        stops: The text ends before the first of these to be complete.
     """
 
     def __init__(self, tokenizer: tiktoken.Encoding, stops: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that a token makes certain; `stopped` is set where a stop text ended it."""
+        """The text that has become certain with a token; sets `stopped` if a stop text is complete."""
         self._held += self._decoder.decode(bytes_of(self._tokenizer, token))
         found = [
             (start + len(stop), start)
@@ -42,7 +42,7 @@ class TextStream:
         return self._released(len(self._held) - self._longest_beginning())
 
     def close(self) -> str:
-        """What is held back where nothing follows; an unfinished character becomes U+FFFD."""
+        """The rest of the text at its end; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
         self._held += self._decoder.decode(b"", final=True)
@@ -53,7 +53,7 @@ class TextStream:
         return text
 
     def _longest_beginning(self) -> int:
-        """Characters at the end of what is held that a stop text begins with."""
+        """Length of the longest end of the held text that a stop text begins with."""
         longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):

@@ -1,8 +1,8 @@
-"""Datasets on the Hugging Face hub, read only, through `huggingface_hub`'s filesystem.
+"""Datasets on the Hugging Face hub, read only, through `huggingface_hub`'s fsspec filesystem.
 
-It takes the token of HF_TOKEN or of a login, and the address of HF_ENDPOINT. `HubFiles` and the files
-it opens have the part of pyarrow's interface that `RetriedHandler` uses; a path is
-`datasets/OWNER/NAME@REVISION/PATH`.
+It takes the token from HF_TOKEN or a login, and the address from HF_ENDPOINT. A path is
+`datasets/OWNER/NAME@REVISION/PATH`. `pyarrow.fs.FSSpecHandler` is not used: it asks `isfile` and
+`exists` first, which report an outage as a missing file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.storage.web_files import Unreachable
+from raytrain_gpt.storage.web_files import RangedFile, Unreachable
 
 
 class HubFiles:
-    """The files of all datasets of a hub."""
+    """The files of all datasets of a hub, with the part of pyarrow's interface that is needed here."""
 
     def __init__(self, endpoint: str | None) -> None:
         self._endpoint = endpoint
         self._files = self._connected()
-        # It keeps what it listed in plain dicts, and several threads may ask.
+        # The filesystem caches listings in plain dicts, and several threads may ask.
         self._lock = threading.Lock()
 
     def _connected(self) -> Any:
@@ -33,11 +33,11 @@ class HubFiles:
         return HfFileSystem(endpoint=self._endpoint, skip_instance_cache=True)
 
     def pinned(self, path: str) -> str:
-        """The path with the commit that its revision (default: main) has now."""
+        """The path at the commit that its revision (default: main) has now."""
         from huggingface_hub import HfApi
 
         with self._lock, _plain_errors(path):
-            # What the old one listed, or had no access to, may be different now.
+            # Listings, and refusals of access, that the old one cached may be out of date.
             self._files = self._connected()
             found = self._files.resolve_path(path)
             info = HfApi(endpoint=self._endpoint).repo_info(
@@ -46,7 +46,7 @@ class HubFiles:
         return f"datasets/{found.repo_id}@{info.sha}/{found.path_in_repo}".rstrip("/")
 
     def get_file_info(self, asked: list[str] | pafs.FileSelector) -> list[pafs.FileInfo]:
-        """Kind and bytes of files, or of all below a directory."""
+        """Kind and bytes of files, or of all files below a directory."""
         if isinstance(asked, list):
             return [self._info(path) for path in asked]
         with self._lock, _plain_errors(asked.base_dir):
@@ -60,38 +60,18 @@ class HubFiles:
         except FileNotFoundError:
             return pafs.FileInfo(path, pafs.FileType.NotFound)
 
-    def open_input_file(self, path: str) -> _HubFile:
+    def open_input_file(self, path: str) -> RangedFile:
         """A file for random access."""
         with self._lock, _plain_errors(path):
-            return _HubFile(path, self._files.open(path, "rb", cache_type="none"), self._lock)
+            file = self._files.open(path, "rb", cache_type="none")
 
+        def fetch(start: int, stop: int) -> bytes:
+            with self._lock, _plain_errors(path):
+                file.seek(start)
+                content: bytes = file.read(stop - start)
+                return content
 
-class _HubFile:
-    """A file of which each read is a request."""
-
-    def __init__(self, path: str, file: Any, lock: threading.Lock) -> None:
-        self._path = path
-        self._file = file
-        self._lock = lock
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._file.closed)
-
-    def size(self) -> int:
-        return int(self._file.size)
-
-    def read_at(self, num_bytes: int, offset: int) -> bytes:
-        wanted = max(0, min(num_bytes, self.size() - offset))
-        with self._lock, _plain_errors(self._path):
-            self._file.seek(offset)
-            content: bytes = self._file.read(wanted) if wanted else b""
-        if len(content) != wanted:
-            raise Unreachable(f"{len(content)} of {wanted} bytes arrived")
-        return content
-
-    def close(self) -> None:
-        self._file.close()
+        return RangedFile(int(file.size), fetch)
 
 
 def _file_info(path: str, facts: dict[str, Any]) -> pafs.FileInfo:
@@ -102,33 +82,31 @@ def _file_info(path: str, facts: dict[str, Any]) -> pafs.FileInfo:
 
 @contextmanager
 def _plain_errors(path: str) -> Iterator[None]:
-    """Says what a user can do about an error, and tells what another attempt may mend."""
+    """Turn the library's errors into ours: what the user can do, or that another attempt may help."""
     from huggingface_hub import errors
 
-    no_access = (
-        f"hf://{path}: there is no such dataset or revision, or it is private or gated; check the "
-        "name, or set HF_TOKEN on every node"
+    no_access = DataError(
+        f"hf://{path}: no such dataset or revision, or it is private or gated; check the name, or set "
+        "HF_TOKEN on every node"
     )
+    not_found = FileNotFoundError(2, "No such file", f"hf://{path}")
+    missing_repo = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     try:
         yield
     except FileNotFoundError as error:
-        if isinstance(
-            error.__cause__, errors.RepositoryNotFoundError | errors.RevisionNotFoundError
-        ):
-            raise DataError(no_access) from None
-        raise FileNotFoundError(2, "No such file", f"hf://{path}") from None
+        raise (no_access if isinstance(error.__cause__, missing_repo) else not_found) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
-            raise DataError(no_access) from None
+            raise no_access from None
         if status == 404:
-            raise FileNotFoundError(2, "No such file", f"hf://{path}") from None
+            raise not_found from None
         if status == 429 or status >= 500:
             raise Unreachable(f"HTTP status {status}") from None
-        raise DataError(f"hf://{path} is refused with HTTP status {status}") from None
+        raise DataError(f"hf://{path} was refused with HTTP status {status}") from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
         raise Unreachable(f"{type(error).__name__}: {error}") from None
-    # huggingface_hub raises the second one for what is no dataset: a bucket, or a list of repositories.
+    # The library raises NotImplementedError for what is no dataset: a bucket, or a list of repositories.
     except (ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())
-        raise DataError(f"hf://{path} names no dataset: {why}") from None
+        raise DataError(f"hf://{path} is not a dataset: {why}") from None

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,14 @@ from raytrain_gpt.storage.object_store import connected, retried
 T = TypeVar("T")
 
 CHUNK_BYTES = 2**23
-"""One request of a download, and the piece in which files are hashed."""
+"""Size of a download's requests, and of the pieces in which files are hashed."""
 DOWNLOAD_THREADS = 4
 UPLOAD_BYTES = 2**26
-"""What an upload copies into memory at a time."""
+"""Bytes that an upload copies into memory at a time."""
 
 
 class RetriedReader:
-    """Random access to an object; a read that fails is repeated. What `pa.PythonFile` wraps."""
+    """Random access to an object with retries; the part of a file object that `pa.PythonFile` needs."""
 
     def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
         self._source = source
@@ -49,13 +50,13 @@ class RetriedReader:
         return retried(read, "read", self._url, self._retry_for_s)
 
     def at_start(self) -> RetriedReader:
-        """Another position in the same object, which costs no request."""
+        """A reader of the same object with a position of its own; takes no request."""
         other = copy.copy(self)
         other._position = 0
         return other
 
     def read(self, num_bytes: int | None = None) -> bytes:
-        """The next bytes; None or −1: all that is left."""
+        """The next bytes; None or −1: all remaining ones."""
         left = max(0, self._size - self._position)
         size = left if num_bytes is None or num_bytes < 0 else min(num_bytes, left)
         content = self.read_at(size, self._position) if size else b""
@@ -75,47 +76,30 @@ class RetriedReader:
         """Bytes of the object."""
         return self._size
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
         return bool(self._source.closed)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
         self._source.close()
-
-    def flush(self) -> None:
-        """Nothing to do."""
 
 
 class _SpooledWriter:
-    """Collects a file on the local disk and puts it in place when it is closed."""
+    """Collects a file on the local disk and uploads it when it is closed."""
 
     def __init__(self, put: Callable[[Path], None]) -> None:
         self._put = put
-        # Closed and removed by close(), or with the object when writing was given up.
+        # Removed by close(), or with this object if writing was abandoned.
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.closed = False
 
     def write(self, content: bytes) -> int:
         return self._file.write(content)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def flush(self) -> None:
         self._file.flush()
-
-    def writable(self) -> bool:
-        return True
 
     def close(self) -> None:
         if self.closed:
@@ -128,30 +112,17 @@ class _SpooledWriter:
             self._file.close()
 
 
+@dataclass(frozen=True)
 class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
-    """A filesystem that survives pickling and outages: what Ray Train is given as its storage."""
+    """A filesystem that survives pickling and outages, for Ray Train's storage."""
 
-    def __init__(self, scheme: str, endpoint: str | None, retry_for_s: float) -> None:
-        self.scheme = scheme
-        self.endpoint = endpoint
-        self.retry_for_s = retry_for_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._key
-
-    @property
-    def _key(self) -> tuple[str, str | None, float]:
-        return self.scheme, self.endpoint, self.retry_for_s
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RetriedHandler) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    scheme: str
+    endpoint: str | None
+    retry_for_s: float
 
     @property
     def store(self) -> Any:
-        """The filesystem itself, connected in this process."""
+        """This process's connection."""
         return connected(self.scheme, self.endpoint, self.retry_for_s)
 
     def _retried(self, operation: Callable[[], T], what: str, path: str) -> T:
@@ -185,7 +156,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         )
 
     def delete_root_dir_contents(self) -> None:
-        raise RaytrainGptError("emptying a whole object store is not done")
+        raise RaytrainGptError("emptying a whole object store is not supported")
 
     def delete_file(self, path: str) -> None:
         self._retried(lambda: self.store.delete_file(path), "remove", path)
@@ -216,11 +187,11 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         self, path: str, metadata: dict[str, str] | None = None
     ) -> pa.NativeFile:
         raise RaytrainGptError(
-            f"cannot append to {self.scheme}://{path}: object stores only replace"
+            f"cannot append to {self.scheme}://{path}: object stores only replace files"
         )
 
     def put(self, source: Path, path: str) -> None:
-        """Put a local file in place at once."""
+        """Upload a local file atomically."""
         if source.stat().st_size:
             with pa.memory_map(str(source)) as file:
                 self.put_bytes(file.read_buffer(), path)
@@ -228,7 +199,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
             self.put_bytes(pa.py_buffer(b""), path)
 
     def put_bytes(self, content: pa.Buffer, path: str) -> None:
-        """Put content in place at once."""
+        """Write an object atomically."""
         starts = range(0, content.size, UPLOAD_BYTES)
         parts = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
 
@@ -236,16 +207,16 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
             with self.store.open_output_stream(path) as stream:
                 for i, part in enumerate(parts):
                     if i:
-                        stream.flush()  # or all parts are copied into memory at once
+                        stream.flush()  # otherwise all parts are copied into memory together
                     stream.write(part)
 
-        # Closing a stream half way would put what was written in place as the whole object, and
-        # pyarrow cannot abort one. In a thread no signal's exception comes between open and close.
+        # Closing a stream halfway would store what was written as the whole object, and pyarrow cannot
+        # abort one. In a thread, no signal's exception can come between open and close.
         with ThreadPoolExecutor(1) as thread:
             self._retried(lambda: thread.submit(write).result(), "write", path)
 
     def fetch(self, path: str, target: Path) -> None:
-        """Write an object into a local file, several requests at a time."""
+        """Download an object into a local file, several requests at a time."""
         source = self.reader(path)
         with target.open("wb") as file, ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
 

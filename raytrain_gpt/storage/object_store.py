@@ -1,8 +1,8 @@
-"""Object stores behind `Location`: connect, retry, and tell what a retry cannot mend.
+"""Object stores behind `Location`: connecting, retrying, and knowing when a retry cannot help.
 
-pyarrow's own filesystems forget their options when they are pickled, so every process connects for
-itself, once an endpoint. An error of access (key, signature, bucket, region) is the user's at once;
-an error of the network is tried again until `retry_for_s` seconds have passed since the first one.
+pyarrow's filesystems lose their options when they are pickled, so every process connects by itself, once
+per endpoint. An access error (key, signature, bucket, region) is reported at once; a network error is
+retried until `retry_for_s` seconds have passed since the first one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from raytrain_gpt.storage.web_files import WEB_SCHEMES, Unreachable, WebFiles, w
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs")
-"""Of stores that are read and written."""
+"""Stores that can be read and written."""
 SOURCE_SCHEMES = (*SCHEMES, "hf", *WEB_SCHEMES)
-"""Of all that text can come from."""
+"""Everything that text can come from."""
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
 """Seconds without a byte after which a request counts as failed."""
@@ -43,7 +43,7 @@ _ACCESS = re.compile(
 )
 _NETWORK = re.compile(r"AWS Error|curlCode|google::cloud|GCS|Could not connect", re.IGNORECASE)
 _jitter = random.Random()
-"""Its own: drawing from the process's would change what others draw."""
+"""A generator of its own, since drawing from the global one would change what others draw."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,10 +70,10 @@ def _connected(scheme: str, endpoint: str | None, timeout_s: float) -> Any:
         region=region,
         connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
         request_timeout=timeout_s,
-        # One put a small file instead of a multipart upload of three requests.
+        # One request for a small file instead of a multipart upload of three.
         allow_delayed_open=True,
-        # In the background a part that failed makes close() fail; otherwise what is left of the
-        # file would be put in place as if it were whole.
+        # With background writes a failed part makes close() fail; otherwise the rest of the file would
+        # be stored as if it were complete.
         background_writes=True,
         retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
         **where,
@@ -81,17 +81,16 @@ def _connected(scheme: str, endpoint: str | None, timeout_s: float) -> Any:
 
 
 def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float) -> T:
-    """Run an operation until it works.
+    """Run an operation, again and again for `retry_for_s` seconds after its first network error.
 
     Args:
         operation: May run more than once.
-        what: Says what it does, for messages: `read`, `write`.
-        url: Says where, for messages, which leave out the query of a web address.
-        retry_for_s: Seconds since the first failure for which it is tried again.
+        what: The operation, for messages: `read`, `write`.
+        url: For messages, which leave out the query of a web address.
 
     Raises:
         ClusterError: the store refuses access, or there is no such bucket.
-        StorageError: the store was out of reach for longer.
+        StorageError: the store was unreachable for longer.
     """
     url = without_query(url)
     first_failure: float | None = None
@@ -118,15 +117,11 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
 
 
 def _is_transient(error: OSError, url: str) -> bool:
-    """Whether trying again may help.
-
-    Raises:
-        ClusterError: the error is one of access.
-    """
+    """Whether trying again may help; raises a ClusterError if access was refused."""
     if isinstance(error, Unreachable):
         return True
     text = str(error)
-    # An errno is the local disk's, or says that there is no such file.
+    # An errno comes from the local disk, or says that there is no such file.
     if error.errno is not None:
         return False
     if found := _ACCESS.search(text):
@@ -135,7 +130,7 @@ def _is_transient(error: OSError, url: str) -> bool:
 
 
 def access_error(url: str, why: str) -> ClusterError:
-    """What to say when a store refuses: the bucket and the variables, never a value of them."""
+    """The error for refused access: it names the bucket and the variables, never their values."""
     bucket = url.removeprefix("gs://").removeprefix("s3://").partition("/")[0]
     if url.startswith("gs://"):
         return ClusterError(

@@ -4,10 +4,10 @@
         used.json                         bytes of all row groups; its lock guards every change
         <dataset>/<shard>/<row group>     32 bytes of SHA-256, then the token ids
 
-All processes of a node share it. An epoch reads every row group once, so what is dropped to make room
-would always be missed later: the cache is filled until it is full and then stays as it is. Room is made
-by dropping datasets that nobody has read for an hour, the oldest first. Nothing that goes wrong here is
-an error: what cannot be kept, or is found damaged, is read from the store.
+All processes of a node share it. An epoch reads every row group once, so whatever is dropped to make
+room will be missed: the cache is filled until it is full and then stays as it is. Room is made by
+dropping datasets that nobody has read for an hour, the oldest first. Nothing that goes wrong here is an
+error: what cannot be kept, or is found damaged, is read from the store.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from functools import lru_cache
 from pathlib import Path
 
 IN_USE_S = 3600.0
-"""Seconds after its last reading for which a dataset makes no room for another."""
+"""Seconds after it was last read for which a dataset is not dropped."""
 RECOUNT_AFTER_S = 3600.0
-"""Seconds after which a full cache is counted again, as files may have been removed by hand."""
+"""Seconds after which a full cache is counted again, since files may have been removed by hand."""
 USED_FILE = "used.json"
 UNFINISHED = "unfinished-"
 DROPPED = "dropped-"
 _HASH_BYTES = 32
 _USED_BYTES = 64
-"""Of `used.json`, always the same: it is written in place, which works on a full disk, too."""
+"""Fixed size of `used.json`: it is written in place, which also works on a full disk."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,12 +50,12 @@ class _Used:
 
 @dataclass(frozen=True)
 class RowGroupCache:
-    """The kept row groups of one dataset, beside those of others.
+    """The cached row groups of one dataset, beside those of others.
 
     Attributes:
-        directory: Of all datasets; made when the first row group is kept.
+        directory: Shared by all datasets; made when the first row group is kept.
         dataset: The manifest's hash.
-        limit_bytes: Of all datasets together.
+        limit_bytes: For all datasets together.
     """
 
     directory: Path
@@ -63,12 +63,7 @@ class RowGroupCache:
     limit_bytes: int
 
     def get(self, shard: str, index: int) -> memoryview | None:
-        """The bytes that were put for a row group; None if there are none or they are damaged.
-
-        Args:
-            shard: SHA-256 of the shard.
-            index: Of the row group in it.
-        """
+        """The token ids of a row group of the shard with this SHA-256; None if missing or damaged."""
         path = self._path(shard, index)
         try:
             os.utime(self.directory / self.dataset)
@@ -83,13 +78,7 @@ class RowGroupCache:
         return None
 
     def put(self, shard: str, index: int, tokens: memoryview) -> None:
-        """Keep the bytes of a row group, if there is room.
-
-        Args:
-            shard: SHA-256 of the shard.
-            index: Of the row group in it.
-            tokens: Of one byte an element.
-        """
+        """Keep the token ids of a row group, as bytes, if there is room."""
         with self._forgiven():
             self._put(self._path(shard, index), tokens)
 
@@ -97,7 +86,7 @@ class RowGroupCache:
         size = _HASH_BYTES + len(tokens)
         with self._locked() as used:
             has_room = self._has_room(used, size)
-        # Without the lock: others need not wait until many files are removed.
+        # Without the lock, so that others need not wait until many files are removed.
         for dropped in self.directory.glob(f"{DROPPED}*"):
             shutil.rmtree(dropped, ignore_errors=True)
         if not has_room:
@@ -109,7 +98,7 @@ class RowGroupCache:
                 file.write(hashlib.sha256(tokens).digest())
                 file.write(tokens)
             with self._locked() as used:
-                # Meanwhile another process may have put the same one, or taken the room.
+                # Another process may have put the same one meanwhile, or taken the room.
                 if not path.exists() and self._has_room(used, size):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     unfinished.replace(path)
@@ -131,7 +120,7 @@ class RowGroupCache:
 
     @contextmanager
     def _locked(self) -> Iterator[_Used]:
-        """What is used, which nobody else changes meanwhile; changes of it are written."""
+        """What is used, locked against other processes; changes are written at the end."""
         self.directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.directory / USED_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -148,7 +137,7 @@ class RowGroupCache:
             os.close(handle)
 
     def _counted(self) -> _Used:
-        """What is there, after removing what nobody will finish."""
+        """Count what is there, after removing files that nobody will finish."""
         now = time.time()
         for path in self.directory.glob(f"{UNFINISHED}*"):
             if now - path.stat().st_mtime > IN_USE_S:
@@ -156,7 +145,7 @@ class RowGroupCache:
         return _Used(sum(map(_num_bytes, self._datasets())), int(now))
 
     def _has_room(self, used: _Used, num_bytes: int) -> bool:
-        """Whether so many bytes more are allowed, after dropping what is not in use."""
+        """Whether this many more bytes fit, if need be after dropping datasets not in use."""
         if used.num_bytes + num_bytes <= self.limit_bytes:
             return True
         now = time.time()
@@ -174,7 +163,7 @@ class RowGroupCache:
         return used.num_bytes + num_bytes <= self.limit_bytes
 
     def _datasets(self) -> list[Path]:
-        """Their directories, the one first whose last reading is longest ago."""
+        """The directories of the datasets, least recently read first."""
         found = [
             p for p in self.directory.iterdir() if p.is_dir() and not p.name.startswith(DROPPED)
         ]
@@ -185,7 +174,7 @@ def _parsed(content: bytes) -> _Used | None:
     try:
         return _Used(**json.loads(content))
     except (ValueError, TypeError):
-        return None  # not yet written
+        return None  # new or damaged
 
 
 def _num_bytes(dataset: Path) -> int:
@@ -194,4 +183,4 @@ def _num_bytes(dataset: Path) -> int:
 
 @lru_cache(maxsize=8)
 def _warn_once(message: str) -> None:
-    _log.warning("%s; what is read of an object store is not kept there", message)
+    _log.warning("%s; what is read from an object store is not cached", message)

@@ -1,4 +1,4 @@
-"""What a sweep will cost, before it begins: trials, resources, tokens, and hours at a measured speed."""
+"""What a sweep will cost: trials, resources, tokens, and hours at a speed measured here."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from raytrain_gpt.train.launch import DEFAULT_DATA
 
 GPT2_VOCAB_SIZE = 50257
 PROBE_S = 5.0
-"""The speed is measured for about so long, over at least one forward and backward pass."""
+"""Duration of the speed measurement, which is at least one forward and backward pass."""
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
-    """The trials, what each takes of the cluster, and the tokens and hours of all.
+    """Lines for the trials, what each takes of the cluster, and the tokens and hours of all.
 
     Raises:
         ConfigError: a trial is not possible.
@@ -50,7 +50,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
         tied = [tied_values(sweep, v, config) for v, config in zip(planned, configs, strict=True)]
         lines = plan_table(tied, [config.train.max_steps for config in configs])
     else:
-        lines = [f"{count} trials, whose values Optuna chooses as it goes"]
+        lines = [f"{count} trials, whose values Optuna chooses from the losses of earlier ones"]
     gpus = "" if c.use_gpu is False else f" (with GPUs: {c.gpus_per_worker:g} each)"
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
@@ -83,7 +83,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
 
 
 def halved_tokens(sweep: Sweep, count: int) -> int:
-    """Tokens of all trials if at every rung only the best go on; all tokens without halving."""
+    """Tokens of all trials if only the best pass each rung; all tokens without halving."""
     if not isinstance(sweep.scheduler, Asha):
         return count * sweep.budget_tokens
     tokens, reached, left = 0, 0, count
@@ -96,17 +96,15 @@ def halved_tokens(sweep: Sweep, count: int) -> int:
 
 
 def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
-    """Tokens of forward and backward passes in a second, of one worker alone on this machine.
+    """Tokens per second of forward and backward passes, of one worker alone on this device.
 
-    Args:
-        config: Its model, sequence length, precision and CPUs.
-        device: Where it is measured; on a CPU one sequence at a time.
+    On a CPU with one sequence at a time.
     """
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, _vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
     fit = _counted(config, shape, precision, device)
-    # The tokens below are one document, whatever closes it.
+    # Any id of a document's end will do: the tokens below are one document.
     last_id = shape.vocab_size - 1
     model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
@@ -138,7 +136,7 @@ def _counted(config: SizedConfig, shape: GPTShape, precision: str, device: torch
 
 
 def _vocab_size(config: Config) -> int:
-    """Of the data; where that is not here, of what it will probably be."""
+    """Vocabulary size of the data, or what it will probably be where the data is not there yet."""
     if data_is_there(config):
         return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:

@@ -1,7 +1,7 @@
-"""What has happened in a sweep, one event a line: all that a sweep that goes on needs to know.
+"""The history of a sweep, one event per line: all that `--resume` needs to know.
 
-Ray Tune keeps its own record, but without its scheduler's: early stopping would begin anew after a
-crash. So the reports are kept in their order, and told to a new scheduler again (`schedulers`).
+Ray Tune saves its own state, but not its scheduler's: early stopping would start afresh after a crash.
+So the reports are kept in their order, and replayed to a new scheduler (`schedulers`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ Event = dict[str, Any]
 
 
 class History:
-    """The events of a sweep, written down as they come.
+    """The events of a sweep, in a file in its directory.
 
-    `started` has a trial's values; `report` an evaluation with the run it belongs to; `ended` the
-    trial's last state, and what it failed with.
-
-    Args:
-        directory: The sweep's.
+    `started` has a trial's values; `report` an evaluation and the run it belongs to; `ended` the
+    trial's last state and, if it failed, the error.
     """
 
     def __init__(self, directory: Location) -> None:
@@ -37,12 +34,12 @@ class History:
             self.events = [json.loads(line) for line in self._file.read_text().splitlines()]
 
     def add(self, event: str, trial: str, **details: Any) -> None:
-        """Write an event down; there when this returns."""
+        """Write an event; it is in the file when this returns."""
         self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
         self._file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
 
     def trials(self) -> list[Trial]:
-        """All trials that have started, in the order of their names; who has not ended is `running`."""
+        """All trials that have started, in the order of their names; `running` unless ended."""
         trials: dict[str, Trial] = {}
         for event in self.events:
             name = event["trial"]
@@ -50,9 +47,9 @@ class History:
         return sorted(trials.values(), key=lambda trial: trial.name)
 
     def last_report(self, trial: str) -> Event | None:
-        """The newest `report` of a trial."""
-        mine = (e for e in reversed(self.events) if (e["event"], e["trial"]) == ("report", trial))
-        return next(mine, None)
+        """The newest `report` of a trial, or None."""
+        reports = [e for e in self.events if (e["event"], e["trial"]) == ("report", trial)]
+        return reports[-1] if reports else None
 
 
 def _after(trial: Trial, event: Event) -> Trial:

@@ -1,124 +1,55 @@
-"""The sweep's own MLflow run, which every trial's run is a child of.
+"""The sweep's own MLflow run, the parent of every trial's run.
 
-A tracker that does not answer costs the sweep one line, not itself.
+A tracking server that does not answer costs the sweep one line on the console, nothing else.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-
-PARENT_FILE = "mlflow.json"
-_PARENT_TAG = "mlflow.parentRunId"
-_PARAMETER_LENGTH = 6000
-
-Log = Callable[[str], None]
+from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
+from raytrain_gpt.tracking.trackers import mlflow_store
 
 
 class ParentRun:
-    """One MLflow run for one sweep, over all its restarts.
-
-    Args:
-        directory: The sweep's; `mlflow.json` in it has the run's id.
-        uri: Tracking URI, or None for no tracking.
-        experiment: Experiment name.
-        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
-        parameters: Name -> value.
-        log: Gets a line when the tracker fails.
-    """
+    """One MLflow run for one sweep over all its restarts; does nothing where there is no tracking."""
 
     def __init__(
-        self,
-        directory: Location,
-        uri: str | None,
-        experiment: str,
-        artifact_location: str | None,
-        parameters: Mapping[str, Any],
-        log: Log,
+        self, sweep: Sweep, base: Config, directory: Location, log: Callable[[str], None]
     ) -> None:
-        self._directory, self._uri, self._log = directory, uri, log
-        self._client: Any = None
-        self._run_id: str | None = None
-        if uri is not None:
-            self._trying(lambda: self._open(uri, experiment, artifact_location, parameters))
+        self._log = log
+        self._run: MLflowRun | None = None
+        uri, artifacts = mlflow_store(base)
+        if uri is None:
+            return
+        try:
+            experiment, fields = base.tracking.experiment, sweep.model_dump()
+            self._run = MLflowRun(directory, uri, experiment, artifacts, fields, {})
+        except Exception as error:  # no error of a tracker may end the sweep
+            log(f"MLflow at {uri} has no run of this sweep: {error}")
 
     @property
     def child_tags(self) -> dict[str, str]:
-        """Tags of a trial's run."""
-        return {_PARENT_TAG: self._run_id} if self._run_id else {}
+        """Tags of a trial's MLflow run."""
+        return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
 
     def close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
-        """End the run as FINISHED, FAILED or KILLED, with what the sweep found.
-
-        Args:
-            status: Of the run.
-            metrics: Name -> value.
-            files: Artifact's name -> content.
-        """
-        if self._run_id is not None:
-            self._trying(lambda: self._close(status, metrics, files))
-
-    def _trying(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # a tracker's error, whatever it is, must not end the sweep
-            self._log(f"MLflow at {self._uri} has no run of this sweep: {error}")
-
-    def _open(
-        self,
-        uri: str,
-        experiment: str,
-        artifact_location: str | None,
-        parameters: Mapping[str, Any],
-    ) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        from mlflow import MlflowClient  # here: seconds of import, and only where it is used
-        from mlflow.entities import Param
-
-        self._client = MlflowClient(uri)
-        file = self._directory / PARENT_FILE
-        known = json.loads(file.read_text()) if file.is_file() else {}
-        if known.get("uri") == uri and self._reopened(known["run_id"]):
-            self._run_id = known["run_id"]
+        """End the run as FINISHED, FAILED or KILLED; `files` (name -> content) are its artifacts."""
+        if self._run is None:
             return
-        found = self._client.get_experiment_by_name(experiment)
-        experiment_id = (
-            found.experiment_id
-            if found is not None
-            else self._client.create_experiment(experiment, artifact_location)
-        )
-        run = self._client.create_run(experiment_id, run_name=self._directory.name)
-        file.write_text(json.dumps({"uri": uri, "run_id": run.info.run_id}) + "\n")
-        self._run_id = run.info.run_id
-        params = [Param(key, str(value)[:_PARAMETER_LENGTH]) for key, value in parameters.items()]
-        self._client.log_batch(self._run_id, params=params)
-
-    def _reopened(self, run_id: str) -> bool:
-        """Whether the run of before is still there."""
-        from mlflow.exceptions import MlflowException
-
+        client, run_id = self._run.client, self._run.run_id
         try:
-            self._client.update_run(run_id, status="RUNNING")
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
-        return True
-
-    def _close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
-        for name, value in metrics.items():
-            self._client.log_metric(self._run_id, name, value)
-        with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-            for name, content in files.items():
-                Path(directory, name).write_bytes(content)
-            self._client.log_artifacts(self._run_id, directory)
-        self._client.set_terminated(self._run_id, status)
+            for name, value in metrics.items():
+                client.log_metric(run_id, name, value)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+                for name, content in files.items():
+                    Path(directory, name).write_bytes(content)
+                client.log_artifacts(run_id, directory)
+            client.set_terminated(run_id, status)
+        except Exception as error:
+            self._log(f"MLflow did not take the results of this sweep: {error}")

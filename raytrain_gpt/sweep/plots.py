@@ -1,8 +1,8 @@
-"""A sweep in pictures that can be printed in black and white.
+"""Pictures of a sweep that can be printed in black and white.
 
-What was measured at fewer tokens than the budget is hollow, faded or hatched, as it does not compare
-with the rest. Values far above the others stand at the upper edge with their number, so that one trial
-that diverged does not flatten all others. matplotlib is imported when something is drawn.
+What was measured at fewer tokens than the budget is hollow, faded or hatched, because it does not
+compare with the rest. Values far above the others are marked at the upper edge and written in the
+legend, so that one trial that diverged does not flatten all others.
 """
 
 from __future__ import annotations
@@ -11,37 +11,40 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import colors
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
-from raytrain_gpt.sweep.drawing import INK, SOFT, Floats, value_label
-from raytrain_gpt.sweep.trials import State, Trial, best_trial, compared_tokens, ranking
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Look, value_label
+from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
-"""A leaf with more values gets no line, row or column for each of them."""
+"""A leaf with more values does not get a line, row or column for each of them."""
 MAX_NAMED_CURVES = 10
-"""Of more curves only the best and those that leave the picture are named."""
+"""The legend of the learning curves names no more than these."""
 
-_LOW_COLOR, _HIGH_COLOR = "#0b3c6b", "#e8f1fa"
-_END_MARKS: dict[State, str] = {"stopped": "o", "failed": "X"}
+_MAX_LISTED = 12  # trials above the scale that the legend lists
+_WIDTH, _HEIGHT = 10.0, 5.2  # inches
+_HOLLOW: Look = {"markerfacecolor": "white"}
+_RING: Look = {"color": INK, "marker": "o", "markersize": 14, "linestyle": "", "fillstyle": "none"}
+_LOW_COLOR, _HIGH_COLOR, _BEST_COLOR = "#0b3c6b", "#e8f1fa", "#c44601"
 
 
 def sweep_plots(
-    trials: Sequence[Trial], space_names: Sequence[str], objective: str, budget_tokens: int
+    trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> dict[str, bytes]:
-    """File name -> PNG of every picture that the trials have something for.
+    """File name -> PNG of every picture for which there is data; none before the first evaluation.
 
-    `loss_by_lr.png`, `curves.png` and, for two leaves with few values, `heat_map.png`; none before the
-    first evaluation.
+    `loss_by_lr.png`, `curves.png` and, for two leaves with few values, `heat_map.png`.
 
     Args:
         trials: All trials.
-        space_names: The leaves that were searched, without those tied to them; at least one.
+        searched: The leaves that were searched, without those tied to them; at least one.
         objective: Name of the metric that is minimised.
         budget_tokens: Tokens of a trial that is not stopped.
     """
@@ -49,197 +52,192 @@ def sweep_plots(
     if all(trial.score is None or not trial.curve for trial in trials):
         return {}
     figures = {
-        "loss_by_lr.png": loss_figure(trials, space_names, objective, budget_tokens),
-        "curves.png": curves_figure(trials, space_names, objective, budget_tokens),
+        "loss_by_lr.png": loss_figure(trials, searched, objective, budget_tokens),
+        "curves.png": curves_figure(trials, searched, objective, budget_tokens),
     }
-    if len(discrete_leaves(trials, space_names)) > 1:
-        figures["heat_map.png"] = heat_map_figure(trials, space_names, objective, budget_tokens)
+    if len(discrete_leaves(trials, searched)) > 1:
+        figures["heat_map.png"] = heat_map_figure(trials, searched, objective, budget_tokens)
     return {name: drawing.png(figure) for name, figure in figures.items()}
 
 
 def loss_figure(
-    trials: Sequence[Trial], space_names: Sequence[str], objective: str, budget_tokens: int
+    trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """The objective over the learning rate, a line for each batch size.
+    """The objective over the learning rate, with a line for each batch size.
 
-    Over the first searched leaf that is a number if the rate was not searched; a line for each value of
-    the first other leaf with few values if the batch was not. A line joins the least values of the
-    trials with all their tokens, and the scale is made for these.
+    If the rate was not searched, over the first searched leaf that is a number; if the batch was not,
+    with a line for each value of the first other leaf with few values. A line joins the lowest values
+    of the trials that used their whole budget, and the y axis is scaled to these.
     """
-    figure, axes = drawing.new_figure(8.5, 5.2)
-    x_leaf, series_leaf = _x_and_series(trials, space_names)
+    figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
+    x_leaf, line_leaf = _x_and_line(trials, searched)
     place = drawing.scale_x(axes, x_leaf, [trial.values[x_leaf] for trial in trials])
+    looks = drawing.line_looks(trial.values.get(line_leaf) for trial in trials)
+    entries = [(f"{line_leaf} {value_label(v)}", look) for v, look in looks.items() if line_leaf]
     best = best_trial(trials, budget_tokens)
     limit = max(_loss_limit(trials, budget_tokens), (best and best.score) or -math.inf)
-    # where a further leaf varies freely, neighbours on the axis are none in the space
-    further = [name for name in space_names if name not in (x_leaf, series_leaf)]
-    joined = not further or x_leaf in discrete_leaves(trials, [x_leaf])
-    all_series = drawing.series_of(trials, series_leaf)
-    named: list[drawing.Named] = []
-    shares: list[drawing.Named] = []
-    edge: list[drawing.EdgeMark] = []
-    for series in all_series:
-        points: list[tuple[float, float]] = []
-        line: dict[float, float] = {}
-        for trial in series.trials:
-            x = place[trial.values[x_leaf]]
-            share = compared_tokens(trial, budget_tokens) / budget_tokens
-            if trial.score is None or trial.score > limit:
-                edge += _edge_mark(trial, x, share, series.marker, series.color)
-                continue
-            axes.plot(x, trial.score, series.marker, color=series.color, markersize=7, zorder=3,
-                      markerfacecolor=series.color if share == 1 else "white", gid="point")  # fmt: skip
-            points.append((x, trial.score))
-            if share == 1:
-                line[x] = min(trial.score, line.get(x, math.inf))
-            else:
-                shares.append((f"{share:.0%}", *points[-1]))
-        ordered = sorted(line.items())
-        if joined and ordered:
-            axes.plot(*zip(*ordered, strict=True), color=series.color, linestyle=series.linestyle,
-                      gid="series")  # fmt: skip
-        if series.label and points:
-            named.append((series.label, *(ordered[-1] if ordered else max(points))))
+    lowest: dict[Any, dict[float, float]] = {value: {} for value in looks}
+    above: list[Trial] = []
+    for trial in trials:
+        value, x, score = trial.values.get(line_leaf), place[trial.values[x_leaf]], trial.score
+        is_full = _full_score(trial, budget_tokens) is not None
+        point = looks[value] | {"linestyle": ""} | ({} if is_full else _HOLLOW)
+        if score is not None and score <= limit:
+            axes.plot(x, score, zorder=3, gid="point", **point)
+            if is_full:
+                lowest[value][x] = min(score, lowest[value].get(x, math.inf))
+        elif score is not None or trial.diverged or trial.state == "failed":
+            drawing.mark_edge(axes, x, **point)
+            above.append(trial)
+    # Where a further leaf varies freely, neighbours on the axis are not neighbours in the space.
+    further = [name for name in searched if name not in (x_leaf, line_leaf)]
+    if not further or x_leaf in discrete_leaves(trials, [x_leaf]):
+        for value, points in lowest.items():
+            line = looks[value] | {"marker": ""}
+            axes.plot([*sorted(points)], [points[x] for x in sorted(points)], gid="series", **line)
     if best is not None and best.score is not None:
-        at = (place[best.values[x_leaf]], best.score)
-        axes.plot(*at, "o", color=INK, markerfacecolor="none", markersize=14, gid="best")
-        text = f"best: {best.name}, {best.score:.4f}"
-        drawing.note(axes, text, at, (0, -11), ha="center", va="top", weight="bold")
-    axes.margins(y=0.14)
-    drawing.mark_edge(axes, edge)
-    drawing.name_at_right(axes, named)
-    drawing.name_at_ends(axes, shares)
+        axes.plot(place[best.values[x_leaf]], best.score, gid="best", **_RING)
+        entries.append((f"best: {best.name}, {best.score:.4f}", _RING))
+    if any(compared_tokens(trial, budget_tokens) < budget_tokens for trial in trials):
+        hollow = f"hollow: fewer than {drawing.tokens_label(budget_tokens)} tokens"
+        entries.append((hollow, {"marker": "o", "linestyle": "", **_HOLLOW}))
+    if above:
+        entries.append((_list_of(above, x_leaf, budget_tokens), {"linestyle": ""}))
+    axes.margins(x=0.1, y=0.14)
     axes.set_xlabel(drawing.leaf_label(x_leaf))
     axes.set_ylabel(drawing.objective_label(objective, budget_tokens))
-    axes.set_title(f"Final {drawing.objective_name(objective)} by {x_leaf}")
-    entries = drawing.series_entries(all_series, markers=True)
-    entries.append((f"filled: all {drawing.tokens_text(budget_tokens)} tokens", _mark("o", SOFT)))
-    if any(compared_tokens(trial, budget_tokens) < budget_tokens for trial in trials):
-        entries.append(("hollow: fewer, % of them", _mark("o", "white")))
-    if edge:
-        entries.append(("upper edge: above the scale, or failed", _mark("^", INK)))
+    axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_leaf}")
     drawing.legend(figure, entries)
     return figure
 
 
-def curves_figure(
-    trials: Sequence[Trial], space_names: Sequence[str], objective: str, budget_tokens: int
-) -> Figure:
-    """The objective of every evaluation over tokens seen, the best trial's bold.
+def _list_of(above: Sequence[Trial], x_leaf: str, budget_tokens: int) -> str:
+    """The legend's list of the trials at the upper edge."""
+    lines = [
+        f"{trial.name} at {value_label(trial.values[x_leaf])}: {_outcome(trial, budget_tokens)}"
+        for trial in above[:_MAX_LISTED]
+    ]
+    more = len(above) - _MAX_LISTED
+    rest = [f"and {more} more"] if more > 0 else []
+    return "\n".join(["at the upper edge: above the scale, or failed", *lines, *rest])
 
-    Stopped and failed trials are faded and end in a mark; those that diverged are marked at the upper
-    edge where they leave the picture.
+
+def curves_figure(
+    trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
+) -> Figure:
+    """The objective of every evaluation over tokens seen; the best trial's curve is bold.
+
+    The legend names the trials that come first in the ranking, the others are pale. The curve of a
+    stopped or failed trial is faded and has a hollow end, at the upper edge if it is above the scale.
     """
-    figure, axes = drawing.new_figure(8.5, 5.2)
-    x_leaf, series_leaf = _x_and_series(trials, space_names)
-    drawn = [trial for trial in trials if trial.curve]
-    best = best_trial(trials, budget_tokens)
+    figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
+    x_leaf, line_leaf = _x_and_line(trials, searched)
+    drawn = [trial for trial in ranking(trials, budget_tokens) if trial.curve]
+    groups = [t.values[line_leaf] if line_leaf else t.name for t in drawn[:MAX_NAMED_CURVES]]
+    looks = drawing.line_looks(groups)
     limit = _curves_limit(drawn, budget_tokens)
-    if series_leaf is None and len(drawn) <= MAX_NAMED_CURVES:
-        series_leaf = x_leaf
-    all_series = drawing.series_of(drawn, series_leaf)
-    named: list[drawing.Named] = []
-    edge: list[drawing.EdgeMark] = []
-    for series in all_series:
-        for trial in series.trials:
-            tokens, values = _curve(trial)
-            axes.plot(tokens, values, color=series.color, linestyle=series.linestyle,
-                      alpha=0.4 if trial.state in _END_MARKS else 1, gid=f"trial {trial.name}",
-                      linewidth=3.4 if trial is best else 1.5)  # fmt: skip
-            end = (float(tokens[-1]), float(values[-1]))
-            if not end[1] <= limit:
-                inside = np.flatnonzero(values <= limit)
-                left_at = float(np.nanmin(tokens[inside[-1] + 1 if len(inside) else 0 :]))
-                edge += _edge_mark(trial, left_at, 1, series.marker, series.color)
-                continue
-            if trial.state in _END_MARKS:
-                axes.plot(*end, _END_MARKS[trial.state], color=series.color, markersize=6,
-                          markerfacecolor="white", zorder=3, gid="end")  # fmt: skip
-            if len(drawn) <= MAX_NAMED_CURVES or trial is best:
-                text = f"{trial.name}: {value_label(trial.values[x_leaf])}"
-                named.append((f"{text}, best" if trial is best else text, *end))
-    axes.set_xlim(0, 1.02 * max(budget_tokens, *(trial.judged_tokens for trial in drawn)))
+    entries: list[tuple[str, Look]] = []
+    for rank, trial in enumerate(drawn):
+        tokens, values = _curve(trial)
+        if rank >= MAX_NAMED_CURVES:
+            pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
+            axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
+            continue
+        is_best, is_full = trial is best_trial(trials, budget_tokens), trial.state == "finished"
+        line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
+        line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
+        axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
+        end = {"color": line["color"], "marker": MARKERS[rank]} | ({} if is_full else _HOLLOW)
+        if values[-1] <= limit:
+            axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
+        else:
+            drawing.mark_edge(axes, tokens[-1], **end)
+        names = ", ".join(value_label(trial.values[n]) for n in (x_leaf, line_leaf) if n)
+        text = f"{trial.name}: {names}\n{_outcome(trial, budget_tokens)}{', best' * is_best}"
+        entries.append((text, line | end | {"alpha": 1.0}))
+    if len(drawn) > MAX_NAMED_CURVES:
+        entries.append((f"other trials: {len(drawn) - MAX_NAMED_CURVES}", {"color": PALE}))
     shown = [v for trial in drawn for v in _curve(trial)[1] if v <= limit]
     pad = 0.05 * (max(shown) - min(shown) or abs(max(shown)) or 1)
     axes.set_ylim(min(shown) - pad, max(shown) + pad)
-    drawing.mark_edge(axes, edge)
-    drawing.name_at_ends(axes, named)
-    drawing.tokens_axis(axes)
+    axes.set_xlim(0, 1.02 * max(budget_tokens, *(trial.judged_tokens for trial in drawn)))
+    axes.xaxis.set_major_formatter(lambda tokens, _: drawing.tokens_label(tokens))
     axes.set_xlabel("tokens seen (tokens)")
     axes.set_ylabel(drawing.objective_label(objective))
-    axes.set_title(f"Learning curves, named by trial: {x_leaf}")
-    entries = drawing.series_entries(all_series, markers=False)
-    if best is not None:
-        entries.append(("best", {"linewidth": 3.4}))
-    for state, mark in _END_MARKS.items():
-        if any(trial.state == state for trial in drawn):
-            entries.append((state, {"marker": mark, "markerfacecolor": "white", "alpha": 0.5}))
-    drawing.legend(figure, entries)
+    axes.set_title("Learning curves")
+    drawing.legend(figure, entries, f"trial: {', '.join(n for n in (x_leaf, line_leaf) if n)}")
     return figure
 
 
 def heat_map_figure(
-    trials: Sequence[Trial], space_names: Sequence[str], objective: str, budget_tokens: int
+    trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
     """A cell for each learning rate and batch size, or the first two leaves with few values.
 
-    Of several trials in a cell the best counts. Only trials with all their tokens are coloured, the
-    others' cells are hatched.
+    A cell shows the best of its trials. It is coloured if that one used its whole budget, hatched if
+    it did not, and white if there is no trial.
     """
-    from matplotlib import colors
-    from matplotlib.cm import ScalarMappable
-
-    x_leaf, y_leaf = _x_and_y(discrete_leaves(trials, space_names))
+    x_leaf, y_leaf = _x_and_line(trials, discrete_leaves(trials, searched))
     columns = drawing.in_order(trial.values[x_leaf] for trial in trials)
     rows = drawing.in_order(trial.values[y_leaf] for trial in trials)
     figure, axes = drawing.new_figure(3 + 1.25 * len(columns), 2.4 + 0.9 * len(rows))
     axes.grid(visible=False)
-    cells: dict[tuple[int, int], tuple[Trial, int]] = {}
-    for trial in reversed(ranking(trials, budget_tokens)):
-        at = (columns.index(trial.values[x_leaf]), rows.index(trial.values[y_leaf]))
-        cells[at] = (trial, cells[at][1] + 1 if at in cells else 1)
-    scores = {at: _full_score(trial, budget_tokens) for at, (trial, _) in cells.items()}
-    full = [score for score in scores.values() if score is not None]
-    limit = drawing.upper_limit(full) if full else 1.0
-    norm = colors.Normalize(min(full, default=0), min(max(full, default=1), limit))
+    cells: dict[tuple[int, int], list[Trial]] = {}
+    scores = np.full((len(rows), len(columns)), np.nan)
+    for trial in ranking(trials, budget_tokens):
+        column, row = columns.index(trial.values[x_leaf]), rows.index(trial.values[y_leaf])
+        cells.setdefault((column, row), []).append(trial)
+        score = _full_score(cells[column, row][0], budget_tokens)
+        scores[row, column] = np.nan if score is None else score
+    full = scores[np.isfinite(scores)]
+    highest = min(full.max(), upper_limit(full)) if len(full) else 1.0
+    norm = colors.Normalize(full.min() if len(full) else 0.0, highest)
     shades = colors.LinearSegmentedColormap.from_list("objective", [_LOW_COLOR, _HIGH_COLOR])
+    mesh = axes.pcolormesh(scores, cmap=shades, norm=norm, edgecolors=SOFT, linewidth=0.5)
     best = best_trial(trials, budget_tokens)
-    for at in itertools.product(range(len(columns)), range(len(rows))):
-        tried, score = cells.get(at), scores.get(at)
-        text = _cell_text(*tried, budget_tokens) if tried else "not tried"
-        color = None if score is None else shades(norm(score))
-        ink = "white" if score is not None and norm(score) < 0.55 else INK
-        is_best = tried is not None and tried[0] is best
-        drawing.cell(axes, at, text, color, ink, hatched=tried is not None, best=is_best)
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(-0.5, len(rows) - 0.5)
-    axes.set_xticks(range(len(columns)), [value_label(value) for value in columns])
-    axes.set_yticks(range(len(rows)), [value_label(value) for value in rows])
+    for column, row in itertools.product(range(len(columns)), range(len(rows))):
+        tried = cells.get((column, row), [])
+        is_dark = norm(scores[row, column]) < 0.55  # False for NaN
+        look: Look = {"color": "white" if is_dark else INK}
+        if tried and np.isnan(scores[row, column]):
+            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, hatch="//", edgecolor=SOFT))
+            look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+        if best in tried:
+            inside = (column + 0.03, row + 0.03)
+            axes.add_patch(Rectangle(inside, 0.94, 0.94, fill=False, edgecolor=_BEST_COLOR, lw=4))
+            look["weight"] = "bold"
+        text = _cell_text(tried, best, budget_tokens)
+        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9, **look)
+    axes.set_xticks(np.arange(len(columns)) + 0.5, [value_label(value) for value in columns])
+    axes.set_yticks(np.arange(len(rows)) + 0.5, [value_label(value) for value in rows])
     axes.set_xlabel(drawing.leaf_label(x_leaf))
     axes.set_ylabel(drawing.leaf_label(y_leaf))
-    axes.set_title(f"Final {drawing.objective_name(objective)}; hatched: fewer tokens")
-    if full:
-        above = "max" if max(full) > limit else "neither"
-        bar = figure.colorbar(ScalarMappable(norm, shades), ax=axes, extend=above)
-        bar.set_label(drawing.objective_label(objective, budget_tokens).replace(" (", "\n("))
+    axes.set_title(f"Final {OBJECTIVES[objective][0]}; hatched: fewer tokens")
+    if len(full):
+        label = drawing.objective_label(objective, budget_tokens).replace(" (", "\n(")
+        figure.colorbar(mesh, ax=axes, label=label, extend="max" if full.max() > highest else None)
     return figure
 
 
-def _full_score(trial: Trial, budget_tokens: int) -> float | None:
-    """The objective of a trial with all its tokens."""
-    return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
+def _cell_text(tried: Sequence[Trial], best: Trial | None, budget_tokens: int) -> str:
+    """What a cell says of its trials, the first of which is the best of them."""
+    if not tried:
+        return "not tried"
+    name = tried[0].name if len(tried) == 1 else f"{tried[0].name}, best of {len(tried)}"
+    text = f"{name}\n{_outcome(tried[0], budget_tokens)}".replace(", stopped", "\nstopped")
+    return f"best\n{text}" if tried[0] is best else text
 
 
-def _cell_text(trial: Trial, among: int, budget_tokens: int) -> str:
-    name = trial.name if among == 1 else f"{trial.name}, best of {among}"
+def _outcome(trial: Trial, budget_tokens: int) -> str:
+    """How a trial ended: `3.1416`, and at what share of its budget if that was before its end."""
     if trial.score is None:
-        return f"{name}\n{'not finite' if trial.diverged else trial.state}"
+        return "not finite" if trial.diverged and trial.state != "failed" else trial.state
     share = compared_tokens(trial, budget_tokens) / budget_tokens
-    return f"{name}\n{trial.score:.4f}" + (f"\n{trial.state} at {share:.0%}" if share < 1 else "")
+    return f"{trial.score:.4f}" + (f", {trial.state} at {share:.0%}" if share < 1 else "")
 
 
 def discrete_leaves(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
-    """Those of some leaves that have few values: names, or numbers that come more than once."""
+    """The leaves among `names` that have few values: no numbers, or numbers that come repeatedly."""
     found = []
     for name in names:
         values = drawing.in_order(trial.values[name] for trial in trials)
@@ -249,63 +247,45 @@ def discrete_leaves(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _x_and_series(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str | None]:
-    """The leaf on the x axis and the one that has a line for each value."""
+def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
+    """The leaf of the x axis, and the one with a line (or row) for each value, "" if there is none."""
     numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
     x_leaf = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
     others = discrete_leaves(trials, [name for name in names if name != x_leaf])
     batch = "global_batch_tokens"
-    return x_leaf, batch if batch in others else next(iter(others), None)
+    return x_leaf, batch if batch in others else next(iter(others), "")
 
 
-def _x_and_y(names: Sequence[str]) -> tuple[str, str]:
-    """Columns and rows of a heat map."""
-    x_leaf = "peak_lr" if "peak_lr" in names else names[0]
-    others = [name for name in names if name != x_leaf]
-    return x_leaf, "global_batch_tokens" if "global_batch_tokens" in others else others[0]
+def _full_score(trial: Trial, budget_tokens: int) -> float | None:
+    """The objective of a trial that used its whole budget."""
+    return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
 
 
-def _mark(marker: str, face: str) -> dict[str, Any]:
-    return {"marker": marker, "markerfacecolor": face, "linestyle": ""}
-
-
-def _edge_mark(
-    trial: Trial, x: float, share: float, marker: str, color: str
-) -> list[drawing.EdgeMark]:
-    """What stands at the upper edge for a trial, if it was evaluated or failed."""
-    if trial.state == "failed":
-        return [drawing.EdgeMark(x, f"{trial.name} failed", "X")]
-    if trial.diverged:
-        return [drawing.EdgeMark(x, f"{trial.name} not finite", "^")]
-    if trial.score is None:
-        return []
-    text = f"{trial.name} {trial.score:.4g}"
-    if share < 1:
-        return [drawing.EdgeMark(x, f"{text} at {share:.0%}", marker, color, "white")]
-    return [drawing.EdgeMark(x, text, "^")]
+def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """The value above which others are so far away that they would flatten the rest."""
+    low, middle = np.quantile(values, (0, 0.5), method="lower")
+    return float(middle + max(10 * (middle - low), 0.25 * abs(low)))
 
 
 def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Upper end of the scale, made for the trials with all their tokens if there are any."""
+    """Upper end of the y axis, for the trials that used their whole budget if there are any."""
     full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
-    limit = drawing.upper_limit(full or [t.score for t in trials if t.score is not None])
+    limit = upper_limit(full or [t.score for t in trials if t.score is not None])
     inside = [score for score in full if score <= limit]
     return max(inside) + 0.5 * (max(inside) - min(inside)) if len(inside) > 1 else limit
 
 
-def _curve(trial: Trial) -> tuple[Floats, Floats]:
+def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
+    """Upper end of the y axis: about where trials begin."""
+    curves = [_curve(trial)[1] for trial in trials]
+    begins = [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
+    return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))
+
+
+def _curve(trial: Trial) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tokens and objectives of a trial, with a gap where it went on from another one's weights."""
     tokens = np.array([point[0] for point in trial.curve], np.float64)
     values = np.array([point[1] for point in trial.curve], np.float64)
     values[~np.isfinite(values)] = np.nan
     gaps = np.flatnonzero(np.diff(tokens) <= 0) + 1
     return np.insert(tokens, gaps, np.nan), np.insert(values, gaps, np.nan)
-
-
-def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Upper end of the scale: about where trials begin."""
-    curves = [_curve(trial)[1] for trial in trials]
-    begins = [
-        float(values[np.isfinite(values)][0]) for values in curves if np.isfinite(values).any()
-    ]
-    return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))

@@ -1,4 +1,4 @@
-"""What a trial takes of a cluster, and how many fit at once."""
+"""How much of a cluster a trial takes, and how many trials fit at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_gpt.sweep.trial_plan import num_trials
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
-    """In a sweep `auto` means one worker a trial, with one CPU: the trials share the cluster."""
+    """The configuration with one worker per trial and one CPU per worker where they are `auto`."""
     c = config.cluster
     return decided(
         SizedConfig,
@@ -26,13 +26,13 @@ def one_worker_for_auto(config: Config) -> SizedConfig:
 
 
 def trial_cpus(config: SizedConfig) -> int:
-    """CPUs of a trial, its workers' and those for its data; every `auto` is decided."""
+    """CPUs of a trial: its workers' and those for its data."""
     c = config.cluster
     return c.num_workers * c.cpus_per_worker + DATA_CPUS
 
 
 def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
-    """Logical CPUs of a cluster started for a sweep: for as many trials as this machine can run."""
+    """Logical CPUs to start a local cluster with: for as many trials as this machine can run."""
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     if gpus:
@@ -48,13 +48,8 @@ def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
 def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> int:
     """How many trials run at the same time.
 
-    Args:
-        sweep: The sweep.
-        config: Of the trials, with every `auto` decided.
-        resources: Of the cluster.
-
     Raises:
-        ClusterError: a population does not fit as a whole.
+        ClusterError: the trials of a population do not fit all at once.
     """
     c = config.cluster
     places = resources.places(c.cpus_per_worker, c.num_gpus)
@@ -63,7 +58,7 @@ def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> 
     at_once = max(1, min(fit, sweep.max_concurrent_trials or fit, population))
     if isinstance(sweep.scheduler, Pbt) and at_once < population:
         raise ClusterError(
-            f"scheduler pbt compares {population} trials at the same time, the cluster has room for "
+            f"scheduler pbt compares {population} trials at the same time, but the cluster has room for "
             f"{fit} (each {trial_cpus(config)} CPUs{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}"
             f"); set num_trials to at most {max(fit, 1)}, leave max_concurrent_trials out, or use a "
             "larger cluster"

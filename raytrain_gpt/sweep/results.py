@@ -1,6 +1,7 @@
-"""A sweep in text: its tables, `results.csv` and `best.yaml`.
+"""A sweep as text: its tables, `results.csv` and `best.yaml`.
 
-Tables are plain text, so that they read the same in a terminal, a job's log and a file.
+Tables are plain text, so that they read the same in a terminal, a job's log and a file. In all of them
+`objective` is the name of the metric and `budget_tokens` the tokens of a trial that is not stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import shorten
 from typing import Any, get_args
 
 from rich.console import Console
@@ -23,7 +25,7 @@ from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_t
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 
 MAX_PROGRESS_ROWS = 20
-"""The table comes again and again: more would bury what else is printed."""
+"""The table is printed again and again: more rows would bury everything else."""
 
 _MAX_ERROR_CHARS = 160
 _MAX_TABLE_CHARS = 1000
@@ -31,32 +33,18 @@ _PROGRESS_ORDER: tuple[State, ...] = ("running", "finished", "stopped", "failed"
 
 
 def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
-    """Lines of a table of the trials to come.
-
-    Args:
-        planned: Leaf -> value of each.
-        max_steps: Steps of each.
-    """
-    table = Table(box=None, pad_edge=False)
-    table.add_column("trial")
-    for name in (*planned[0], "steps"):
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True)):
-        table.add_row(
-            f"{number:03d}", *(Text(value_text(v)) for v in values.values()), f"{steps:,}"
-        )
-    return _lines(table)
+    """Lines of a table of the trials to come: the values and the number of steps of each."""
+    rows = [
+        [f"{number:03d}", *map(value_text, values.values()), f"{steps:,}"]
+        for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True))
+    ]
+    return _table_lines(["trial"], [*planned[0], "steps"], rows)
 
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """How a sweep is going: a line of counts, then its trials, those that run first.
+    """The state of a sweep: a line of counts, then its trials, running ones first.
 
     Pending trials are only counted; so are those beyond MAX_PROGRESS_ROWS.
-
-    Args:
-        trials: All trials.
-        objective: Name of the metric that is minimised.
-        budget_tokens: Tokens of a trial that is not stopped.
     """
     started = [t for t in ranking(trials, budget_tokens) if t.state != "pending"]
     started.sort(key=lambda trial: _PROGRESS_ORDER.index(trial.state))
@@ -69,16 +57,13 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
 
 
 def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """What a sweep found: its trials by rank, the errors of failed ones, and what it cost.
-
-    Args:
-        trials: All trials.
-        objective: Name of the metric that is minimised.
-        budget_tokens: Tokens of a trial that is not stopped.
-    """
+    """The result of a sweep: its trials by rank, the errors of failed ones, and what it cost."""
     ranked = ranking(trials, budget_tokens)
     lines = _table(ranked, objective, budget_tokens, ranks=True)
-    lines += [f"{t.name} failed: {_one_line(t.error)}" for t in ranked if t.state == "failed"]
+    for trial in ranked:
+        if trial.state == "failed":
+            error = shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
+            lines.append(f"{trial.name} failed: {error}")
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
@@ -90,14 +75,9 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 
 def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """`results.csv`: a line for each trial, by rank, with every number as it is.
+    """`results.csv`: a line for each trial, by rank, with every number in full precision.
 
-    What is not known is empty; rank is empty for a failed trial and an objective that is not finite.
-
-    Args:
-        trials: All trials.
-        objective: Name of the metric that is minimised; heads its column.
-        budget_tokens: Tokens of a trial that is not stopped.
+    Unknown values are empty; so is the rank of a failed trial and of an objective that is not finite.
     """
     leaves = _leaf_names(trials)
     text = io.StringIO()
@@ -105,32 +85,21 @@ def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     measured = ("tokens_seen", "tokens_per_s", "elapsed_s")
     writer.writerow(["trial", "state", "rank", objective, *measured, *leaves, "run_dir", "error"])
     for rank, trial in enumerate(ranking(trials, budget_tokens), 1):
-        writer.writerow(
-            [
-                *(trial.name, trial.state, "" if trial.score is None else rank),
-                *(trial.objective, *(getattr(trial, name) for name in measured)),
-                *(_plain(trial.values[name]) if name in trial.values else "" for name in leaves),
-                *(trial.run_dir, trial.error),
-            ]
-        )
+        ranked = [trial.name, trial.state, "" if trial.score is None else rank, trial.objective]
+        numbers = [getattr(trial, name) for name in measured]
+        values = [_plain(trial.values[n]) if n in trial.values else "" for n in leaves]
+        writer.writerow([*ranked, *numbers, *values, trial.run_dir, trial.error])
     return text.getvalue()
 
 
 def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> str:
-    """`best.yaml`: the best trial's configuration for `train --config`, named `<sweep>-best`.
-
-    Args:
-        config: The trial's resolved configuration.
-        trial: The trial.
-        sweep_name: Name of the sweep.
-        objective: Name of the metric that was minimised.
-    """
+    """`best.yaml`: the best trial's resolved configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
         f"The best trial of sweep {sweep_name}: {trial.name}, {trial.state}, {objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
-        "All other values are this trial's too, the run's name aside.",
+        "All other values are this trial's too, except for run_name.",
         "Train it again: raytrain-gpt train --config best.yaml",
     ]
     named = config.updated({"run_name": f"{sweep_name}-best"})
@@ -138,32 +107,38 @@ def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> 
 
 
 def _table(
-    trials: Iterable[Trial], objective: str, budget_tokens: int, ranks: bool = False
+    trials: Sequence[Trial], objective: str, budget_tokens: int, ranks: bool = False
 ) -> list[str]:
-    """Lines of a table, as wide as it needs."""
-    trials = list(trials)
     leaves = _leaf_names(trials)
-    table = Table(box=None, pad_edge=False)
-    if ranks:
-        table.add_column("rank", justify="right")
-    table.add_column("trial")
-    table.add_column("state")
-    for name in (objective, "tokens", "share", "tokens/s", "time", *leaves):
-        table.add_column(Text(name), justify="right", no_wrap=True)
+    rows = []
     for rank, trial in enumerate(trials, 1):
-        cells = [
-            *([] if not ranks else ["-" if trial.score is None else str(rank)]),
-            *(trial.name, trial.state, _objective_text(trial)),
-            *(amount(trial.tokens_seen), f"{trial.tokens_seen / budget_tokens:.0%}"),
+        row = [
+            f"{rank:>4}" if trial.score is not None else "   -",
+            trial.name,
+            trial.state,
+            _objective_text(trial),
+            amount(trial.tokens_seen),
+            f"{trial.tokens_seen / budget_tokens:.0%}",
             "-" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",
             "-" if trial.elapsed_s is None else duration(trial.elapsed_s),
             *(value_text(trial.values[n]) if n in trial.values else "-" for n in leaves),
         ]
-        table.add_row(*map(Text, cells))  # as Text: a value in brackets is not markup
-    return _lines(table)
+        rows.append(row if ranks else row[1:])
+    names = ["rank"] * ranks + ["trial", "state"]
+    return _table_lines(names, [objective, "tokens", "share", "tokens/s", "time", *leaves], rows)
 
 
-def _lines(table: Table) -> list[str]:
+def _table_lines(
+    names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
+) -> list[str]:
+    """Lines of a table, as wide as it needs; columns of `numbers` are right-aligned."""
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # as Text: a value in brackets is not markup
     text = io.StringIO()
     console = Console(file=text, width=_MAX_TABLE_CHARS, color_system=None, force_terminal=False)
     console.print(table)
@@ -195,8 +170,3 @@ def _objective_text(trial: Trial) -> str:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _one_line(error: str | None) -> str:
-    line = " ".join((error or "no message").split())
-    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 1]}…"

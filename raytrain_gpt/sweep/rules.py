@@ -1,4 +1,4 @@
-"""What a sweep may not ask for, as far as its file alone tells; each rule is refused with one line."""
+"""What a sweep file may not ask for; each violation is refused with one line."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
-"""Sections of places, resources and of how the objective is measured."""
+"""Sections about places, resources and how the objective is measured."""
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
-"""Leaves of other sections with which losses do not compare."""
+"""Leaves of other sections that make losses incomparable."""
 
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
-"""Leaves that may change in the middle of a trial: no shapes, no batches, no shape of the schedule."""
+"""Leaves that may change in the middle of a trial: not shapes, batches or the schedule's form."""
 
 
 def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
-    """Refuse leaves that cannot differ between trials, and a space in which nothing is searched."""
+    """Refuse leaves that cannot differ between trials, and a space that searches nothing."""
     for name, domain in space.items():
         if name in overrides:
             raise ConfigError(
@@ -41,12 +41,12 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
 
 
 def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:
-    """Refuse a number of trials that the grid does not divide, and grids for a searcher without."""
+    """Refuse a number of trials that is no multiple of the grid's points, and grids for Optuna."""
     points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
     drawn = [name for name, domain in space.items() if isinstance(domain, Drawn)]
     grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
     if searcher == "optuna" and grids:
-        raise ConfigError(f"searcher optuna knows no grid ({', '.join(grids)}); use choice")
+        raise ConfigError(f"searcher optuna takes no grid ({', '.join(grids)}); use choice")
     if num_trials is None:
         if drawn:
             raise ConfigError(
@@ -65,7 +65,7 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
 
 
 def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens: int) -> None:
-    """Refuse comparisons of trials where they do not report."""
+    """Refuse comparisons at tokens where trials do not report, or only at their end."""
     if tokens % report_every_tokens:
         raise ConfigError(
             f"{name}={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
@@ -79,7 +79,7 @@ def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens
 
 
 def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> None:
-    """Refuse leaves that cannot change in the middle of a trial, and those that follow from them."""
+    """Refuse to mutate leaves that cannot change mid-trial, directly or through an expression."""
     for name in mutate:
         if name not in MUTABLE:
             raise ConfigError(

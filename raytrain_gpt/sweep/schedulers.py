@@ -1,7 +1,7 @@
-"""What decides which trials there are and which go on: Ray Tune's schedulers and searchers.
+"""Ray Tune's schedulers and searcher, which decide what trials there are and which continue.
 
-None of them keeps its state over a crash. They are made anew from the history of the sweep: every
-report of before is told again, in its order, so that they decide what they would have decided.
+None of them keeps its state over a crash. They are rebuilt from the history of the sweep: every
+earlier report is replayed in order, so that they decide what they would have decided.
 """
 
 from __future__ import annotations
@@ -12,33 +12,23 @@ from typing import Any
 
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
-from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
-    FIFOScheduler,
-    PopulationBasedTraining,
-    TrialScheduler,
-)
+from ray.tune.schedulers import AsyncHyperBandScheduler, PopulationBasedTraining, TrialScheduler
 
 from raytrain_gpt.sweep.history import ENDED, History
-from raytrain_gpt.sweep.space import Choice, Drawn, LogUniform, RandInt, Uniform
+from raytrain_gpt.sweep.space import Choice, LogUniform, RandInt, Uniform
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 
 
 class _Named:
-    """A trial as the halving knows it: by its name in the sweep, which a restart does not change."""
+    """A trial for TokenHalving: its id is its name in the sweep, which a restart does not change."""
 
     def __init__(self, name: str) -> None:
         self.trial_id = name
 
 
 class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
-    """Asynchronous successive halving (Li et al., 2020) with rungs in tokens.
-
-    Args:
-        scheduler: Of the sweep's file.
-        budget_tokens: Of a trial.
-    """
+    """Asynchronous successive halving (Li et al., 2020) with rungs in tokens."""
 
     def __init__(self, scheduler: Asha, budget_tokens: int) -> None:
         super().__init__(
@@ -51,9 +41,9 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
         )
 
     def tell(self, history: History) -> list[str]:
-        """Tell it the reports of before; names of trials that it would have stopped.
+        """Replay the earlier reports; returns the names of trials that it would have stopped.
 
-        A crash may come between a report and its trial's end.
+        The history may not have their end: a crash may come between a report and the end.
         """
         stopped: dict[str, bool] = {}
         for event in history.events:
@@ -81,26 +71,24 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
 
 
 class Population(PopulationBasedTraining):  # type: ignore[misc]
-    """Population-based training (Jaderberg et al., 2017), all trials compared at the same tokens.
-
-    Args:
-        sweep: With a `pbt` scheduler.
-        scheduler: That one.
-    """
+    """Population-based training (Jaderberg et al., 2017), all trials compared at the same tokens."""
 
     def __init__(self, sweep: Sweep, scheduler: Pbt) -> None:
         random.seed(sweep.sweep_seed)  # Ray Tune draws from the global generator
         self._every_tokens = scheduler.perturb_every_tokens
         self._synced_tokens = 0
-        self._domains = {name: sweep.space[name] for name in scheduler.mutate}
+        self._domains: dict[str, Any] = {name: sweep.space[name] for name in scheduler.mutate}
+        # Ray Tune steps through the values of a list, and multiplies those of a range by 0.8 or 1.2.
+        mutations = {
+            name: list(domain.choice) if isinstance(domain, Choice) else _tune_domain(domain)
+            for name, domain in self._domains.items()
+        }
         super().__init__(
             time_attr=TOKENS_SEEN,
             metric=OBJECTIVE,
             mode="min",
             perturbation_interval=self._every_tokens,
-            hyperparam_mutations={
-                "values": {name: _mutation(sweep.space[name]) for name in scheduler.mutate}
-            },
+            hyperparam_mutations={"values": mutations},
             quantile_fraction=scheduler.quantile_fraction,
             resample_probability=scheduler.resample_probability,
             custom_explore_fn=self._within_domains,
@@ -109,19 +97,19 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         )
 
     def _within_domains(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Ray Tune multiplies without looking at the ends of a range."""
+        """Clip mutated values to their ranges, which Ray Tune does not look at."""
         values = dict(config["values"])
         for name, domain in self._domains.items():
-            if isinstance(domain, Uniform | LogUniform | RandInt):
+            if not isinstance(domain, Choice):
                 low, high = domain.extremes
                 values[name] = min(max(values[name], low), high)
         return {**config, "values": values}
 
     def tell(self, tokens_seen: Iterable[int]) -> int:
-        """Tell it where the trials that go on stand; tokens of the comparison they have behind them.
+        """Set how far the continuing trials are; returns the tokens of the last comparison.
 
-        One that was due but not yet made when the sweep was killed is made again, unless all trials
-        had come there: then it is left out.
+        A comparison that was due when the sweep was killed is made again, unless all trials had
+        come there: then it is left out.
         """
         self._synced_tokens = min(tokens_seen) // self._every_tokens * self._every_tokens
         self._next_perturbation_sync = self._synced_tokens + self._every_tokens
@@ -136,7 +124,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         return action
 
     def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """All others may be waiting for this one: then they go on without the comparison."""
+        """Skip the comparison if all others are waiting for this trial."""
         super().on_trial_error(tune_controller, trial)
         others = [
             state
@@ -150,7 +138,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
 
 
 class _WithoutEnded:
-    """Ray Tune counts a failed trial as live, for which a synchronous comparison waits for ever."""
+    """A controller whose failed trials are not live: a synchronous comparison waits for live ones."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
@@ -163,14 +151,8 @@ class _WithoutEnded:
         return [t for t in self._controller.get_live_trials() if not t.is_finished()]
 
 
-def _mutation(domain: Any) -> Any:
-    """Values in a list are stepped through, those of a range are multiplied by 0.8 or 1.2."""
-    if isinstance(domain, Choice):
-        return list(domain.choice)
-    return _drawn(domain)
-
-
-def _drawn(domain: Drawn) -> Any:
+def _tune_domain(domain: Any) -> Any:
+    """A domain that values are drawn from, as Ray Tune has it."""
     if isinstance(domain, Uniform):
         return tune.uniform(*domain.uniform)
     if isinstance(domain, LogUniform):
@@ -181,44 +163,22 @@ def _drawn(domain: Drawn) -> Any:
     return tune.choice(list(domain.choice))
 
 
-def no_scheduler() -> TrialScheduler:
-    """Every trial gets its whole budget."""
-    return FIFOScheduler()
-
-
 def optuna_search(sweep: Sweep, history: History) -> Any:
-    """Optuna's search (TPE), which knows what the trials of before came to.
+    """Optuna's search (TPE), told the results of earlier trials.
 
-    Trials that were not at their end are suggested first, in the order of their names.
+    Trials that had not ended are suggested first, in the order of their names.
     """
-    from optuna.distributions import (
-        BaseDistribution,
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
     from ray.tune.search.optuna import OptunaSearch
 
-    space: dict[str, BaseDistribution] = {}
-    for name in sweep.searched:
-        domain = sweep.space[name]
-        if isinstance(domain, Uniform):
-            space[f"values/{name}"] = FloatDistribution(*domain.uniform)
-        elif isinstance(domain, LogUniform):
-            space[f"values/{name}"] = FloatDistribution(*domain.loguniform, log=True)
-        elif isinstance(domain, RandInt):
-            space[f"values/{name}"] = IntDistribution(*domain.randint)
-        else:
-            assert isinstance(domain, Choice), "a grid is not searched by Optuna"
-            space[f"values/{name}"] = CategoricalDistribution(domain.choice)
+    domains = {name: _tune_domain(sweep.space[name]) for name in sweep.searched}
     trials = [trial for trial in history.trials() if trial.values]
     points = {t.name: {f"values/{name}": t.values[name] for name in sweep.searched} for t in trials}
     search = OptunaSearch(
-        space,
+        OptunaSearch.convert_search_space({"values": domains}),
         metric=OBJECTIVE,
         mode="min",
         points_to_evaluate=[points[t.name] for t in trials if t.state not in ENDED] or None,
-        # A seed that is used again would draw the same values again.
+        # The same seed after a restart would draw the same values again.
         seed=sweep.sweep_seed + len(trials),
     )
     for trial in trials:

@@ -5,12 +5,12 @@ A domain is a mapping with one key:
     grid: [a, b, …]              each of them, crossed with all other grids
     choice: [a, b, …]            one of them, drawn
     uniform: [low, high]         a number between them, drawn
-    loguniform: [low, high]      the same, its logarithm uniform
+    loguniform: [low, high]      a number between them, drawn with a uniform logarithm
     randint: [low, high]         a whole number, drawn; both ends are possible
-    expression: "peak_lr / 10"   worked out from other leaves of the trial
+    expression: "peak_lr / 10"   computed from other leaves of the trial
 
 Nothing in a sweep file is run as code: an expression is arithmetic on floats with five functions, and
-what has any other part is refused before it is worked out.
+anything else in it is refused before it is evaluated.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from raytrain_gpt.errors import ConfigError
 
 
 class _Domain(BaseModel):
-    """Written back as it is read: `{kind: argument}`."""
+    """A domain has one field, so that it is dumped as it is written: `{kind: argument}`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @property
     def kind(self) -> str:
-        """As the file calls it: grid, choice, …"""
+        """Its name in the file: grid, choice, …"""
         return next(iter(type(self).model_fields))
 
 
 class Searched(_Domain):
-    """What is not worked out from other leaves."""
+    """A domain of values that are searched, not computed from other leaves."""
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """All values of a list, both ends of a range."""
+        """All values of a list; both ends of a range."""
         return tuple(getattr(self, self.kind))
 
 
@@ -62,7 +62,7 @@ class Choice(Searched):
     choice: tuple[Any, ...]
 
     def at(self, fraction: float) -> Any:
-        """The value at a fraction, 0 to 1, of the domain."""
+        """The value at a fraction of the domain, from 0 to 1."""
         return self.choice[min(int(fraction * len(self.choice)), len(self.choice) - 1)]
 
 
@@ -72,7 +72,7 @@ class Uniform(Searched):
     uniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
-        """The value at a fraction, 0 to 1, of the domain."""
+        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.uniform
         return min(low + fraction * (high - low), high)
 
@@ -83,46 +83,43 @@ class LogUniform(Searched):
     loguniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
-        """The value at a fraction, 0 to 1, of the domain."""
+        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.loguniform
         return min(low * math.exp(fraction * math.log(high / low)), high) if fraction < 1 else high
 
 
 class RandInt(Searched):
-    """A whole number between two ends, which are possible too."""
+    """A whole number between two ends, both included."""
 
     randint: tuple[int, int]
 
     def at(self, fraction: float) -> int:
-        """The value at a fraction, 0 to 1, of the domain."""
+        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.randint
         return min(low + int(fraction * (high - low + 1)), high)
 
 
 class Expression(_Domain):
-    """A value that is worked out from other leaves."""
+    """A value that is computed from other leaves."""
 
     expression: str
 
     @property
     def names(self) -> frozenset[str]:
-        """What it uses, without the functions.
+        """Names of the leaves that it uses.
 
         Raises:
-            ConfigError: it is no expression, or more than arithmetic.
+            ConfigError: it is not an arithmetic expression.
         """
         nodes = list(ast.walk(self._tree()))
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in called)
 
     def value(self, values: Mapping[str, Any]) -> float:
-        """Its value, which is finite.
-
-        Args:
-            values: Name -> value of all `names`, and any others.
+        """Its value, which is finite, at the values of its names.
 
         Raises:
-            ConfigError: it uses something that is not a number, or has no value.
+            ConfigError: it uses something that is not a number, or its value is not finite.
         """
         used = {name: values[name] for name in sorted(self.names)}
         for name, value in used.items():
@@ -154,7 +151,7 @@ class Expression(_Domain):
 
 
 Drawn = Choice | Uniform | LogUniform | RandInt
-"""What has a value at any fraction from 0 to 1."""
+"""Domains that have a value at any fraction from 0 to 1."""
 Domain = Grid | Drawn | Expression
 
 KINDS: dict[str, type[Domain]] = {
@@ -175,7 +172,7 @@ _NODES = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, *_
 
 
 def _is_arithmetic(node: ast.AST) -> bool:
-    """Whether an expression may have this node, looked at without those below it."""
+    """Whether an expression may contain this node, without those below it."""
     if isinstance(node, ast.Constant):
         return type(node.value) in (int, float)
     if isinstance(node, ast.Call):
@@ -184,7 +181,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
 
 
 class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
-    """Floats only: `9 ** 9 ** 9` of whole numbers would fill the memory, of floats it overflows."""
+    """Floats only: `9 ** 9 ** 9` fills the memory with whole numbers, but overflows with floats."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -198,7 +195,7 @@ class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
 
 
 def leaf_value(name: str, raw: Any) -> Any:
-    """A value as the leaf has it: `"1e-3"`, which YAML reads as text, is a number for a number's leaf.
+    """The value with the leaf's type: YAML reads `1e-3` as text, which is a number for some leaves.
 
     Raises:
         ConfigError: no leaf has this name, or it cannot have this value.
@@ -214,11 +211,10 @@ def leaf_value(name: str, raw: Any) -> Any:
 
 
 def parse_domain(name: str, raw: Any) -> Domain:
-    """The domain of a leaf as a sweep file has it.
+    """The domain of a leaf, from its text in a sweep file.
 
     Raises:
-        ConfigError: no leaf has this name, there is no such kind of domain, or the leaf cannot have
-            its values.
+        ConfigError: unknown leaf or kind of domain, or values that the leaf cannot have.
     """
     field_section(name)
     if isinstance(raw, Domain):
@@ -226,7 +222,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
     kinds = ", ".join(KINDS)
     if not isinstance(raw, Mapping) or len(raw) != 1:
         raise ConfigError(
-            f"{name}={raw!r} in the space is no domain; write one of {kinds} below it"
+            f"{name}={raw!r} in the space is not a domain; write one of {kinds} below it"
         )
     ((kind, argument),) = raw.items()
     if kind not in KINDS:
@@ -249,11 +245,11 @@ def parse_domain(name: str, raw: Any) -> Domain:
 def _expression(name: str, argument: Any) -> Expression:
     expression = Expression(expression=str(argument))
     if number_type(name) is None:
-        raise ConfigError(f"{name} is no number, so it has no expression; use grid or choice")
+        raise ConfigError(f"{name} is not a number, so it takes no expression; use grid or choice")
     for used in sorted(expression.names):
         if used not in FIELDS and used != "budget_tokens":
             raise ConfigError(
-                f"expression of {name} uses {used}, which is no configuration key"
+                f"expression of {name} uses {used}, which is not a configuration key"
                 f"{suggestion(used, [*FIELDS, 'budget_tokens'])}"
             )
     return expression
@@ -284,7 +280,7 @@ def number_type(name: str) -> type[int] | type[float] | None:
 
 
 def expression_order(space: Mapping[str, Domain]) -> list[str]:
-    """Names of the expressions, each behind those it uses.
+    """Names of the expressions, each after those it uses.
 
     Raises:
         ConfigError: some use one another in a circle.
@@ -299,11 +295,7 @@ def expression_order(space: Mapping[str, Domain]) -> list[str]:
 
 
 def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with every expression's value put in; one for a whole number is rounded.
-
-    Args:
-        space: The search space.
-        values: All leaves, and `budget_tokens`.
+    """The values (all leaves and `budget_tokens`) with those of the expressions; integers are rounded.
 
     Raises:
         ConfigError: an expression has no value, or one that its leaf cannot have.

@@ -1,4 +1,4 @@
-"""A sweep file: what is searched, over what, how far each trial goes, and what may not be said.
+"""A sweep file: what is searched, over which values, how long each trial is, and what is refused.
 
     base: {preset: quickstart}                       or {config: FILE}
     overrides: {num_layers: 2}                       fixed for all trials
@@ -8,8 +8,8 @@
     num_trials: 8
 
 Trials are compared at equal tokens, so the file counts in tokens and the steps of a trial follow from
-its batch. What the file alone shows to be wrong is refused when it is read (`rules`); which trials it
-means, and whether each of them is possible: `plan`.
+its batch. What is wrong in the file itself is refused when it is read (`rules`); `trial_plan` has the
+trials that it describes and whether each of them is possible.
 """
 
 from __future__ import annotations
@@ -24,47 +24,41 @@ from pydantic.fields import FieldInfo
 from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
 from raytrain_gpt.config.schema import FIELDS, Config, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.rules import (
-    check_mutations,
-    check_num_trials,
-    check_period,
-    check_space,
-)
-from raytrain_gpt.sweep.space import (
-    Domain,
-    Searched,
-    leaf_value,
-    parse_domain,
-)
+from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
+from raytrain_gpt.sweep.space import Domain, Searched, leaf_value, parse_domain
 
 SWEEP_FLAGS = (
-    *("sweep_name", "budget_tokens", "report_every_tokens"),
-    *("num_trials", "max_concurrent_trials", "sweep_seed"),
+    "sweep_name",
+    "budget_tokens",
+    "report_every_tokens",
+    "num_trials",
+    "max_concurrent_trials",
+    "sweep_seed",
 )
-"""Fields that a command line may set, besides all leaves."""
+"""Fields that can be set on the command line, besides all leaves."""
 DECIDED = {
     "max_steps": "set budget_tokens",
     "eval_every_steps": "set report_every_tokens",
     "checkpoint_every_steps": "set report_every_tokens",
     "run_name": "set sweep_name",
-    "resume": "trials always go on, and `tune --resume` goes on with a sweep",
+    "resume": "trials always resume, and `tune --resume` continues a sweep",
 }
 """Leaf that the sweep sets in every trial -> what to do instead of setting it."""
 
 
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
-class Base(_Part):
-    """What trials are made from."""
+class Base(_Strict):
+    """The configuration that trials start from."""
 
     preset: str | None = None
-    """A preset of the package."""
+    """Name of a preset."""
     config: str | None = None
-    """A configuration file; from the sweep file's directory."""
+    """A configuration file, relative to the sweep file's directory."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Base:
@@ -76,38 +70,38 @@ class Base(_Part):
         """The configuration it names.
 
         Raises:
-            ConfigError: there is none, or it is not possible.
+            ConfigError: it does not exist, or is not possible.
         """
         if self.preset is not None:
             return load_preset(self.preset)
         return load_config_file(Path(str(self.config)))
 
 
-class NoScheduler(_Part):
+class NoScheduler(_Strict):
     """Every trial gets its whole budget."""
 
     kind: Literal["none"] = "none"
 
 
-class Asha(_Part):
-    """Asynchronous successive halving (Li et al., 2020): at each rung the best 1/reduction_factor go on.
+class Asha(_Strict):
+    """Asynchronous successive halving (Li et al., 2020): the best 1/reduction_factor pass each rung.
 
-    Rungs are grace_tokens · reduction_factor^k, so all of them are reports when the first one is.
+    Rungs are grace_tokens · reduction_factor^k, so trials report at all of them if at the first one.
     """
 
     kind: Literal["asha"]
     grace_tokens: int = Field(ge=1)
-    """Tokens of the first rung; no trial is stopped before."""
+    """Tokens of the first rung; no trial is stopped earlier."""
     reduction_factor: int = Field(3, ge=2)
-    """One of so many trials goes on."""
+    """One of this many trials continues at each rung."""
 
 
-class Pbt(_Part):
-    """Population-based training (Jaderberg et al., 2017): bad trials go on as changed copies of good ones."""
+class Pbt(_Strict):
+    """Population-based training (Jaderberg et al., 2017): bad trials become changed copies of good ones."""
 
     kind: Literal["pbt"]
     perturb_every_tokens: int = Field(ge=1)
-    """Tokens between copies."""
+    """Tokens between comparisons of all trials."""
     mutate: tuple[str, ...] = Field(min_length=1)
     """Leaves of the space that a copy changes."""
     quantile_fraction: float = Field(0.25, gt=0, le=0.5)
@@ -116,13 +110,13 @@ class Pbt(_Part):
     """Probability that a changed leaf is drawn again instead of moved a little."""
 
 
-class Sweep(_Part):
+class Sweep(_Strict):
     """A whole sweep file."""
 
     sweep_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
-    """Name of the sweep, as a run_name; default: the file's name."""
+    """Name of the sweep and its directory; default: the file's name."""
     base: Base
-    """The configuration that trials are made from: {preset: NAME} or {config: FILE}."""
+    """The configuration that trials start from: {preset: NAME} or {config: FILE}."""
     overrides: dict[str, Any] = {}
     """Leaf -> its value in all trials."""
     space: dict[str, Domain] = {}
@@ -132,17 +126,17 @@ class Sweep(_Part):
     budget_tokens: int = Field(ge=1)
     """Tokens of a trial that is not stopped."""
     report_every_tokens: int = Field(ge=1)
-    """Tokens between evaluations with a checkpoint, which is when trials are compared."""
+    """Tokens between evaluations, where a trial saves a checkpoint and is compared with others."""
     num_trials: int | None = Field(None, ge=1)
-    """Trials of the sweep; null: one for each point of the grid."""
+    """Number of trials; null: one for each point of the grid."""
     max_concurrent_trials: int | None = Field(None, ge=1)
-    """Trials at the same time; null: as many as fit."""
+    """Trials that run at the same time; null: as many as fit."""
     sweep_seed: int = Field(0, ge=0)
-    """Seed of the draws; the trials' own seed is the leaf seed."""
+    """Seed of the values drawn; the seed of training is the leaf seed."""
     scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
-    """Who is stopped or copied: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
+    """Which trials are stopped or copied: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
     searcher: Literal["random", "optuna"] = "random"
-    """random: grids and draws, known in advance; optuna: values that follow from earlier trials' losses."""
+    """random: grids and draws, known in advance; optuna: values chosen from earlier trials' losses."""
 
     @field_validator("overrides", mode="before")
     @classmethod
@@ -168,7 +162,7 @@ class Sweep(_Part):
         report, budget = self.report_every_tokens, self.budget_tokens
         if report > budget:
             raise ConfigError(
-                f"report_every_tokens={report} is above budget_tokens={budget}; set it to at most that"
+                f"report_every_tokens={report} is above budget_tokens={budget}; set it to {budget} or less"
             )
         if isinstance(self.scheduler, Asha):
             check_period("grace_tokens", self.scheduler.grace_tokens, report, budget)
@@ -184,7 +178,7 @@ class Sweep(_Part):
 
     @property
     def searched(self) -> list[str]:
-        """Leaves of the space that are not worked out from others, in the file's order."""
+        """Leaves of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]
 
 
@@ -193,11 +187,11 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
 
     Args:
         path: The sweep file.
-        flags: Values that win over the file's, as text: of SWEEP_FLAGS, or of leaves, which are
-            overrides then. `null` is None.
+        flags: Values as text that win over the file's: fields in SWEEP_FLAGS, or leaves, which
+            become overrides. `null` is None.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or says something impossible.
+        ConfigError: the file is missing, not YAML, or asks for something impossible.
     """
     raw = read_yaml(path, "sweep")
     if not isinstance(raw, dict):
@@ -221,7 +215,7 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
 
 
 def _line(error: ValidationError, path: Path) -> str:
-    """One line for the first thing that is wrong; for a misspelt key, not for the one that lacks then."""
+    """One line for the first error; a misspelt key goes before the key that is missing then."""
     errors = error.errors()
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     if first["type"] == "value_error":

@@ -1,12 +1,12 @@
-"""One trial: a whole run that stands still at every evaluation until the sweep has decided.
+"""One trial: a whole run that pauses at every evaluation until the sweep has decided.
 
-1. `TrialActor` is what Ray Tune runs: `step` lets the run go on to its next evaluation.
-2. `TrialRun` is the run, in a thread of that actor: the same supervisor as of the `train` command.
+1. `TrialActor` is what Ray Tune runs: `step` lets the run continue to its next evaluation.
+2. `TrialRun` is the run, in a thread of that actor, with the same supervisor as the `train` command.
 3. At an evaluation the state is saved, the ranks wait, and the report goes to Ray Tune. So a trial
-   that is stopped has seen exactly the tokens of its report, and one that goes on loses none.
-4. Evaluations that a run has behind it when it goes on are reported again, not done again.
+   that is stopped has seen exactly the tokens of its report, and one that continues loses none.
+4. After a restart, evaluations that were already done are reported, not done again.
 
-A trial that Ray Tune moves to another trial's state (population-based training) goes on as a new run
+A trial that Ray Tune moves to another trial's state (population-based training) continues as a new run
 from that checkpoint: Tune's checkpoint is a pointer to ours.
 """
 
@@ -39,8 +39,8 @@ from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialPart
 
-LEAVE_WITHIN_S = 120.0
-"""How long a run may take to save and leave; then Ray Tune ends its processes."""
+STOP_WITHIN_S = 120.0
+"""How long a run may take to save and stop; then Ray Tune ends its processes."""
 POINTER_FILE = "pointer.json"
 OBJECTIVE = "objective"
 TOKENS_SEEN = "tokens_seen"
@@ -48,110 +48,107 @@ TOKENS_SEEN = "tokens_seen"
 Report = dict[str, Any]
 
 
+def checkpoint_of(report: Report) -> str:
+    """URL of the checkpoint that was saved with a report."""
+    return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
+
+
 @dataclass(frozen=True)
-class SweepPart:
+class SweepContext:
     """What all trials of a sweep have in common.
 
     Attributes:
         sweep: The sweep's file.
         base: Configuration of all trials, every `auto` decided and every path absolute.
-        mlflow_tags: Of every trial's MLflow run.
-        bell: Handle of the sweep's `ShutdownBarrier`.
-        begun: Name -> where a trial of before stands: its newest report's tokens and, if it belongs to
-            another run than the trial's first one, the checkpoint it goes on from.
+        mlflow_tags: Tags of every trial's MLflow run.
+        barrier: Handle of the sweep's `ShutdownBarrier`.
+        begun: Name of a trial that ran before -> tokens of its newest report and, if that belongs to
+            another run than the trial's first one, the checkpoint to continue from.
         train_loop: What every worker runs.
     """
 
     sweep: Sweep
     base: FittedConfig
     mlflow_tags: dict[str, str]
-    bell: Any
+    barrier: Any
     begun: dict[str, tuple[int, str | None]]
     train_loop: TrainLoop
 
 
 @ray.remote(num_cpus=0, max_concurrency=10_000)
 class ShutdownBarrier:
-    """Rung when the sweep is to stop; knows which runs have not left yet."""
+    """Tells all runs to stop, and knows which of them still have processes."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._stop = asyncio.Event()
         self._inside: set[str] = set()
         self._left = asyncio.Condition()
 
     async def enter(self, name: str) -> None:
-        """A run begins; the one of the same name before it has to be out first."""
+        """A run starts, after the earlier one of the same name has left."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._left.wait_for(lambda: name not in self._inside), LEAVE_WITHIN_S
-                )
+                left = self._left.wait_for(lambda: name not in self._inside)
+                await asyncio.wait_for(left, STOP_WITHIN_S)
             self._inside.add(name)
 
     async def leave(self, name: str) -> None:
-        """A run has ended, and all its processes."""
+        """A run and all its processes have ended."""
         async with self._left:
             self._inside.discard(name)
             self._left.notify_all()
 
-    async def ring(self) -> None:
-        """All runs are to save and leave."""
-        self._rung.set()
+    async def stop_all(self) -> None:
+        """Tell all runs to save and stop."""
+        self._stop.set()
 
-    async def rung(self) -> None:
-        """Returns when the bell rings."""
-        await self._rung.wait()
+    async def wait_for_stop(self) -> None:
+        """Return when the runs are to stop."""
+        await self._stop.wait()
 
-    async def still_inside(self) -> list[str]:
-        """Names of the runs that have not left, after waiting for them for a while."""
+    async def wait_until_empty(self) -> list[str]:
+        """Wait until all runs have left; names of those that take longer than STOP_WITHIN_S."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._left.wait_for(lambda: not self._inside), LEAVE_WITHIN_S
-                )
+                left = self._left.wait_for(lambda: not self._inside)
+                await asyncio.wait_for(left, STOP_WITHIN_S)
             return sorted(self._inside)
 
 
 class TrialRun:
-    """A run in a thread that waits with every evaluation.
+    """A run in a thread that pauses at every evaluation.
 
     Args:
-        config: The trial's.
-        objective: Key of the evaluation's row that is reported.
-        part: Of the sweep.
-        origin: Checkpoint of another run to go on from, or None.
-        reported_tokens: Evaluations up to there are known to the sweep.
+        config: The trial's configuration, with its run_name.
+        context: What all trials have in common.
+        origin: Checkpoint of another run to continue from, or None.
+        reported_tokens: The sweep knows the evaluations up to these tokens.
     """
 
     def __init__(
         self,
         config: FittedConfig,
-        objective: str,
-        part: SweepPart,
+        context: SweepContext,
         origin: str | None,
         reported_tokens: int,
     ) -> None:
-        self._config, self._objective, self._part = config, objective, part
-        self._origin, self._reported_tokens = origin, reported_tokens
+        self._config, self._context, self._origin = config, context, origin
+        self._objective = context.sweep.objective
+        self._reported_tokens = reported_tokens
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens
         self.run_dir = run_location(config)
         assert reported_tokens < self._all_tokens, "nothing is left of a trial that has ended"
-        self._mirror = RunSync(self.run_dir)
+        self._sync = RunSync(self.run_dir)
         self._signals = StopSignals("")
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
-        self._may_go_on = threading.Semaphore(0)
+        self._continue = threading.Semaphore(0)
         self._error: TrainingFailed | None = None
         self._thread = threading.Thread(target=self._train, name="trial", daemon=True)
         self._thread.start()
 
-    @property
-    def reported_tokens(self) -> int:
-        """Tokens seen at the newest report."""
-        return self._reported_tokens
-
     def next_report(self) -> Report:
-        """Wait for the next evaluation; the run waits from then on.
+        """Wait for the next evaluation; the run pauses after it.
 
         Raises:
             Interrupted: it was told to stop.
@@ -163,32 +160,21 @@ class TrialRun:
         return report
 
     def go_on(self) -> None:
-        """Let the run go on after a report."""
-        self._may_go_on.release()
+        """Let the run continue after a report."""
+        self._continue.release()
 
     def stop(self) -> None:
-        """Let the run save and leave."""
+        """Let the run save and stop, and wait until it has."""
         self._signals.stop.set()
-        self._may_go_on.release()
-
-    def join(self) -> None:
-        """Wait until the run has left."""
+        self._continue.release()
         self._thread.join()
-
-    def pointer(self) -> str:
-        """URL of the checkpoint of the newest report."""
-        step = self._reported_tokens // self._batch_tokens
-        found = [c for c in Catalog(self.run_dir).complete() if c.state.step == step]
-        if not found:
-            raise TrainingFailed(f"{self.run_dir} has no checkpoint of step {step}")
-        return str(found[0].path)
 
     def _train(self) -> None:
         try:
             self._report_new()
             if self._reported_tokens < self._all_tokens:
                 if self._signals.stop.is_set():
-                    raise Interrupted("stopped before the run went on")
+                    raise Interrupted("stopped before the run continued")
                 self._go()
                 self._report_new()
                 if self._reported_tokens < self._all_tokens:
@@ -200,13 +186,13 @@ class TrialRun:
         origin = None
         if self._origin is not None:
             origin = read_checkpoint(location(self._config, self._origin))
-        trial = TrialPart(lambda _: self._report_new(), origin, self._part.mlflow_tags)
-        config, train_loop = self._config, self._part.train_loop
+        trial = TrialPart(lambda _: self._report_new(), origin, self._context.mlflow_tags)
+        config, train_loop = self._config, self._context.train_loop
         data, world_size = data_of(config), config.cluster.num_workers
         Run(config, world_size, data, self._signals, print, train_loop, trial).go()
 
     def _report_new(self) -> None:
-        """Report every evaluation that the sweep does not know, and wait with each but the last."""
+        """Report every evaluation that the sweep does not know, and pause after each but the last."""
         rows = self._kept_rows()
         for row in rows:
             tokens = row["step"] * self._batch_tokens
@@ -222,17 +208,17 @@ class TrialRun:
             self._reported_tokens = tokens
             self._reports.put(report)
             if tokens < self._all_tokens:
-                self._may_go_on.acquire()
+                self._continue.acquire()
             if self._signals.stop.is_set():
                 return
 
     def _kept_rows(self) -> list[Row]:
-        """Rows up to the newest checkpoint: what the run will not do again."""
+        """Rows up to the newest checkpoint: what the run does not repeat."""
         complete = Catalog(self.run_dir).complete()
         if not complete:
             return []
         saved = [row for checkpoint in complete for row in checkpoint.rows()]
-        return merge_rows(read_rows(self._mirror.pull().work_dir), saved, complete[-1].state.step)
+        return merge_rows(read_rows(self._sync.pull().work_dir), saved, complete[-1].state.step)
 
     def _report(self, row: Row, rows: list[Row]) -> Report:
         steps = [r for r in rows if "train/loss" in r and r["step"] <= row["step"]]
@@ -252,68 +238,69 @@ class TrialRun:
 
 
 class TrialActor(tune.Trainable):  # type: ignore[misc]
-    """What Ray Tune knows of a trial; see the module."""
+    """The trainable that Ray Tune drives; see the module."""
 
-    def setup(self, config: dict[str, Any], part: SweepPart) -> None:
-        """Keep what the trial is to be; the run begins with the first step."""
-        self._part, self._values = part, config["values"]
-        self._reported_tokens, self._origin = part.begun.get(self.trial_name, (0, None))
+    def setup(self, config: dict[str, Any], context: SweepContext) -> None:
+        """Keep what the trial is to be; the run starts with the first step."""
+        self._context, self._values = context, config["values"]
+        self._reported_tokens, self._origin = context.begun.get(self.trial_name, (0, None))
         self._run: TrialRun | None = None
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Go on from what a pointer names, of this trial or another one."""
+        """Continue from the checkpoint that a pointer names, of this trial or another one."""
         pointer = json.loads(Path(checkpoint_dir, POINTER_FILE).read_text("utf-8"))
         self._origin, self._reported_tokens = pointer["checkpoint"], pointer[TOKENS_SEEN]
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write a pointer to the checkpoint of the newest report."""
-        assert self._run is not None, "a trial is saved after a report"
-        pointer = {"checkpoint": self._run.pointer(), TOKENS_SEEN: self._run.reported_tokens}
+        tokens = self._report[TOKENS_SEEN]
+        pointer = {"checkpoint": checkpoint_of(self._report), TOKENS_SEEN: tokens}
         Path(checkpoint_dir, POINTER_FILE).write_text(json.dumps(pointer), "utf-8")
 
     def step(self) -> Report:
-        """Let the run go on to its next evaluation."""
+        """Let the run continue to its next evaluation."""
         if self._run is None:
-            self._run = self._begin()
+            self._run = self._start()
         else:
             self._run.go_on()
-        return {**self._run.next_report(), "values": self._tied_values}
+        self._report = {**self._run.next_report(), "values": self._tied_values}
+        return self._report
 
     def cleanup(self) -> None:
-        """The sweep has ended this trial, or it has ended by itself: the run saves and leaves."""
+        """The trial is over: its run saves and stops."""
         if self._run is not None:
-            self._leave(self._run)
+            self._end(self._run)
 
-    def _begin(self) -> TrialRun:
+    def _start(self) -> TrialRun:
         connect(num_cpus_needed=0)
-        part = self._part
-        config = trial_config(part.sweep, part.base, self._values)
-        self._tied_values = tied_values(part.sweep, self._values, config)
-        run_name, origin = self._place(config)
-        ray.get(part.bell.enter.remote(self.trial_name))
+        context = self._context
+        config = trial_config(context.sweep, context.base, self._values)
+        self._tied_values = tied_values(context.sweep, self._values, config)
+        run_name, origin = self._name_and_origin(config)
+        ray.get(context.barrier.enter.remote(self.trial_name))
         fitted = decided(FittedConfig, config, run_name=run_name)
-        run = TrialRun(fitted, part.sweep.objective, part, origin, self._reported_tokens)
-        threading.Thread(target=self._leave_when_rung, args=(run,), daemon=True).start()
+        run = TrialRun(fitted, context, origin, self._reported_tokens)
+        threading.Thread(target=self._end_when_told, args=(run,), daemon=True).start()
         return run
 
-    def _place(self, config: Config) -> tuple[str, str | None]:
-        """Name of the run, and the other run's checkpoint that it begins with."""
+    def _name_and_origin(self, config: Config) -> tuple[str, str | None]:
+        """Name of the run, and the checkpoint of another run that it continues from."""
         name: str = self.trial_name
         if self._origin is None:
             return name, None
-        its_run = location(config, self._origin).parent.parent.name
-        if its_run == name or its_run.startswith(f"{name}-from-"):
-            return its_run, None
+        origin_run = location(config, self._origin).parent.parent.name
+        if origin_run == name or origin_run.startswith(f"{name}-from-"):
+            return origin_run, None
+        # The same decision gets the same name, so that a restart finds the run.
         decision = json.dumps([self._origin, self._values])
         digest = hashlib.sha256(decision.encode()).hexdigest()[:6]
         step = location(config, self._origin).name.removeprefix("step=")
-        return f"{name}-from-{its_run.partition('-')[0]}-{step}-{digest}", self._origin
+        return f"{name}-from-{origin_run.partition('-')[0]}-{step}-{digest}", self._origin
 
-    def _leave_when_rung(self, run: TrialRun) -> None:
-        ray.get(self._part.bell.rung.remote())
-        self._leave(run)
+    def _end_when_told(self, run: TrialRun) -> None:
+        ray.get(self._context.barrier.wait_for_stop.remote())
+        self._end(run)
 
-    def _leave(self, run: TrialRun) -> None:
+    def _end(self, run: TrialRun) -> None:
         run.stop()
-        run.join()
-        ray.get(self._part.bell.leave.remote(self.trial_name))
+        ray.get(self._context.barrier.leave.remote(self.trial_name))

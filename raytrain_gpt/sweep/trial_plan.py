@@ -1,9 +1,9 @@
-"""The trials that a sweep file means, and whether each of them is possible.
+"""The trials that a sweep file describes, and whether each of them is possible.
 
 base + overrides + what the sweep decides     base_config, once
 + the trial's searched values                 planned_trials, or a searcher's
 + steps that follow from tokens and batch
-+ expressions                                 trial_config, validated as any configuration
++ expressions                                 trial_config, validated like any configuration
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
 
 MOST_CORNERS = 1000
-"""Of more corners of the space, so many are tried out before an adaptive search starts."""
+"""Corners of the space that are checked at most before an adaptive search starts."""
 NUM_DRAWS_CHECKED = 100
-"""Draws from the space that are tried out besides."""
+"""Draws from the space that are checked as well."""
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
-    """Searched leaf -> value of every trial, a pure function of the file.
+    """Searched leaf -> value for every trial, a pure function of the file.
 
-    Each draw is made at every point of the grid, so that its points are compared at equal draws. More
-    trials leave the first ones as they are, and so does a new leaf with the draws of the others. Empty
-    for optuna, whose values follow from losses.
+    Every point of the grid gets the same draws, so that points are compared at equal draws. More
+    trials do not change the first ones, and a new leaf does not change the draws of the others. Empty
+    for Optuna, whose values depend on losses.
     """
     if sweep.searcher == "optuna":
         return []
@@ -47,14 +47,14 @@ def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def num_trials(sweep: Sweep) -> int:
-    """Trials of the sweep."""
+    """Number of trials of the sweep."""
     return len(planned_trials(sweep)) or sweep.num_trials or 0
 
 
 def base_config(sweep: Sweep) -> Config:
-    """What trials share: base, overrides and what the sweep decides.
+    """The configuration that trials share: base, overrides and what the sweep decides.
 
-    Searched leaves stand at the first trial's values (optuna: at the low ends).
+    Searched leaves have the first trial's values (Optuna: the low ends of their domains).
 
     Raises:
         ConfigError: it is not possible, or tokens are not whole steps of every batch in the space.
@@ -63,7 +63,7 @@ def base_config(sweep: Sweep) -> Config:
     leaves |= {"run_name": sweep.sweep_name, "resume": "auto"}
     if leaves["eval_mode"] == "async":
         raise ConfigError(
-            "eval_mode=async has no use in a sweep, whose trials stand still at every evaluation; set "
+            "eval_mode=async has no use in a sweep, whose trials pause at every evaluation; set "
             "eval_mode to inline in overrides"
         )
     batch = sweep.space.get("global_batch_tokens")
@@ -81,12 +81,7 @@ def base_config(sweep: Sweep) -> Config:
 
 
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration of a trial, without a name of its own.
-
-    Args:
-        sweep: The sweep.
-        base: Its `base_config`.
-        values: A value for each searched leaf.
+    """The configuration of the trial with these values for the searched leaves, without a name.
 
     Raises:
         ConfigError: these values are not possible together.
@@ -96,28 +91,18 @@ def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Confi
 
 
 def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """All values that define a trial, searched or tied to those, in the file's order.
-
-    Args:
-        sweep: The sweep.
-        values: A value for each searched leaf.
-        config: The trial's configuration.
-    """
+    """All values that define a trial, searched or tied to those, in the file's order."""
     leaves = config.field_values()
     return {name: values.get(name, leaves[name]) for name in sweep.space}
 
 
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
-    """The configurations of the planned trials, after all that can be said before the first one.
+    """The configurations of the planned trials, after every check possible before the first one.
 
-    What optuna or pbt may come to is tried out at the ends of all domains, and at some draws.
-
-    Args:
-        sweep: The sweep.
-        num_workers: Of every trial.
+    Values that Optuna or PBT may choose are checked at the ends of all domains, and at some draws.
 
     Raises:
-        ConfigError: a trial is not possible; names it.
+        ConfigError: a trial is not possible on `num_workers` workers; names the trial.
     """
     base = base_config(sweep)
     trials = planned_trials(sweep)
@@ -126,13 +111,18 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
         config = trial_config(sweep, base, values)
         with _naming(values):
             micro_batches_per_step(config, num_workers)
-            _check_warmup(config)
+            warmup, steps = config.optim.warmup_steps, config.train.max_steps
+            if warmup >= steps:
+                raise ConfigError(
+                    f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
+                    "warmup_steps: {expression: max_steps / 20}"
+                )
         configs.append(config)
     return configs[: len(trials)]
 
 
 def _settled(sweep: Sweep, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
-    """Leaves with a trial's values, its steps, and what follows from both, validated together."""
+    """Leaves with a trial's values, its steps and expressions, validated together."""
     leaves = {**leaves, **values}
     steps = sweep.budget_tokens // leaves["global_batch_tokens"]
     every = sweep.report_every_tokens // leaves["global_batch_tokens"]
@@ -144,7 +134,7 @@ def _settled(sweep: Sweep, leaves: Mapping[str, Any], values: Mapping[str, Any])
 
 @contextlib.contextmanager
 def _naming(values: Mapping[str, Any]) -> Iterator[None]:
-    """Say which trial an error is of."""
+    """Name the trial in a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -152,19 +142,10 @@ def _naming(values: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"a trial with {trial} is not possible: {error}") from None
 
 
-def _check_warmup(config: Config) -> None:
-    warmup, steps = config.optim.warmup_steps, config.train.max_steps
-    if warmup >= steps:
-        raise ConfigError(
-            f"warmup_steps={warmup} is not below its {steps} steps; set it lower, or tie it: "
-            "warmup_steps: {expression: max_steps / 20}"
-        )
-
-
 def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
     """A value for each leaf that is drawn.
 
-    Only `random()` is used, and seeds that are text: both stay the same in all versions of Python.
+    Uses only `random()` and text seeds, which give the same numbers in all versions of Python.
     """
     return {
         name: domain.at(random.Random(f"{sweep.sweep_seed}/{index}/{name}").random())
@@ -174,7 +155,7 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
 
 
 def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Values that a trial may come to have besides those planned: all corners if these are few."""
+    """Values that trials may get besides those planned: the corners of the space, and some draws."""
     adaptive = sweep.searcher == "optuna"
     pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
     names = sweep.searched if adaptive else pbt.mutate if pbt else ()

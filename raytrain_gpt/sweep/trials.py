@@ -1,7 +1,7 @@
 """What a sweep knows of its trials, and which of them is the best.
 
-Trials are compared at equal tokens: one that was stopped early is never better than one that had all
-its tokens, whatever its objective says. A failed trial and one whose objective is not finite cannot
+Trials are compared at equal tokens: one that was stopped early never ranks above one that used its
+whole budget, whatever its objective says. A failed trial and one whose objective is not finite cannot
 be the best.
 """
 
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 State = Literal["pending", "running", "finished", "stopped", "failed"]
-"""`stopped`: before its tokens were used up, by the sweep's scheduler."""
+"""`stopped`: by the sweep's scheduler, before its budget was used up."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial as far as it has come."""
+    """The state of a trial."""
 
     name: str
     """Its number in the sweep, `000`."""
     state: State
     values: dict[str, Any]
-    """Leaf -> value of all that was searched or tied to it, in the sweep file's order."""
+    """Leaf -> value of everything searched or tied to it, in the sweep file's order."""
     objective: float | None
     """The newest evaluation's value."""
     tokens_seen: int
     tokens_per_s: float | None
     elapsed_s: float | None
     run_dir: str
-    """Directory or URL of the run, of its newest part if it has several."""
+    """Directory or URL of the run, or of its newest copy (population-based training)."""
     error: str | None
     curve: tuple[tuple[int, float | None], ...]
     """(tokens_seen, objective) of every evaluation; None or NaN where it was not finite."""
 
     @classmethod
     def pending(cls, name: str) -> Trial:
-        """A trial that has not begun."""
+        """A trial that has not started."""
         return cls(name, "pending", {}, None, 0, None, None, "", None, ())
 
     @property
@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def score(self) -> float | None:
-        """The objective if the trial may be ranked by it: it did not fail and the value is finite."""
+        """The objective if the trial can be ranked by it; None if it failed or is not finite."""
         if self.state == "failed" or self.objective is None or not math.isfinite(self.objective):
             return None
         return self.objective
@@ -69,8 +69,8 @@ def compared_tokens(trial: Trial, budget_tokens: int) -> int:
 def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
     """All trials, the best first.
 
-    Those with a usable objective by tokens and then objective, then those without one, then the
-    failed ones. Equal trials stand in the order of their names.
+    Those with a score by tokens, then by score; then those without one; then the failed ones. Equal
+    trials are in the order of their names.
     """
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
@@ -82,7 +82,7 @@ def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
 
 
 def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
-    """Of the trials that have come furthest the one with the least objective; None if there is none."""
+    """The trial with the lowest objective among those with the most tokens; None without a score."""
     first = next(iter(ranking(trials, budget_tokens)), None)
     return None if first is None or first.score is None else first
 

@@ -1,8 +1,8 @@
-"""The `tune` command: check, connect, let Ray Tune run the trials, and say what was found.
+"""The `tune` command: check the sweep, connect, run the trials with Ray Tune, write the results.
 
 `<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the sweep as it is run),
 `sweep.jsonl` (its history), `trials/` with a whole run for each trial, and at the end `results.csv`,
-`best.yaml` and the plots.
+`best.yaml` and the pictures.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
-from raytrain_gpt.sweep.search import Search, SweepSummary
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.train import preflight
@@ -33,28 +33,30 @@ from raytrain_gpt.train.worker import train_worker
 SWEEP_FILE = "sweep.yaml"
 BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
-"""Of base and overrides the configuration that they come to is compared."""
+"""Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
 HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
-"""Leaves that change no trial's loss."""
-
-Log = Callable[[str], None]
+"""Leaves that do not change the loss of any trial."""
 
 
 def run_sweep(
-    sweep: Sweep, *, goes_on: bool, log: Log, train_loop: TrainLoop = train_worker
+    sweep: Sweep,
+    *,
+    goes_on: bool,
+    log: Callable[[str], None],
+    train_loop: TrainLoop = train_worker,
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 
     Args:
         sweep: The sweep.
-        goes_on: It may have begun before.
+        goes_on: Continue the sweep if it has started before; else that is an error.
         log: Gets every console line.
         train_loop: What every worker of every trial runs; tests inject faults here.
 
     Raises:
         UserError: the sweep, data, storage or cluster cannot be used.
         Interrupted: Ctrl+C or SIGTERM, after all trials have saved.
-        TrainingFailed: no trial came to a result.
+        TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
         base = one_worker_for_auto(base_config(sweep))
@@ -73,8 +75,8 @@ def run_sweep(
             with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
-                search = Search(sweep, base, fitted, directory, log)
-                return search.run(at_once, signals, lease, train_loop)
+                sweep_run = SweepRun(sweep, base, fitted, directory, log)
+                return sweep_run.run(at_once, signals, lease, train_loop)
         finally:
             if resources.ours:
                 ray.shutdown()
@@ -86,20 +88,20 @@ def to_yaml(sweep: Sweep) -> str:
 
 
 def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) -> None:
-    """See that a sweep neither begins on another one's results nor goes on as another one.
+    """Check that a sweep neither overwrites another one's results nor continues it as a different one.
 
     Raises:
-        ConfigError: it exists and is not to go on, or was changed since.
+        ConfigError: it exists and is not to be continued, or was changed since it started.
     """
     if (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is a run already; set another sweep_name")
+        raise ConfigError(f"{directory} is already a run; set another sweep_name")
     file = directory / SWEEP_FILE
     if not file.is_file():
         return
     if not goes_on:
         raise ConfigError(
-            f"sweep {sweep.sweep_name} is in {directory} already; --resume goes on with it, another "
-            "--sweep_name begins a new one"
+            f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
+            "new one with another --sweep_name"
         )
     before, now = yaml.safe_load(file.read_text()), yaml.safe_load(to_yaml(sweep))
     changed = [
@@ -114,6 +116,6 @@ def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) 
     changed += [f"{leaf} {values}" for leaf, values in differs.items() if leaf not in HARMLESS]
     if changed:
         raise ConfigError(
-            f"sweep {sweep.sweep_name} cannot go on with changed {', '.join(changed)}; put it back, or "
-            "begin a new one with another --sweep_name"
+            f"sweep {sweep.sweep_name} cannot continue with changed {', '.join(changed)}; restore it, or "
+            "start a new one with another --sweep_name"
         )

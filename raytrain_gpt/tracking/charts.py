@@ -1,7 +1,7 @@
-"""Charts of a report: curves over steps, drawn as SVG that stands inside a page.
+"""Charts of a report: curves over steps, drawn by matplotlib as SVG inside the page.
 
-Every colour is the name of a style variable of the page, so that one drawing serves light, dark and
-paper. matplotlib is imported when something is drawn.
+Every colour refers to a style variable of the page, so that one drawing serves light, dark and print.
+matplotlib is imported only when something is drawn: it takes a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 MAX_POINTS = 2000
-"""Of a curve, about: more cannot be seen, and the page of a long run stays below 1 MB."""
+"""About as many of a curve are drawn: more cannot be seen, and a long run's page stays below 1 MB."""
 
 Floats = NDArray[np.float64]
 _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps; `marks` are steps where the run was resumed."""
+    """Curves over steps; `marks` are the steps at which the run was resumed."""
 
     title: str
     unit: str
@@ -46,7 +46,7 @@ class Chart:
     from_zero: bool = False
 
     def after(self, step: int) -> Chart:
-        """What comes after a step, on a scale of its own."""
+        """The part after a step, on a scale of its own."""
         late = [(curve, curve.steps > step) for curve in self.curves]
         curves = [replace(c, steps=c.steps[at], values=c.values[at]) for c, at in late if at.any()]
         marks = [mark for mark in self.marks if mark > step]
@@ -54,7 +54,7 @@ class Chart:
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """At every place the mean of what is finite among the last `window` values, else NaN."""
+    """The mean of the finite ones among the last `window` values, at each place; NaN if there is none."""
     finite, ones = np.isfinite(values), np.ones(window)
     sums = np.convolve(np.where(finite, values, 0), ones)[: len(values)]
     counts = np.convolve(finite, ones)[: len(values)]
@@ -62,16 +62,15 @@ def running_mean(values: Floats, window: int) -> Floats:
 
 
 def draw(chart: Chart) -> Markup:
-    """The chart as SVG that stands inside a page."""
+    """The chart as an `svg` element."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     limit = min(MAX_POINTS, 2 * MAX_POINTS // len(chart.curves))
-    with matplotlib.rc_context():
-        matplotlib.rcParams["svg.fonttype"] = "none"
-        matplotlib.rcParams["svg.hashsalt"] = "report"
-        matplotlib.rcParams["lines.scale_dashes"] = False
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "report", "lines.scale_dashes": False}
+    ):
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
         for curve in chart.curves:
@@ -84,7 +83,7 @@ def draw(chart: Chart) -> Markup:
             axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
         axes.margins(x=0.02)
         left, right = axes.get_xlim()
-        axes.set_xlim(min(left, right - 1), max(right, left + 1))  # a run of one step
+        axes.set_xlim(min(left, right - 1), max(right, left + 1))  # for a run of one step
         axes.set_ylim(bottom=0 if chart.from_zero else None)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -101,7 +100,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def _inline(svg: str, prefix: str) -> str:
-    """An SVG file's drawing without what belongs to a file, and with ids that are its own."""
+    """The `svg` element of an SVG file, with ids that no other drawing of the page has."""
     size = re.search(r'viewBox="[^"]*"', svg)
     assert size is not None
     svg = svg[svg.index("</metadata>") + len("</metadata>") :]
@@ -113,7 +112,7 @@ def _inline(svg: str, prefix: str) -> str:
 
 
 def thinned(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
-    """About `limit` points: of every piece the lowest, the highest and the first gap."""
+    """About `limit` points: of each of equal pieces the lowest, the highest and the first gap."""
     if len(steps) <= limit:
         return steps, values
     kept: set[int] = set()

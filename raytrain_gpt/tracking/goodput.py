@@ -1,6 +1,6 @@
-"""Goodput: which share of the time that a run was given went into steps that it kept.
+"""Goodput: the share of a run's time that went into steps it kept; and how fast these steps were.
 
-Read from the rows of metrics.jsonl alone, so that it can be asked of a live, dead or old run:
+Read from the rows of metrics.jsonl alone, so that a running and a killed run can be asked, too:
 
 1. An attempt (one `fit()`) lasts from its `attempt` event to its end event. A killed driver leaves no
    end event: then the attempt ends where it is last known, at its latest event or after all its steps,
@@ -9,22 +9,20 @@ Read from the rows of metrics.jsonl alone, so that it can be asked of a live, de
    of all sessions; the time between sessions, when nobody ran the command, is stated beside it.
 3. Effective are the steps that were kept, without their waiting for data; the rest is lost to something.
 
-Runs of before the `attempt` event have a `start` or `resume` for each attempt: every one of them is a
-session of its own without start-up, and what else is unknown is 0. Times are seconds, points in time
-Unix seconds.
+Times are seconds, points in time Unix seconds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum
+from statistics import median
 from typing import Any
 
-from raytrain_gpt.format import duration
+from raytrain_gpt.format import count, short_duration, size
 from raytrain_gpt.tracking.run_files import Row
 
 FIRST_STEP_EVENTS = ("start", "resume")
@@ -43,48 +41,24 @@ LOST_TO = {
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One `fit()`, as far as its events tell.
+class AttemptSpan:
+    """One `fit()`, as far as the rows tell.
 
     Attributes:
-        events: Its rows, in order of time; the first one begins it.
-        first_step: Its `start` or `resume`, or None if it never got there.
-        end: The first of its end events, or None.
+        row: Its `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
+        events: All its events, in order of time.
+        kept: Its steps that no later attempt did again.
+        end: Its end event; one that says `killed` if there is none.
         end_s: When it ended, estimated if there is no end event.
+        startup_s: From its beginning to its first step; all of it, if there was none.
     """
 
-    events: tuple[Row, ...]
-    first_step: Row | None
-    end: Row | None
+    row: Row
+    events: list[Row]
+    kept: range
+    end: Row
     end_s: float
-
-    @property
-    def begin_s(self) -> float:
-        """When it began."""
-        return _number(self.events[0], "time")
-
-    @property
-    def session(self) -> str | None:
-        """Which `train` command it belongs to; None in old runs."""
-        return self.events[0].get("session")
-
-    @property
-    def step(self) -> int:
-        """Updates done when it began."""
-        return int((self.first_step or self.events[0])["step"])
-
-    @property
-    def startup_s(self) -> float:
-        """From its beginning to its first step; all of it, if there was none."""
-        ready_s = self.end_s if self.first_step is None else _number(self.first_step, "time")
-        return max(ready_s - self.begin_s, 0.0)
-
-    @property
-    def ended_by(self) -> str:
-        """Its end event, else `killed`, or `unknown` in old runs, which wrote only failures."""
-        if self.end is not None:
-            return str(self.end["event"])
-        return "killed" if self.events[0]["event"] == "attempt" else "unknown"
+    startup_s: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +79,7 @@ class Goodput:
         num_attempts: All, over all sessions.
         restarts: Attempts but for the first one.
         restarts_by_cause: Their number for each end of the attempt before: an end event, `killed` for
-            none, `unknown` in old runs, `extended` for a finished run that was given more steps.
+            none, `extended` for a finished run that was given more steps.
         lost_steps: Thrown away and done again.
         rolled_back_steps: Those of `lost_steps` that a rollback after bad steps threw away.
         bad_steps: Spikes and steps that were not finite, also in steps thrown away later.
@@ -133,9 +107,9 @@ class Goodput:
         whole = f"goodput {share} of {elapsed} training" if share else "goodput unknown"
         parts = [whole, self.restarts_text(), self.lost_steps_text()]
         if self.bad_steps:
-            parts.append(_count(self.bad_steps, "bad step"))
+            parts.append(count(self.bad_steps, "bad step"))
         if self.skipped_batches:
-            parts.append(f"{_count(self.skipped_batches, 'batch', 'batches')} skipped")
+            parts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
         lost = [(LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
         shown = [f"{label} {text}" for label, text in lost if text != "0.0s"]
         if shown:
@@ -149,58 +123,88 @@ class Goodput:
         if not self.restarts:
             return "no restart"
         causes = (f"{n} {cause.replace('_', ' ')}" for cause, n in self.restarts_by_cause.items())
-        return f"{_count(self.restarts, 'restart')} ({', '.join(causes)})"
+        return f"{count(self.restarts, 'restart')} ({', '.join(causes)})"
 
     def lost_steps_text(self) -> str:
         """`no step repeated`, `24 steps repeated (10 of them rolled back)`."""
         if not self.lost_steps:
             return "no step repeated"
-        text = f"{_count(self.lost_steps, 'step')} repeated"
-        if self.rolled_back_steps:
-            text += f" ({self.rolled_back_steps} of them rolled back)"
-        return text
+        rolled_back = self.rolled_back_steps
+        detail = f" ({rolled_back} of them rolled back)" if rolled_back else ""
+        return f"{count(self.lost_steps, 'step')} repeated{detail}"
 
     def share(self, part_s: float) -> str:
         """A part of the elapsed time in percent; empty if no time is known."""
         return f"{min(part_s / self.elapsed_s, 1):.1%}" if self.elapsed_s else ""
 
-    def facts(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+
+@dataclass(frozen=True)
+class RunSpeed:
+    """How fast a run was, all workers together; None: not known.
+
+    Attributes:
+        tokens_per_s: In training steps, without evaluations and checkpoints; the median over the steps,
+            profiled ones left out.
+        tokens_per_s_overall: Of the steps that were kept, over all time from the first step of every
+            attempt on: evaluations, checkpoints, profiles and steps done again count as time.
+        data_wait_fraction: Of the time of steps, spent waiting for data; mean of all workers.
+        mfu: Median over the steps.
+        peak_memory_bytes: Of the worker that had most: allocated on its GPU, without one resident on
+            the host.
+    """
+
+    tokens_per_s: float | None
+    tokens_per_s_overall: float | None
+    data_wait_fraction: float | None
+    mfu: float | None
+    peak_memory_bytes: int | None
+
+    def summary(self) -> str:
+        """One line for the console."""
+        speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "over all"))
+        parts = [f"{value:,.0f} tokens/s {what}" for value, what in speeds if value is not None]
+        if self.data_wait_fraction is not None:
+            parts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
+        if self.mfu is not None:
+            parts.append(f"mfu {self.mfu:.1%}")
+        if self.peak_memory_bytes is not None:
+            parts.append(f"peak memory {size(self.peak_memory_bytes)} a worker")
+        return " | ".join(parts) or "speed unknown"
 
 
 def goodput(rows: list[Row]) -> Goodput:
-    """What became of a run's time; see the module for the definitions.
-
-    Args:
-        rows: Of metrics.jsonl, in any order.
-    """
+    """What became of a run's time, from the rows of metrics.jsonl in any order."""
     attempts = read_attempts(rows)
+    begun = [attempt.row for attempt in attempts]
     events = [row for row in rows if "event" in row]
-    sessions = _sessions(attempts)
-    elapsed_s = fsum(session[-1].end_s - session[0].begin_s for session in sessions)
-    begun = [attempt.events[0] for attempt in attempts]
     steps = [row for row in rows if "train/loss" in row]
+    restarts_s = not_running_s = 0.0
+    for before, after in pairwise(attempts):
+        waited_s = after.row["time"] - before.end_s
+        if before.row["session"] == after.row["session"]:
+            restarts_s += waited_s
+        else:
+            not_running_s += waited_s
+    elapsed_s = fsum(a.end_s - a.row["time"] for a in attempts) + restarts_s
     data_wait_s = _total(steps, "perf/data_wait_s")
     effective_s = max(_total(steps, "perf/step_time_s") - data_wait_s, 0.0)
     lost_to = {
         "startup": fsum(attempt.startup_s for attempt in attempts),
-        "restarts": fsum(
-            after.begin_s - before.end_s
-            for session in sessions
-            for before, after in pairwise(session)
-        ),
+        "restarts": restarts_s,
         "repeated_steps": _total(begun, "lost_s"),
         "evaluation": _total(rows, "perf/eval_s"),
-        "checkpoints": fsum(map(_blocked_s, events)),
+        "checkpoints": _total(events, "perf/checkpoint_blocked_s"),
         "data_wait": data_wait_s,
     }
     lost_to["other"] = max(elapsed_s - effective_s - fsum(lost_to.values()), 0.0)
-    causes = Counter(attempt.ended_by for attempt in attempts[:-1])
+    causes = Counter(attempt.end["event"] for attempt in attempts[:-1])
     causes["extended"] = causes.pop("finished", 0)
+    rolled_back = [b.row for a, b in pairwise(attempts) if a.end["event"] == "rolled_back"]
+    rollbacks = [event for event in events if event["event"] == "rollback"]
+    skipped = [range(event["first_batch"], event["stop_batch"]) for event in rollbacks]
     return Goodput(
         elapsed_s=elapsed_s,
-        not_running_s=fsum(b[0].begin_s - a[-1].end_s for a, b in pairwise(sessions)),
+        not_running_s=not_running_s,
         effective_s=effective_s,
         effective_fraction=min(effective_s / elapsed_s, 1.0) if elapsed_s else None,
         lost_to=lost_to,
@@ -208,113 +212,79 @@ def goodput(rows: list[Row]) -> Goodput:
         restarts=max(len(attempts) - 1, 0),
         restarts_by_cause={cause: number for cause, number in causes.items() if number},
         lost_steps=int(_total(begun, "lost_steps")),
-        rolled_back_steps=sum(
-            int(_number(after.events[0], "lost_steps"))
-            for before, after in pairwise(attempts)
-            if before.ended_by == "rolled_back"
-        ),
+        rolled_back_steps=int(_total(rolled_back, "lost_steps")),
         bad_steps=sum(event["event"] in BAD_STEP_EVENTS for event in events),
-        skipped_batches=_skipped_batches(events),
+        skipped_batches=len(set().union(*skipped)),
         checkpoint_write_s=_total(events, "perf/checkpoint_write_s"),
     )
 
 
-def read_attempts(rows: list[Row]) -> list[Attempt]:
-    """All attempts of a run, in order of time."""
-    events = sorted((row for row in rows if "event" in row), key=lambda row: _number(row, "time"))
-    groups: list[list[Row]] = []
-    for event in events:
-        opened = event["event"] == "attempt"
-        if event["event"] in FIRST_STEP_EVENTS:
-            opened = not groups or _first(groups[-1], FIRST_STEP_EVENTS + END_EVENTS) is not None
-        if opened:
-            groups.append([event])
-        elif groups:
-            groups[-1].append(event)
-    first_steps = [_first(group, FIRST_STEP_EVENTS) for group in groups]
-    busy_s = _busy_seconds(rows, first_steps)
-    attempts = []
-    for i, group in enumerate(groups):
-        after = groups[i + 1][0] if i + 1 < len(groups) else None
-        first_step, end = first_steps[i], _first(group, END_EVENTS)
-        if end is not None:
-            end_s = _number(end, "time")
-        else:
-            end_s = max(_number(event, "time") for event in group)
-            if first_step is not None:
-                busy_s[i] += sum(map(_blocked_s, group)) + _number(after or {}, "lost_s")
-                end_s = max(end_s, _number(first_step, "time") + busy_s[i])
-        if after is not None:
-            end_s = min(end_s, _number(after, "time"))
-        attempts.append(Attempt(tuple(group), first_step, end, end_s))
-    return attempts
-
-
-def short_duration(value_s: float) -> str:
-    """`0.3s`, `25s`, `12m 30s`: tenths below ten seconds."""
-    return f"{value_s:.1f}s" if round(value_s, 1) < 10 else duration(value_s)
-
-
-def _busy_seconds(rows: list[Row], first_steps: list[Row | None]) -> list[float]:
-    """For each attempt the time of its steps and evaluations that were kept."""
-    owners: list[tuple[int, int]] = []  # (step before the first one kept, attempt), ascending
-    for i, first_step in enumerate(first_steps):
-        if first_step is not None:
-            while owners and owners[-1][0] >= first_step["step"]:
-                owners.pop()
-            owners.append((first_step["step"], i))
-    busy_s = [0.0] * len(first_steps)
-    for row in rows:
-        if owners and "event" not in row:
-            owner = owners[max(bisect_left(owners, (row["step"], 0)) - 1, 0)][1]
-            busy_s[owner] += _number(row, "perf/step_time_s") + _number(row, "perf/eval_s")
-    return busy_s
-
-
-def _sessions(attempts: list[Attempt]) -> list[list[Attempt]]:
-    """Attempts of one command together; one that does not tell its command stands alone."""
-    sessions: list[list[Attempt]] = []
-    for attempt in attempts:
-        if sessions and attempt.session is not None and attempt.session == sessions[-1][0].session:
-            sessions[-1].append(attempt)
-        else:
-            sessions.append([attempt])
-    return sessions
-
-
-def _skipped_batches(events: list[Row]) -> int:
-    ranges = (
-        range(event.get("first_batch", 0), event.get("stop_batch", 0))
-        for event in events
-        if event["event"] == "rollback"
+def run_speed(rows: list[Row]) -> RunSpeed:
+    """How fast a run was, from the rows of metrics.jsonl."""
+    steps = [row for row in rows if "train/loss" in row]
+    steps_s = _total(steps, "perf/step_time_s")
+    time = goodput(rows)
+    stepping_s = time.elapsed_s - time.lost_to["startup"] - time.lost_to["restarts"]
+    tokens = sum(row["data/tokens_seen"] // row["step"] for row in steps)
+    return RunSpeed(
+        tokens_per_s=_median(steps, "perf/tokens_per_s"),
+        tokens_per_s_overall=tokens / stepping_s if tokens and stepping_s > 0 else None,
+        data_wait_fraction=_total(steps, "perf/data_wait_s") / steps_s if steps_s else None,
+        mfu=_median(steps, "perf/mfu"),
+        peak_memory_bytes=max(_known(steps, "perf/peak_memory_bytes"), default=None),
     )
-    return len(set().union(*ranges))
 
 
-def _blocked_s(event: Row) -> float:
-    """How long training stood still for a checkpoint; old ones were written while it did."""
-    if event["event"] != "checkpoint":
-        return 0.0
-    return _number(event, "perf/checkpoint_blocked_s") or _number(event, "seconds")
+def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
+    """All attempts of a run, in order of time."""
+    groups: list[list[Row]] = []
+    for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
+        if event["event"] == "attempt":
+            groups.append([])
+        if groups:
+            groups[-1].append(event)
+    until = max((row["step"] for row in rows if "train/loss" in row), default=0)
+    attempts: list[AttemptSpan] = []
+    # From the last one back: what an attempt did above the step where a later one began was replaced.
+    for events in reversed(groups):
+        begin, after = events[0], attempts[-1].row if attempts else None
+        first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
+        kept = range(begin["step"] + 1, until + 1) if first_step else range(0)
+        end_s = (end or events[-1])["time"]
+        if end is None and first_step is not None:
+            kept_rows = [row for row in rows if row["step"] in kept]
+            busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
+            busy_s += _total(events, "perf/checkpoint_blocked_s")
+            lost_s = after["lost_s"] if after else 0.0
+            end_s = max(end_s, first_step["time"] + busy_s + lost_s)
+        if after is not None:
+            end_s = min(end_s, after["time"])
+        if first_step is not None:
+            until = min(until, begin["step"])
+        span = AttemptSpan(
+            row={**begin, **(first_step or {"event": "no step"}), "time": begin["time"]},
+            events=events,
+            kept=kept,
+            end=end or {"event": "killed"},
+            end_s=end_s,
+            startup_s=(first_step["time"] if first_step else end_s) - begin["time"],
+        )
+        attempts.append(span)
+    return attempts[::-1]
 
 
-def _first(events: list[Row], kinds: tuple[str, ...]) -> Row | None:
-    return next((event for event in events if event["event"] in kinds), None)
+def _first(events: list[Row], names: tuple[str, ...]) -> Row | None:
+    return next((event for event in events if event["event"] in names), None)
+
+
+def _known(rows: Iterable[Row], key: str) -> list[Any]:
+    return [value for row in rows if (value := row.get(key)) is not None]
 
 
 def _total(rows: Iterable[Row], key: str) -> float:
-    return fsum(_number(row, key) for row in rows)
+    return fsum(_known(rows, key))
 
 
-def _number(row: Row, key: str) -> float:
-    return float(row.get(key) or 0)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return round(value, 6) if isinstance(value, float) else value
+def _median(rows: Iterable[Row], key: str) -> float | None:
+    values = _known(rows, key)
+    return median(values) if values else None

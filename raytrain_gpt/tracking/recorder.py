@@ -1,8 +1,8 @@
 """The recorder: one actor on the driver's node that writes what a run reports.
 
 Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
-run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's wish to stop
-goes the other way, as the answer to the beat of every rank, so that a step costs nothing to ask.
+run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's orders go the
+other way, as the answer to each rank's heartbeat, so that asking for them costs a step nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import queue
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import MLflow, TensorBoard
 
 BEAT_S = 3.0
-"""How often a rank tells how far it has come."""
+"""Longest time that a heartbeat waits for an order, and so between two of a rank."""
 
 
 @dataclass
@@ -36,14 +37,12 @@ class RecorderSpec:
     """What a recorder needs to begin.
 
     Attributes:
-        run_dir: The run's directory.
-        sync: Its local side, on this node.
-        config: The run's.
-        mlflow_uri: Resolved; None: no MLflow.
-        mlflow_tags: Of a new MLflow run.
+        sync: The local side of `run_dir`, on this node.
+        mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
+        mlflow_tags: Tags of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
-        attempt: Details of the attempt's row; None: nothing is trained, only evaluated.
+        attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
         saved_rows: Rows that the checkpoints kept.
         saved_samples: (step, text) of the samples that they kept.
     """
@@ -62,7 +61,7 @@ class RecorderSpec:
 
 @dataclass
 class RankState:
-    """What is known of a rank: process, node, and when its progress was last seen to change."""
+    """A rank's process and node, and when its progress was last seen to change (monotonic clock)."""
 
     pid: int
     node_id: str
@@ -72,11 +71,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers left by themselves.
+    """How the workers left without being killed.
 
     Attributes:
         left_for: `stopped` or `preempted`; None: at the last step or for a bad stretch.
-        bad_stretch: Why the run is to go back, or None.
+        bad_stretch: The steps that the run goes back before; None: it does not.
     """
 
     left_for: str | None
@@ -84,26 +83,26 @@ class Outcome:
 
 
 def start_recorder(spec: RecorderSpec) -> Any:
-    """A recorder on this node; its handle."""
+    """Start a recorder on this node, where the files are; returns the actor's handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return Recorder.options(scheduling_strategy=here).remote(spec)  # type: ignore[attr-defined]
+    actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Recorder)
+    return actor.remote(spec)
 
 
-@ray.remote(num_cpus=0)
 class Recorder:
-    """See the module."""
+    """See the module; methods are asynchronous, so that waiting for one rank holds up no other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        self._config, self._mirror = spec.config, spec.sync
+        self._config, self._sync = spec.config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
-        self._ordered = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._ranks: dict[int, RankState] = {}
         self._stacks: dict[int, str] = {}
         self._outcome: Outcome | None = None
         self._training = False
         self._unwritten: list[Row] = []
-        self._said: set[str] = set()
+        self._cannot_write = False
         self._pushing: asyncio.Task[None] | None = None
         self._files = RunFiles(spec.sync.work_dir, spec.step, spec.saved_rows, spec.saved_samples)
         self._trackers: list[TensorBoard | MLflow] = []
@@ -141,8 +140,12 @@ class Recorder:
         try:
             self._files.add_rows(self._unwritten)
         except OSError as error:
-            self._say_once(f"metrics wait: cannot write {self._mirror.work_dir}: {error.strerror}")
+            if not self._cannot_write:
+                self._cannot_write = True
+                where = self._sync.work_dir
+                self._news.put(f"metrics wait in memory: cannot write {where}: {error.strerror}")
             return
+        self._cannot_write = False
         written, self._unwritten = self._unwritten, []
         for tracker in list(self._trackers):
             try:
@@ -151,28 +154,24 @@ class Recorder:
                 self._trackers.remove(tracker)
                 self._news.put(f"no more TensorBoard events: {error}")
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self._news.put(line)
-
     async def add_rows(self, rows: list[Row]) -> None:
         """Write rows everywhere, and the console lines that are due."""
         self._write(rows)
         train = self._config.train
         for row in rows:
-            last = row["step"] == train.max_steps
+            line = None
             if "event" in row:
-                if line := event_line(row, train.max_steps):
-                    self._news.put(line)
-                if row["event"] == "checkpoint":
-                    self._push()
-                    if self._config.eval.eval_mode == "async":
-                        self._news.put(row)
+                line = event_line(row, train.max_steps, self._config.spikes.spike_zscore)
             elif "val/loss" in row:
-                self._news.put(eval_line(row, train.max_steps))
-            elif "train/loss" in row and (row["step"] % train.log_every_steps == 0 or last):
-                self._news.put(step_line(row, train.max_steps))
+                line = eval_line(row, train.max_steps)
+            elif row["step"] % train.log_every_steps == 0 or row["step"] == train.max_steps:
+                line = step_line(row, train.max_steps)
+            if line:
+                self._news.put(line)
+            if row.get("event") == "checkpoint":
+                self._push()
+                if self._config.eval.eval_mode == "async":
+                    self._news.put(row)
 
     async def add_samples(self, step: int, text: str) -> None:
         """Write a set of samples everywhere."""
@@ -182,19 +181,19 @@ class Recorder:
                 tracker.add_samples(step, text)
 
     async def add_profile(self, attempt: int, use: TimeUse, trace: bytes) -> None:
-        """Keep a profile: its trace, its tables for reading and for the console, its row."""
+        """Keep a profile: its trace and tables as files, the tables on the console, an event."""
         name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
         trace_file = f"{name}.json.gz"
-        directory = Location.of(self._mirror.work_dir)
+        directory = Location.of(self._sync.work_dir)
         with contextlib.suppress(OSError):  # a full disk is told with the rows
             (directory / f"{name}.txt").write_text(use.text() + "\n")
             (directory / trace_file).write_bytes(trace)
-        self._news.put(f"{use.text()}\ntrace       {self._mirror.run_dir / trace_file}")
+        self._news.put(f"{use.text()}\ntrace       {self._sync.run_dir / trace_file}")
         last_step = use.first_step + use.num_steps - 1
-        await self.add_event(last_step, "profile", trace=trace_file, **use.facts())
+        await self.add_event(last_step, "profile", trace=trace_file, **asdict(use))
 
     async def add_evaluated(self, row: Row, samples: str) -> None:
-        """Write an async evaluation, unless a checkpoint has told it already."""
+        """Write an async evaluation, unless its row came from a checkpoint already."""
         if row["step"] in self._evaluated:
             return
         self._evaluated.add(row["step"])
@@ -203,15 +202,15 @@ class Recorder:
             await self.add_samples(row["step"], samples)
 
     def _push(self) -> None:
-        """Copy the files into the object store, in the background; next time what fails now."""
+        """Copy the files into the object store in the background; what fails is copied next time."""
         if self._pushing is None or self._pushing.done():
             self._pushing = asyncio.create_task(asyncio.to_thread(self._push_now))
 
     def _push_now(self) -> None:
         try:
-            self._mirror.push()
+            self._sync.push()
         except (RaytrainGptError, OSError) as error:
-            self._news.put(f"metrics were not copied yet: {error}")
+            self._news.put(f"metrics not copied to {self._sync.run_dir} yet: {error}")
 
     async def add_event(self, step: int, event: str, **details: Any) -> None:
         """Write an event's row."""
@@ -222,14 +221,13 @@ class Recorder:
         self._news.put(f"[rank {rank}] {line}")
 
     async def evaluated(self, row: Row) -> None:
-        """The ranks of a trial wait with this evaluation for `go_on` or `stop`."""
+        """A trial's evaluation: its ranks wait until the driver orders `go_on` or `stop`."""
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
-        """Console lines, and rows, since the last call; waits up to `timeout_s` for the first.
+        """Console lines and rows since the last call; waits up to `timeout_s` for the first.
 
-        Rows are evaluations that a trial waits with and, with async evaluation, the events of
-        new checkpoints.
+        Rows are a trial's evaluations and, with async evaluation, the events of new checkpoints.
         """
         news: list[str | Row] = []
         with contextlib.suppress(queue.Empty):
@@ -239,58 +237,62 @@ class Recorder:
         return news
 
     async def order(self, order: str) -> None:
-        """Tell all ranks: `stop` (save and leave), `go_on`, or `dump` (send your stacks)."""
-        async with self._ordered:
+        """Order all ranks to `stop` (save and leave), to `go_on`, or to `dump` (send their stacks)."""
+        async with self._changed:
             self._orders.append(order)
-            self._ordered.notify_all()
+            self._changed.notify_all()
 
     async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
-        """A rank tells how far it has come; returns orders it has not seen, or none after a while."""
+        """Heartbeat of a rank; returns the orders it has not seen, after a while none.
+
+        Args:
+            rank: The rank.
+            progress: A count that grows as it works; one that stands still is a rank that hangs.
+            pid: Its process.
+            node_id: Ray's id of its node.
+            seen: How many orders it has seen.
+        """
         known = self._ranks.get(rank)
         if known is None or known.progress != progress:
             self._ranks[rank] = RankState(pid, node_id, progress, time.monotonic())
-        async with self._ordered:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._ordered.wait_for(lambda: len(self._orders) > seen), BEAT_S
-                )
-            return self._orders[seen:]
+        await self._until(lambda: len(self._orders) > seen, BEAT_S)
+        return self._orders[seen:]
 
     async def add_stacks(self, rank: int, text: str) -> None:
-        """Where the threads of a rank are, as was ordered."""
-        async with self._ordered:
+        """Keep the stacks that a rank was ordered to send."""
+        async with self._changed:
             self._stacks[rank] = text
-            self._ordered.notify_all()
+            self._changed.notify_all()
 
     async def take_stacks(self, timeout_s: float) -> dict[int, str]:
-        """Stacks by rank; without those that did not answer in time."""
-        async with self._ordered:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._ordered.wait_for(lambda: self._stacks.keys() >= self._ranks.keys()),
-                    timeout_s,
-                )
+        """Stacks by rank; a rank that did not answer within `timeout_s` has none."""
+        await self._until(lambda: self._stacks.keys() >= self._ranks.keys(), timeout_s)
         return self._stacks
 
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
+
     async def ranks(self) -> dict[int, RankState]:
-        """What is known of every rank that has called."""
+        """The state of every rank that has sent a heartbeat."""
         return self._ranks
 
     async def stalled_s(self) -> float:
-        """Seconds since the rank that has been still the longest made progress."""
+        """Seconds since the rank that stands still the longest last made progress."""
         now = time.monotonic()
         return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
 
     async def left(self, left_for: str | None, bad_stretch: BadStretch | None) -> None:
-        """The workers have left by themselves, all in the same step."""
+        """The workers have left without being killed, all in the same step."""
         self._outcome = Outcome(left_for, bad_stretch)
 
     async def outcome(self) -> Outcome | None:
-        """How the workers left; None if they did not by themselves."""
+        """How the workers left; None if they died."""
         return self._outcome
 
     async def training_started(self) -> None:
-        """A worker is about to do its first step: from now on stopping means saving."""
+        """The first step begins: from now on stopping means saving a checkpoint."""
         self._training = True
 
     async def is_training(self) -> bool:

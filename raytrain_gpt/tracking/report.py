@@ -21,7 +21,7 @@ import yaml
 
 from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.format import amount, duration, number, short_duration, size
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.tracking.goodput import (
@@ -29,36 +29,38 @@ from raytrain_gpt.tracking.goodput import (
     LOST_TO,
     goodput,
     read_attempts,
-    short_duration,
+    run_speed,
 )
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
-from raytrain_gpt.tracking.speed import speed
 from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
 MAX_SAMPLE_SETS = 8
+HELLASWAG_KEY = "hellaswag/acc_norm"
 HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
-"""Accuracies per token to compare with."""
+"""Accuracies with lengths normalised, to compare with."""
 
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 
 class RunStory:
-    """What a run's files tell."""
+    """What a run's files tell; the template reads its attributes."""
 
     def __init__(self, sync: RunSync) -> None:
         self.dir, self._work_dir = sync.run_dir, sync.work_dir
         self.name = self.dir.name
-        rows, config_path = read_rows(sync.work_dir), sync.work_dir / CONFIG_FILE
+        rows = read_rows(sync.work_dir)
         self.rows = [row for row in rows if "train/loss" in row]
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
-        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0))
-        self.goodput, self.speed = goodput(rows), speed(rows)
+        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
+        self.goodput, self.speed = goodput(rows), run_speed(rows)
+        self.attempts = read_attempts(rows)
         self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
-        config = yaml.safe_load(config_path.read_text("utf-8")) if config_path.exists() else None
-        self.config: dict[str, dict[str, Any]] = config or {}
+        self.config: dict[str, dict[str, Any]] = {}
+        if (sync.work_dir / CONFIG_FILE).exists():
+            self.config = yaml.safe_load((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
         self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = Catalog(self.dir).best()
@@ -69,55 +71,25 @@ class RunStory:
         finite = [row for row in self.evals if row["val/loss"] is not None]
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
-        self.train_time_s = float(np.nansum(self.column("perf/step_time_s")))
+        step_times = self.column("perf/step_time_s")
+        self.train_time_s = float(np.nansum(step_times))
+        self.step_time_s = float(np.nanmedian(step_times)) if self.rows else None
         self.window = min(max(len(self.rows) // 30, 1), 500)
 
     def column(self, key: str) -> Floats:
         """A key of the training rows; NaN where it is null."""
         return np.array([row.get(key) for row in self.rows], np.float64)
 
-    def median(self, key: str) -> float | None:
-        """Of what a key has in the training rows."""
-        values = self.column(key)
-        return float(np.nanmedian(values)) if np.isfinite(values).any() else None
-
-    def attempts(self) -> list[Row]:
-        """The rows that began each attempt, taken together, and what became of it.
-
-        `until` is the last step that no later attempt did again, `saved` counts checkpoints, `ended` is
-        the end event as text, `bad_steps` and `rollbacks` are what its events tell.
-        """
-        attempts = read_attempts(self.events)
-        until, told = self.last["step"], []
-        for attempt in reversed(attempts):
-            events = attempt.events
-            end = attempt.end or {"event": attempt.ended_by}
-            going_on = attempt is attempts[-1] and attempt.end is None
-            told.append(
-                {
-                    **events[0],
-                    **(attempt.first_step or {"event": "no step"}),
-                    "time": attempt.begin_s,
-                    "until": until if attempt.first_step else attempt.step,
-                    "startup_s": attempt.startup_s,
-                    "saved": sum(e["event"] == "checkpoint" for e in events),
-                    "ended": "" if going_on else event_text(end),
-                    "bad_steps": [e["step"] for e in events if e["event"] in BAD_STEP_EVENTS],
-                    "rollbacks": [event_text(e) for e in events if e["event"] == "rollback"],
-                }
-            )
-            if attempt.first_step:
-                until = min(until, attempt.step)
-        return told[::-1]
-
     def time_parts(self) -> list[tuple[str, str, float, float, float]]:
-        """What took the run's time: name, text, seconds, and its place and width in percent of all."""
+        """What took the run's time: name, text, seconds; start and width of its bar in percent."""
         parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
-        percent, at, told = 100 / (sum(parts.values()) or 1.0), 0.0, []
-        for name, part_s in parts.items():
-            told.append((name, LOST_TO.get(name, "effective"), part_s, at, part_s * percent))
-            at += part_s * percent
-        return told
+        seconds = np.array(list(parts.values()))
+        widths = 100 * seconds / (seconds.sum() or 1)
+        starts = widths.cumsum() - widths
+        return [
+            (name, LOST_TO.get(name, "effective"), parts[name], start, width)
+            for name, start, width in zip(parts, starts.tolist(), widths.tolist(), strict=True)
+        ]
 
     def samples(self) -> list[tuple[int, list[str]]]:
         """(step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
@@ -129,16 +101,14 @@ class RunStory:
         """All charts of the run; none before its first step."""
         if not self.rows:
             return []
-        marks = [a["step"] for a in self.attempts() if 0 < a["step"] < a["until"]]
-        validation = self.validation("validation", 2, _DASHES[2], "D")
+        marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
+        validation = self.evaluations("val/loss", "validation", 2, _DASHES[2], "D")
         losses = [*self._noisy(self.column("train/loss")), *validation]
         loss = Chart("Loss", "nats per token", losses, marks)
         rates = [Curve("every step", self.column("step"), self.column("optim/lr"))]
         norms = self._noisy(self.column("optim/grad_norm"))
-        speeds, waits = (
-            self._noisy(self.column("perf/tokens_per_s")),
-            self._noisy(self._wait_percent()),
-        )
+        speeds = self._noisy(self.column("perf/tokens_per_s"))
+        waits = self._noisy(self._wait_percent())
         return [
             loss,
             *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
@@ -158,43 +128,33 @@ class RunStory:
         mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
         return [replace(curve, color=_FAINT, width=0.8), mean]
 
+    def evaluations(
+        self, key: str, label: str, color: int, dash: str = "", marker: str = ""
+    ) -> list[Curve]:
+        """A curve of what the evaluations have under a key, if any has it."""
+        rows = [row for row in self.evals if key in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        values = np.array([row[key] for row in rows], np.float64)
+        return [Curve(label, steps, values, color, dash, marker)] if rows else []
+
     def _hellaswag(self, marks: list[int]) -> list[Chart]:
-        """Accuracy per token, between chance and a known model, if it was asked."""
-        curves = self.hellaswag("acc_norm", 2, marker="D")
+        """Accuracy between chance and a known model, if it was evaluated."""
+        curves = self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")
         if not curves:
             return []
         ends = np.array([0, self.last["step"]], np.float64)
-        known = [
-            Curve(f"{name} {value}", ends, np.full(2, value), color, dash)
-            for (name, value), color, dash in zip(
-                HELLASWAG_KNOWN.items(), (_FAINT, 3), _DASHES[1:3], strict=True
-            )
-        ]
-        return [Chart("HellaSwag", "fraction right", [*curves, *known], marks)]
-
-    def hellaswag(self, label: str, color: int, dash: str = "", marker: str = "") -> list[Curve]:
-        """HellaSwag's accuracies per token, if it was asked."""
-        rows = [row for row in self.evals if "hellaswag/acc_norm" in row]
-        steps = np.array([row["step"] for row in rows], np.float64)
-        values = np.array([row["hellaswag/acc_norm"] for row in rows], np.float64)
-        return [Curve(label, steps, values, color, dash, marker)] if rows else []
-
-    def validation(
-        self, label: str, color: int, dash: str = "", marker: str = "", key: str = "val/loss"
-    ) -> list[Curve]:
-        """The validation losses, if there are any."""
-        rows = [row for row in self.evals if key in row]
-        steps = np.array([row["step"] for row in rows], np.float64)
-        losses = np.array([row[key] for row in rows], np.float64)
-        return [Curve(label, steps, losses, color, dash, marker)] if rows else []
+        for (name, value), color, dash in zip(
+            HELLASWAG_KNOWN.items(), (_FAINT, 3), _DASHES[1:3], strict=True
+        ):
+            curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
+        return [Chart("HellaSwag", "fraction right", curves, marks)]
 
     def _by_dataset(self, marks: list[int]) -> list[Chart]:
-        """Validation losses of the datasets, where there are several."""
-        prefix, curves = "val/loss/", []
-        keys = sorted({key for row in self.evals for key in row if key.startswith(prefix)})
-        for i, key in enumerate(keys):
-            style = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
-            curves += self.validation(key.removeprefix(prefix), *style, key=key)
+        """Validation losses of each dataset, where there are several."""
+        keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
+        curves = []
+        for i, key in enumerate(sorted(keys)):
+            curves += self.evaluations(key, key.removeprefix("val/loss/"), *_style(i))
         title = "Validation loss by dataset"
         return [Chart(title, "nats per token", curves, marks)] if curves else []
 
@@ -227,12 +187,12 @@ def write_comparison(syncs: list[RunSync], out: Path) -> Path:
     window = sorted(run.window for run in runs)[len(runs) // 2]
     train, val, hellaswag = [], [], []
     for i, run in enumerate(runs):
-        color, dash, marker = i % _NUM_COLORS + 1, _DASHES[i % 4], _MARKERS[i % 6]
+        color, dash, marker = _style(i)
         if run.rows:
             loss = running_mean(run.column("train/loss"), window)
             train.append(Curve(run.name, run.column("step"), loss, color, dash))
-        val += run.validation(run.name, color, dash, marker)
-        hellaswag += run.hellaswag(run.name, color, dash, marker)
+        val += run.evaluations("val/loss", run.name, color, dash, marker)
+        hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker)
     title = f"Train loss, mean of {window} steps" if window > 1 else "Train loss"
     charts = [
         Chart(title, "nats per token", train),
@@ -254,6 +214,11 @@ def write_comparison(syncs: list[RunSync], out: Path) -> Path:
     )
 
 
+def _style(i: int) -> tuple[int, str, str]:
+    """Colour, dash and marker of the i-th of several curves; no two are alike in all three."""
+    return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
+
+
 def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
     """Whether two runs had the same data in the steps they have in common, in words."""
     if not run.order_hashes or not first.order_hashes:
@@ -272,12 +237,18 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
-    environment.filters |= {"short_duration": short_duration}
-    environment.filters |= {"amount": amount, "duration": duration, "thousands": "{:,}".format}
-    environment.filters["size"] = size
+    environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
+    environment.filters |= {"duration": duration, "short_duration": short_duration}
+    environment.filters |= {"event_text": event_text}
     now = _utc(datetime.now(UTC).timestamp())
     html = environment.get_template(TEMPLATE_FILE).render(
-        runs=runs, one="differing" not in more, charts=charts, version=__version__, now=now, **more
+        runs=runs,
+        one="differing" not in more,
+        charts=charts,
+        bad_step_events=BAD_STEP_EVENTS,
+        version=__version__,
+        now=now,
+        **more,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     Location.of(path).write_text(html)
@@ -294,9 +265,7 @@ def _sample(line: str) -> str:
 
 def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
     """A row's number as text: a dash if it is not there, words if it is null."""
-    if row is None or key not in row:
-        return "–"
-    return "not finite" if row[key] is None else format(row[key], form)
+    return "–" if row is None or key not in row else number(row[key], form)
 
 
 def _utc(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """The text files of a run, kept continuous over restarts: metrics.jsonl, log.txt, samples.txt.
 
 A row is one JSON object: a training step (with `train/loss`), an evaluation (with `val/loss`) or an
-event (with `event`). When a run goes on from a step, rows above it are dropped, and rows a crash lost
-are taken from the checkpoint; events stay for ever. The other two files follow from the rows.
+event (with `event`). When a run resumes at a step, rows above it are dropped and rows lost in a crash
+are taken from the checkpoints; events stay for ever. log.txt follows from the rows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 PROFILE_DIR = "profile"
-_BAD_STEP_DETAILS = (
-    ("loss", "loss", ".4f"),
-    ("loss_zscore", "z", ".1f"),
-    ("grad_norm", "norm", ".2f"),
-    ("grad_norm_zscore", "z", ".1f"),
-)
 _SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
 
 
@@ -58,7 +52,7 @@ def read_samples(run_dir: Path) -> list[tuple[int, str]]:
 
 
 def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
-    """Rows of a run that goes on from `step`: none above it, lost ones filled in, in order.
+    """Rows of a run that resumes at `step`: none above it, lost ones filled in, in order.
 
     Args:
         rows: What metrics.jsonl holds.
@@ -90,15 +84,16 @@ def log_lines(row: Row) -> list[str]:
 
 
 def event_text(row: Row) -> str:
-    """An event and its details on one line: `spike loss 8.3000 z 9.1`."""
+    """An event and its details on one line: `spike loss 8.3000 z 9.1 norm 2.00`."""
     event, details = str(row["event"]), ""
     if event in ("spike", "nonfinite"):
-        for key, label, form in _BAD_STEP_DETAILS:
-            if key in row and (row[key] is not None or label != "z"):
-                details += f" {label} {number(row[key], form)}"
+        for key, label, form in (("loss", "loss", ".4f"), ("grad_norm", "norm", ".2f")):
+            details += f" {label} {number(row[key], form)}"
+            if (zscore := row.get(f"{key}_zscore")) is not None:
+                details += f" z {zscore:.1f}"
     elif event == "rollback":
-        to_step = f"to step {row['to_step']}, " if "to_step" in row else ""
-        details = f" {to_step}batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+        skipped = f"batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
+        details = f" to step {row['to_step']}, {skipped}"
     elif event == "profile":
         details = f" of {row['num_steps']} steps from {row['first_step']} on: {row['trace']}"
     elif event == "failed":
@@ -110,16 +105,16 @@ class RunFiles:
     """Appends to a run's text files.
 
     Args:
-        run_dir: The run's directory.
+        run_dir: A local directory.
         step: Updates done; rows and samples above it are dropped.
         saved_rows: Rows that the checkpoints up to there kept.
         saved_samples: (step, text) of the samples that they kept.
 
     Attributes:
         kept_rows: What metrics.jsonl holds at the start.
-        found_rows: Evaluations of these that it did not hold before.
-        found_samples: Samples that samples.txt did not hold before.
-        lost_steps: Steps that were done above the resumed one and are dropped.
+        found_rows: Evaluations among them that only the checkpoints had.
+        found_samples: Samples that only the checkpoints had.
+        lost_steps: Steps above the resumed one, dropped to be done again.
         lost_s: Seconds that they took.
     """
 
@@ -150,7 +145,7 @@ class RunFiles:
     def add_rows(self, rows: list[Row]) -> None:
         """Append rows to metrics.jsonl and log.txt."""
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
-        with contextlib.suppress(OSError):  # it is made anew from the rows at every start
+        with contextlib.suppress(OSError):  # the next start writes it again from the rows
             _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
 
     def add_samples(self, step: int, text: str) -> None:
@@ -165,7 +160,7 @@ def _append(path: Path, text: str) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError:
-        os.truncate(path, size)
+        os.truncate(path, size)  # half a row would end up in the middle of the file
         raise
 
 

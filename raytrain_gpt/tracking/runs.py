@@ -1,10 +1,11 @@
-"""The `runs` command: list the runs of a storage, show one, its checkpoints, its report."""
+"""The `runs` command: list the runs in a storage, or show one, its checkpoints or its report."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from rich.table import Table
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.goodput import goodput, run_speed
 from raytrain_gpt.tracking.report import write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
-from raytrain_gpt.tracking.speed import speed
 from raytrain_gpt.tracking.summary import loss_text, run_facts
 from raytrain_gpt.tracking.sync import RunSync
 
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 def find_run(name: str, storage: Location) -> RunSync:
-    """A run given by name or path.
+    """The run of a name in `storage`, or at a path.
 
     Raises:
         CheckpointError: there is none.
@@ -33,10 +33,8 @@ def find_run(name: str, storage: Location) -> RunSync:
     for path in (storage / name, Location.of(name)):
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
-    known = [p.name for p in _run_dirs(storage)]
-    raise CheckpointError(
-        f"no run {name} in {storage}; there are: {', '.join(known) or 'none'} (set --storage_path)"
-    )
+    known = ", ".join(path.name for path in _run_dirs(storage)) or "none"
+    raise CheckpointError(f"no run {name} in {storage} (set --storage_path); runs there: {known}")
 
 
 def _run_dirs(storage: Location) -> list[Location]:
@@ -48,7 +46,7 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
     """The `runs` command.
 
     Raises:
-        CheckpointError: a run is missing, or none or too many are named.
+        CheckpointError: a run does not exist, or none or too many are named.
     """
     if action == "list":
         content: Any = {"runs": [run_facts(RunSync(path).pull()) for path in _run_dirs(storage)]}
@@ -75,12 +73,12 @@ def _show(runs: list[RunSync], say: Say) -> dict[str, Any]:
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
     rows = read_rows(run.work_dir)
-    run_speed, run_goodput = speed(rows), goodput(rows)
-    say(run_speed.summary())
-    say(run_goodput.summary())
+    speed, time_use = run_speed(rows), goodput(rows)
+    say(speed.summary())
+    say(time_use.summary())
     say((run.work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
     say(f"next: raytrain-gpt runs checkpoints {run.run_dir}")
-    return {**facts, "speed": run_speed.facts(), "goodput": run_goodput.facts()}
+    return {**facts, "speed": asdict(speed), "goodput": asdict(time_use)}
 
 
 def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:

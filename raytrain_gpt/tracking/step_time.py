@@ -1,22 +1,23 @@
-"""Where the time of profiled steps went, read from their trace in Chrome's format.
+"""Where the time of profiled steps went, read from their Chrome trace.
 
-Every instant of the steps is given to one thing, so that the parts add up to the whole:
+Every instant of the steps is given to one thing, so the parts add up to the whole. What ran is laid
+over the steps, and what comes later in this list covers what came before:
 
-1. Without a GPU: to the innermost operator of the thread that trains. While it is in none, to
-   communication if a collective of another thread runs; what then remains is the rest.
-2. With one: to the kernel that runs. While there is none but communication's, to that; while there is
-   none at all, to waiting for data if the thread that trains does, else to the rest, an idle GPU.
+- on a CPU: collectives of other threads, then operators of the training thread, inner ones last. What
+  nothing covers is Python between the operators.
+- on a GPU: the training thread's waits for data, then communication kernels, then all other kernels.
+  What nothing covers is an idle GPU.
 
-What kind an operator is of follows from its name and the names of the operators it lies in; a kernel is
-of the kind of the operator that launched it.
+An operator's kind follows from its name and the names of the operators around it; a kernel's from the
+operator that launched it. torch's own tables (`key_averages`) add up durations instead, which count an
+instant twice where threads or streams overlap.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from raytrain_gpt.tracking.run_files import Row
 
 STEP_SPAN = "training step"
 DATA_WAIT_SPAN = "data wait"
-"""The names of the spans that the profile itself puts into a trace."""
+"""Names of the spans that the profile itself puts into a trace."""
 
 KINDS = {
     "matmul": "matrix products",
@@ -42,7 +43,7 @@ KINDS = {
 REST = {"cpu": "rest (Python, outside of operators)", "cuda": "rest (GPU idle)"}
 NUM_OPERATORS = 10
 
-_WHOLE = {
+_PATTERNS = {
     "data_wait": re.compile(f"^{DATA_WAIT_SPAN}$"),
     "optimizer": re.compile(r"^optimizer\.|foreach|adamw|linalgvectornorm"),
     "communication": re.compile(
@@ -50,18 +51,17 @@ _WHOLE = {
         r"recordparamcomms"
     ),
     "attention": re.compile(r"scaleddotproduct|flash|fmha|attention|sdpa"),
-}
-"""Kinds of whatever lies in an operator of theirs; names are in lower case, without `_`."""
-_INNERMOST = {
-    "loss": re.compile(r"softmax|nllloss|crossentropy|logsumexp|chunkedmean"),
     "matmul": re.compile(
         r"matmul|linear|\b(add|b|baddb|scaled)?mm(backward|activation)?\d*\b|"
         r"gemm|cutlass|cublas|nvjet|xmma"
     ),
+    "loss": re.compile(r"softmax|nllloss|crossentropy|logsumexp|chunkedmean"),
+    # What finds and calls compiled code computes nothing itself.
+    "rest": re.compile(r"^(torchdynamo|torch-compiled|pregraph|aotdispatcher|compiledfunction)"),
 }
-"""Kinds of operators that may lie in each other: the innermost counts."""
-_DISPATCH = re.compile(r"^(torchdynamo|torch-compiled|pregraph|aotdispatcher|compiledfunction)")
-"""What finds and calls compiled code."""
+"""Names of each kind, in lower case and without `_`; the first pattern that matches counts."""
+_RANKS = {kind: i for i, kind in enumerate([*list(_PATTERNS)[:-1], "elementwise", "rest"])}
+"""Of an operator and those around it the first kind counts: a copy in the optimizer is the optimizer's."""
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU_WORK = ("cpu_op", "user_annotation")
 
@@ -69,33 +69,17 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Operator:
-    """What one operator, or kernel of a GPU, took.
-
-    Attributes:
-        name: As torch calls it.
-        kind: Of `KINDS`.
-        time_s: Its own, without the operators that lie in it, of all steps together.
-        calls: Of all steps together.
-    """
-
-    name: str
-    kind: str
-    time_s: float
-    calls: int
-
-
-@dataclass(frozen=True)
 class TimeUse:
-    """What the time of some steps of one rank went to.
+    """What the time of some steps of one rank went to; seconds are of all these steps together.
 
     Attributes:
         first_step: The first of them.
         num_steps: How many.
-        device: `cuda`: the time of a GPU; `cpu`: of the thread that trains.
-        total_s: Of all steps together.
+        device: `cuda`: the time of a GPU; `cpu`: of the training thread.
+        total_s: Length of the steps.
         kinds_s: Seconds for every name of `KINDS`; they add up to `total_s`.
-        operators: Those with most time of their own, in falling order.
+        operators: Those with most time of their own, in falling order: name, kind, time_s without the
+            operators inside them, and calls.
     """
 
     first_step: int
@@ -103,27 +87,18 @@ class TimeUse:
     device: str
     total_s: float
     kinds_s: dict[str, float]
-    operators: list[Operator]
-
-    def facts(self) -> Row:
-        """The same for an event's row."""
-        facts = asdict(self)
-        facts["total_s"] = round(self.total_s, 9)
-        facts["kinds_s"] = {kind: round(time_s, 9) for kind, time_s in self.kinds_s.items()}
-        return facts
+    operators: list[Row]
 
     @classmethod
     def of_row(cls, row: Row) -> TimeUse:
-        """From a row that holds `facts`."""
-        names = ("first_step", "num_steps", "device", "total_s", "kinds_s")
-        operators = [Operator(**operator) for operator in row["operators"]]
-        return cls(**{name: row[name] for name in names}, operators=operators)
+        """From a `profile` event's row, which has every field under its name."""
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     def title(self) -> str:
-        """`steps 7 to 8, 212.4 ms a step, of the thread that trains`."""
+        """`steps 7 to 8, 212.4 ms a step, of the training thread`."""
         last = self.first_step + self.num_steps - 1
         steps = f"steps {self.first_step} to {last}" if self.num_steps > 1 else f"step {last}"
-        where = "of the GPU" if self.device == "cuda" else "of the thread that trains"
+        where = "of the GPU" if self.device == "cuda" else "of the training thread"
         return f"{steps}, {self.a_step_ms(self.total_s):.1f} ms a step, {where}"
 
     def label(self, kind: str) -> str:
@@ -131,7 +106,7 @@ class TimeUse:
         return REST[self.device] if kind == "rest" else KINDS[kind]
 
     def a_step_ms(self, time_s: float) -> float:
-        """Milliseconds a step of a time of all steps."""
+        """Milliseconds a step, from seconds of all steps."""
         return 1000 * time_s / self.num_steps
 
     def share(self, time_s: float) -> float:
@@ -140,17 +115,17 @@ class TimeUse:
 
     def text(self) -> str:
         """The tables for reading: kinds, then operators."""
-        lines = [f"profile of {self.title()} (recorded, so slower than others)"]
-        for kind, time_s in self.kinds_s.items():
-            lines.append(f"  {self.label(kind):60} {self._numbers(time_s)}")
+
+        def line(name: str, time_s: float) -> str:
+            return f"  {name:60} {self.a_step_ms(time_s):9.2f} ms a step {self.share(time_s):6.1%}"
+
+        lines = [f"profile of {self.title()} (recording slows steps: compare shares)"]
+        lines += [line(self.label(kind), time_s) for kind, time_s in self.kinds_s.items()]
         lines.append("most time of their own:")
         for o in self.operators:
-            calls = f"{o.calls / self.num_steps:g} calls a step"
-            lines.append(f"  {o.name[:60]:60} {self._numbers(o.time_s)}  {calls}")
+            calls = f"{o['calls'] / self.num_steps:g} calls a step"
+            lines.append(f"{line(o['name'][:60], o['time_s'])}  {calls}")
         return "\n".join(lines)
-
-    def _numbers(self, time_s: float) -> str:
-        return f"{self.a_step_ms(time_s):9.2f} ms a step {self.share(time_s):6.1%}"
 
 
 def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
@@ -158,20 +133,22 @@ def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
 
     Args:
         trace: A Chrome trace of torch's profiler with a `STEP_SPAN` around every step.
-        first_step: Of the trace.
+        first_step: Number of its first step.
     """
     work = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    work.sort(key=lambda e: (e["ts"], -e["dur"]))  # an operator before those in it
     on_cpu = [e for e in work if e.get("cat") in _CPU_WORK]
-    on_gpu = [e for e in work if e.get("cat") in _GPU_WORK]
     steps = [e for e in on_cpu if e["name"] == STEP_SPAN]
+    on_cpu = [e for e in on_cpu if e["name"] != STEP_SPAN]
+    on_gpu = [e for e in work if e.get("cat") in _GPU_WORK]
     kinds = _kinds_on_cpu(on_cpu)
-    training = [e for e in on_cpu if e["tid"] == steps[0]["tid"] and e["name"] != STEP_SPAN]
+    training = [e for e in on_cpu if e["tid"] == steps[0]["tid"]]
     if on_gpu:
-        layers = _gpu_layers(on_gpu, on_cpu, kinds, training)
+        layers = [(e, "data_wait") for e in training if kinds[id(e)] == "data_wait"]
+        layers += _kernels(on_gpu, on_cpu, kinds)
     else:
-        others = [(e, k) for e in on_cpu if (k := kinds[id(e)]) == "communication"]
-        known = [(e, k) for e in _outermost_first(training) if (k := kinds[id(e)]) != "rest"]
-        layers = others + known
+        layers = [(e, "communication") for e in on_cpu if kinds[id(e)] == "communication"]
+        layers += [(e, kind) for e in training if (kind := kinds[id(e)]) != "rest"]
     own_s, rest_s = _shared_out(steps, layers)
     kinds_s = dict.fromkeys(KINDS, 0.0) | {"rest": rest_s}
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -179,84 +156,57 @@ def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
         kinds_s[kind] += time_s
         if time_s:
             found[event["name"], kind].append(time_s)
-    operators = [Operator(n, k, round(sum(s), 9), len(s)) for (n, k), s in found.items()]
-    operators.sort(key=lambda operator: -operator.time_s)
-    total_s = sum(step["dur"] for step in steps) / 1e6
-    device = "cuda" if on_gpu else "cpu"
-    return TimeUse(first_step, len(steps), device, total_s, kinds_s, operators[:NUM_OPERATORS])
-
-
-def _gpu_layers(
-    on_gpu: list[Event], on_cpu: list[Event], kinds: dict[int, str], training: list[Event]
-) -> list[tuple[Event, str]]:
-    """What a GPU's time may go to, what counts more later."""
-    launched_by = {
-        e["args"]["External id"]: kinds[id(e)]
-        for e in _outermost_first(on_cpu)
-        if "External id" in e.get("args", ())
-    }
-    waits = [(e, "data_wait") for e in training if kinds[id(e)] == "data_wait"]
-    communication: list[tuple[Event, str]] = []
-    computation: list[tuple[Event, str]] = []
-    for event in on_gpu:
-        launcher = launched_by.get(event.get("args", {}).get("External id"), "rest")
-        kind = launcher
-        if launcher in ("elementwise", "rest", "data_wait"):
-            # Compiled code launches all its kernels from one span: their names say more.
-            kind = _named(event["name"]) or "elementwise"
-        layer = communication if kind == "communication" else computation
-        layer.append((event, kind))
-    return waits + communication + computation
+    operators: list[Row] = [
+        {"name": name, "kind": kind, "time_s": round(sum(times_s), 9), "calls": len(times_s)}
+        for (name, kind), times_s in found.items()
+    ]
+    return TimeUse(
+        first_step=first_step,
+        num_steps=len(steps),
+        device="cuda" if on_gpu else "cpu",
+        total_s=round(sum(step["dur"] for step in steps) / 1e6, 9),
+        kinds_s={kind: round(time_s, 9) for kind, time_s in kinds_s.items()},
+        operators=sorted(operators, key=lambda o: -o["time_s"])[:NUM_OPERATORS],
+    )
 
 
 def _kinds_on_cpu(events: list[Event]) -> dict[int, str]:
-    """The kind of every operator, by its `id`."""
+    """The kind of every operator, by the `id` of its event; an operator comes before those in it."""
     kinds: dict[int, str] = {}
-    threads: dict[Any, list[Event]] = defaultdict(list)
+    stacks: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
-        threads[event["tid"]].append(event)
-    for thread in threads.values():
-        around: list[Event] = []
-        for event in _outermost_first(thread):
-            while around and _end(around[-1]) <= event["ts"]:
-                around.pop()
-            outer = kinds[id(around[-1])] if around else "rest"
-            kinds[id(event)] = _kind_within(outer, event)
-            around.append(event)
+        around = stacks[event["tid"]]
+        while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+            around.pop()
+        outer = kinds[id(around[-1])] if around else "rest"
+        own = _named(event["name"], "elementwise" if event["cat"] == "cpu_op" else "rest")
+        kinds[id(event)] = min(own, outer, key=_RANKS.__getitem__)
+        around.append(event)
     return kinds
 
 
-def _kind_within(outer: str, event: Event) -> str:
-    if outer in _WHOLE:
-        return outer
-    if named := _named(event["name"]):
-        return named
-    if outer in _INNERMOST:
-        return outer
-    computes = event["cat"] == "cpu_op" and not _DISPATCH.search(_plain(event["name"]))
-    return "elementwise" if computes else outer
+def _kernels(
+    on_gpu: list[Event], on_cpu: list[Event], kinds: dict[int, str]
+) -> list[tuple[Event, str]]:
+    """Every kernel with its kind; communication comes first, so that all others cover it."""
+    launchers = {e.get("args", {}).get("External id"): kinds[id(e)] for e in on_cpu}
+    launchers[None] = "rest"
+    found = []
+    for kernel in on_gpu:
+        launcher = launchers.get(kernel.get("args", {}).get("External id"), "rest")
+        # Compiled code launches all its kernels from one span: then their own names say more. A copy
+        # launched while the thread waits for data is work of the GPU.
+        kind = _named(kernel["name"], "elementwise")
+        if launcher != "data_wait":
+            kind = min(kind, launcher, key=_RANKS.__getitem__)
+        found.append((kernel, kind))
+    return sorted(found, key=lambda kernel: kernel[1] != "communication")
 
 
-def _named(name: str) -> str | None:
+def _named(name: str, otherwise: str) -> str:
     """The kind that a name tells."""
-    plain = _plain(name)
-    for kind, pattern in (_WHOLE | _INNERMOST).items():
-        if pattern.search(plain):
-            return kind
-    return None
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "")
-
-
-def _outermost_first(events: Iterable[Event]) -> list[Event]:
-    """By start; of those that start together the longest first."""
-    return sorted(events, key=lambda e: (e["ts"], -e["dur"]))
-
-
-def _end(event: Event) -> float:
-    return float(event["ts"] + event["dur"])
+    plain = name.lower().replace("_", "")
+    return next((kind for kind, names in _PATTERNS.items() if names.search(plain)), otherwise)
 
 
 def _shared_out(steps: list[Event], layers: list[tuple[Event, str]]) -> tuple[list[float], float]:
@@ -264,7 +214,7 @@ def _shared_out(steps: list[Event], layers: list[tuple[Event, str]]) -> tuple[li
 
     A later layer covers the ones before.
     """
-    spans = [(e["ts"], _end(e)) for e in (*steps, *(event for event, _ in layers))]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in (*steps, *(event for event, _ in layers))]
     edges, places = np.unique(np.array(spans, np.float64), return_inverse=True)
     places = places.reshape(-1, 2)
     owner: npt.NDArray[np.int64] = np.full(len(edges) - 1, -2)

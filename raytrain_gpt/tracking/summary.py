@@ -1,4 +1,4 @@
-"""How a run ended and where it stands: what `train` prints last, and what `runs` knows of it."""
+"""The state of a run: what `train` prints at its end, and what `runs` shows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.format import amount, duration
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.goodput import goodput, run_speed
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.report import REPORT_FILE
-from raytrain_gpt.tracking.run_files import Row, read_rows, read_samples
-from raytrain_gpt.tracking.speed import speed
+from raytrain_gpt.tracking.run_files import read_rows, read_samples
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import TRACKING_FILE
 
 Say = Callable[[str], None]
 
@@ -26,11 +25,10 @@ class RunSummary:
     """How a run ended.
 
     Attributes:
-        run_dir: Its directory.
-        sync: Its small files.
+        sync: Where its small files are.
         step: Updates done.
-        checkpoint: The newest checkpoint, or None.
-        already_finished: The run had done all its steps before.
+        checkpoint: The newest one, or None.
+        already_finished: All steps had been done by an earlier command.
     """
 
     run_dir: Location
@@ -46,9 +44,10 @@ def run_end(summary: RunSummary, say: Say) -> None:
     if summary.already_finished:
         say(
             f"run {run_dir.name} is already finished at step {summary.step}; "
-            "a larger max_steps extends it, another run_name starts anew"
+            "a larger max_steps extends it, another run_name starts a new run"
         )
     rows = read_rows(work_dir)
+    training_s = sum(row["perf/step_time_s"] for row in rows if "train/loss" in row)
     samples = read_samples(work_dir)
     if samples:
         say(f"samples at step {samples[-1][0]}:")
@@ -58,9 +57,9 @@ def run_end(summary: RunSummary, say: Say) -> None:
         f"{facts['state']} at step {facts['step']} of {facts['max_steps']} | train loss "
         f"{loss_text(facts['first_loss'])} -> {loss_text(facts['train_loss'])} | "
         f"val loss {loss_text(facts['val_loss'])} | {amount(facts['tokens_seen'])} tokens | "
-        f"{duration(_training_s(rows))} of training steps"
+        f"{duration(training_s)} of training steps"
     )
-    say(speed(rows).summary())
+    say(run_speed(rows).summary())
     say(goodput(rows).summary())
     say(f"run         {run_dir}")
     best = Catalog(run_dir).best()
@@ -76,7 +75,7 @@ def run_end(summary: RunSummary, say: Say) -> None:
 
 
 def next_line(place: Location, command: str) -> str:
-    """What to do next at a place; other commands do not know an endpoint that only the configuration has."""
+    """The `next:` line; with the object store's endpoint if only the run's configuration has it."""
     is_known = place.endpoint == Location.of(place.url).endpoint
     return f"next: {'' if is_known else f'AWS_ENDPOINT_URL={place.endpoint} '}{command}"
 
@@ -85,14 +84,14 @@ def run_facts(sync: RunSync) -> dict[str, Any]:
     """State and last numbers of a run."""
     run_dir, rows = sync.run_dir, read_rows(sync.work_dir)
     steps = [row for row in rows if row.get("train/loss") is not None]
-    # Async evaluation come when they are done, also behind later steps.
+    # An async evaluation comes when it is done, which may be behind later ones.
     evaluations = sorted(
         (row for row in rows if row.get("val/loss") is not None), key=lambda row: row["step"]
     )
     checkpoints = Catalog(run_dir).complete()
-    newest: Checkpoint | None = checkpoints[-1] if checkpoints else None
-    max_steps = newest.state.config["train"]["max_steps"] if newest else None
-    step = newest.state.step if newest else 0
+    newest = checkpoints[-1].state if checkpoints else None
+    max_steps = newest.config["train"]["max_steps"] if newest else None
+    step = newest.step if newest else 0
     if live_holder(run_dir / LEASE_FILE):
         state = "running"
     else:
@@ -103,19 +102,16 @@ def run_facts(sync: RunSync) -> dict[str, Any]:
         "state": state,
         "step": step,
         "max_steps": max_steps,
-        "tokens_seen": newest.state.tokens_seen if newest else 0,
+        "tokens_seen": newest.tokens_seen if newest else 0,
         "first_loss": steps[0]["train/loss"] if steps else None,
         "train_loss": steps[-1]["train/loss"] if steps else None,
         "val_loss": evaluations[-1]["val/loss"] if evaluations else None,
         "hellaswag": evaluations[-1].get("hellaswag/acc_norm") if evaluations else None,
-        "order_hash": newest.state.order_hash if newest else None,
+        "order_hash": newest.order_hash if newest else None,
         "checkpoints": len(checkpoints),
     }
 
 
 def loss_text(value: float | None) -> str:
+    """`2.3456`, or a dash where there is none."""
     return "-" if value is None else f"{value:.4f}"
-
-
-def _training_s(rows: list[Row]) -> float:
-    return float(sum(row["perf/step_time_s"] for row in rows if "train/loss" in row))

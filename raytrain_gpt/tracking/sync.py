@@ -1,4 +1,4 @@
-"""A run's small files when the run is in an object store: worked on locally, copied there.
+"""A run's small files where the run is in an object store: written locally, copied there.
 
 Rows are appended every second, which an object store cannot do. So the files live in a local
 directory on the driver's node and are copied at every checkpoint and at the end. A run on a file
@@ -13,22 +13,19 @@ import tempfile
 from pathlib import Path
 
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
-from raytrain_gpt.tracking.trackers import TRACKING_FILE
 
 _PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE)
-"""What a run that goes on reads; everything else follows from these or is only added to."""
+"""What a resumed run reads; everything else follows from these or is only added to."""
 
 
 class RunSync:
     """The local side of a run's directory.
 
-    Args:
-        run_dir: The run's directory.
-
     Attributes:
-        run_dir: As given.
-        work_dir: Where the small files are written.
+        run_dir: The run's directory, local or in an object store.
+        work_dir: Where the small files are written, on this node.
     """
 
     def __init__(self, run_dir: Location) -> None:
@@ -42,7 +39,7 @@ class RunSync:
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def pull(self) -> RunSync:
-        """Fetch the files that a run that goes on, or is looked at, needs; returns itself."""
+        """Fetch the files that resuming or showing the run needs; returns itself."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
         if self.run_dir.is_local:
             return self

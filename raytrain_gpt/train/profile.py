@@ -1,12 +1,12 @@
 """A profile of a few steps: torch's profiler around them, in the process that trains.
 
-1. The first steps after a start are left alone: they compile, and fill caches.
-2. In the step before the profiled ones the profiler warms up. Reported steps must not be averaged with
-   slower ones, so all ranks report before it and after the last profiled step (`is_edge`).
-3. The profiled steps are recorded, each with a span around it and the GPU waited for at its end.
+1. The first steps after a start are left alone: they compile and fill caches.
+2. In the step before the profiled ones the profiler warms up. These steps are slower and must not be
+   averaged with others, so all ranks report before them and after them (`is_edge`).
+3. The profiled steps are recorded, each in a span that ends when the GPU is done.
 4. The trace is kept whole, and summed up by `time_use`.
 
-Nothing is computed otherwise than without a profile.
+A profile changes nothing that is computed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,28 @@ from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, TimeUse, 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was recorded.
-
-    Attributes:
-        use: Where the time went.
-        trace: The Chrome trace, JSON in gzip.
-    """
+    """Where the time of the profiled steps went, and their Chrome trace (JSON in gzip)."""
 
     use: TimeUse
     trace: bytes
 
 
 Take = Callable[[Profile | Exception, float], None]
-"""Gets the profile, or why there is none, and the seconds that it took after the last step."""
+"""Gets the profile, or why there is none, and the seconds spent on it after the last step."""
 
 
 class StepProfile:
     """Which steps of an attempt are profiled and, on the rank that records, how.
 
     Args:
-        num_steps: To profile; 0: none.
-        steps_done: Where the attempt goes on.
-        max_steps: Of the run.
-        device: That computes.
-        take: Called when the last step is done; None: this rank records nothing.
+        num_steps: How many steps to profile; 0: none.
+        steps_done: Updates done when the attempt begins.
+        max_steps: Last step of the run.
+        device: What the model runs on.
+        take: Called after the last profiled step; None: this rank records nothing.
 
     Attributes:
-        steps: That are recorded; fewer than asked for where the run ends before.
+        steps: The profiled steps; fewer than asked for where the run ends before.
         slowed: These, and the one in which the profiler warms up.
     """
 
@@ -79,11 +74,11 @@ class StepProfile:
         return bool(self.slowed) and step in (self.slowed.start - 1, self.slowed[-1])
 
     def marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same micro-batches; waiting for them shows in the trace."""
+        """The same micro-batches; the trace shows the waiting for them."""
         return self._marked(micro_batches) if self._take and self.steps else micro_batches
 
     def around(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
-        """The same results, of steps of which some are recorded."""
+        """The same results; some of their steps are recorded."""
         return self._around(results, self._take) if self._take and self.steps else results
 
     def _marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -114,7 +109,7 @@ class StepProfile:
             trace = _trace(profiler)
             use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
             outcome = Profile(use, trace)
-        except Exception as error:  # whatever it is, it must not end the run
+        except Exception as error:  # no profile is worth a run
             outcome = error
         take(outcome, time.perf_counter() - done_at)
         yield result

@@ -17,6 +17,7 @@ from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_bucke
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
@@ -101,7 +102,7 @@ class Worker:
         self._leaves_for: str | None = None
         self._device_name = name
         self.recorder.log(
-            f"{name} on {socket.gethostname()}, {torch.get_num_threads()} threads, "
+            f"{name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
             f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
             "sequences a step"
         )

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.core import generate
-from raytrain_gpt.core.generate import DecodingBatch, Drawn, SamplingOptions, draw
+from raytrain_gpt.core.generate import DecodingBatch, Drawn, draw, sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import RaisesLine
@@ -88,7 +89,7 @@ WAYS = {
 )
 def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape, way: str) -> None:
     model = random_model(shape)
-    options = SamplingOptions(25, **WAYS[way], stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=25, **WAYS[way], stop_at_eot=False)
     prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]
     batch = DecodingBatch(model, EOT, len(prompts))
     handles = [batch.add(prompt, options, stream) for stream, prompt in enumerate(prompts)]
@@ -100,7 +101,7 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape,
 @pytest.mark.parametrize("way", WAYS)
 def test_a_document_begins_anew_where_attention_stays_within_documents(way: str) -> None:
     plain = random_model(TINY)
-    options = SamplingOptions(40, **WAYS[way], stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=40, **WAYS[way], stop_at_eot=False)
     end = reference(plain, [7], options)[4]
     model = random_model(TINY, end)
     prompts = [[7], [end], [end, end], [1, end, 2, 3], [*range(12), end], [*LONG, end, 5], LONG]
@@ -146,7 +147,7 @@ def test_who_comes_and_goes_changes_no_other_sequence(
         while not batch.num_free:
             step()
         prompt = [(stream + i) % 90 for i in range(length)]
-        options = SamplingOptions(new, **WAYS[way], stop_at_eot=False)
+        options = SamplingOptions(max_new_tokens=new, **WAYS[way], stop_at_eot=False)
         handle = batch.add(prompt, options, stream)
         found[handle], cancelled_after[handle] = [], cancel
         wanted[handle] = reference(MODEL, prompt, options, stream)[:cancel]
@@ -162,7 +163,7 @@ def test_who_comes_and_goes_changes_no_other_sequence(
 
 def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "PREFILL_TOKENS", 10)
-    options = SamplingOptions(4, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=4, temperature=0, stop_at_eot=False)
     prompts = [[1, 2, 3, 4], [5, 6], [7], [*range(14)], [8]]
     batch = DecodingBatch(MODEL, EOT, 5)
     for prompt in prompts:
@@ -191,8 +192,8 @@ def eot_model() -> GPT:
 def test_the_end_of_the_text_ends_it_and_is_not_part_of_it() -> None:
     model = eot_model()
     batch = DecodingBatch(model, EOT, 2)
-    batch.add([0], SamplingOptions(5, temperature=0))
-    batch.add([0], SamplingOptions(4, temperature=0, stop_at_eot=False))
+    batch.add([0], SamplingOptions(max_new_tokens=5, temperature=0))
+    batch.add([0], SamplingOptions(max_new_tokens=4, temperature=0, stop_at_eot=False))
     steps = [batch.step() for _ in range(4)]
     assert [drawn for step in steps for drawn in step if drawn.handle == 0] == [
         Drawn(0, 3, None),
@@ -217,14 +218,14 @@ def test_padded_ids_are_never_drawn_even_as_the_likeliest(model: GPT, way: str) 
         model.wte.weight[100:] = 50.0
         assert model.logits(torch.tensor([[1, 2, 3]]))[0, -1].argmax() >= 100
     batch = DecodingBatch(model, EOT, 1)
-    batch.add([1, 2, 3], SamplingOptions(20, **WAYS[way], stop_at_eot=False))
+    batch.add([1, 2, 3], SamplingOptions(max_new_tokens=20, **WAYS[way], stop_at_eot=False))
     assert all(token is not None and token < 100 for token in run(batch)[0])
 
 
 def test_seed_and_stream_alone_decide_what_is_drawn() -> None:
     def drawn(seed: int, stream: int) -> list[int | None]:
         batch = DecodingBatch(MODEL, EOT, 1)
-        options = SamplingOptions(12, temperature=2.0, seed=seed, stop_at_eot=False)
+        options = SamplingOptions(max_new_tokens=12, temperature=2.0, seed=seed, stop_at_eot=False)
         batch.add([1, 2, 3], options, stream)
         return run(batch)[0]
 
@@ -239,7 +240,7 @@ def test_seed_and_stream_alone_decide_what_is_drawn() -> None:
 def test_nothing_of_the_process_changes() -> None:
     torch_before, python_before = torch.get_rng_state(), random.getstate()
     batch = DecodingBatch(MODEL, EOT, 1)
-    batch.add([1, 2, 3], SamplingOptions(20))
+    batch.add([1, 2, 3], SamplingOptions(max_new_tokens=20))
     run(batch)
     assert torch.equal(torch.get_rng_state(), torch_before)
     assert random.getstate() == python_before
@@ -249,7 +250,7 @@ def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
     def backend(*_: object) -> None:
         pytest.fail("something was compiled")
 
-    options = SamplingOptions(20, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=20, temperature=0, stop_at_eot=False)
     wanted = reference(model, [1, 2], options)
     model.compile(backend=backend)
     batch = DecodingBatch(model, EOT, 1)
@@ -258,7 +259,7 @@ def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
 
 
 def test_in_bf16_nearly_the_same_is_computed() -> None:
-    options = SamplingOptions(8, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=8, temperature=0, stop_at_eot=False)
     batch = DecodingBatch(MODEL, EOT, 1)
     batch.add([1, 2], options)
     with torch.autocast("cpu", torch.bfloat16):
@@ -270,7 +271,7 @@ def test_in_bf16_nearly_the_same_is_computed() -> None:
 def test_dropout_is_off_while_sampling() -> None:
     model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.5))
     model.load_state_dict(MODEL.state_dict())
-    options = SamplingOptions(20, temperature=0, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=20, temperature=0, stop_at_eot=False)
     batch = DecodingBatch(model.train(), EOT, 1)
     batch.add([1, 2, 3], options)
     assert run(batch)[0] == reference(MODEL, [1, 2, 3], options)
@@ -293,7 +294,7 @@ LOGITS[[3, 20, 41, 60]] = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
         ({"top_k": 2, "temperature": 0.5}, [16 / 25, 9 / 25, 0, 0]),
         ({"temperature": 0.0}, [1, 0, 0, 0]),
         ({"temperature": 1e-40}, [1, 0, 0, 0]),
-        ({"temperature": math.inf, "top_k": 4, "top_p": 0.5}, [0.5, 0.5, 0, 0]),
+        ({"temperature": 1e30, "top_k": 4, "top_p": 0.5}, [0.5, 0.5, 0, 0]),
     ],
     ids=str,
 )
@@ -301,18 +302,16 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     changes: dict[str, float], expected: list[float]
 ) -> None:
     rows = 10_000
-    options = SamplingOptions(1, **{"top_k": None, **changes})
-    # -inf has no quotient with an infinite temperature.
-    logits = LOGITS.clamp(min=-100) if math.isinf(options.temperature) else LOGITS
+    options = SamplingOptions(max_new_tokens=1, **{"top_k": None, **changes})
     uniforms = [(row + 0.5) / rows for row in range(rows)]
-    tokens = draw(logits.expand(rows, -1), [options] * rows, uniforms)
+    tokens = draw(LOGITS.expand(rows, -1), [options] * rows, uniforms)
     shares = [tokens.count(token) / rows for token in (3, 20, 41, 60)]
     assert shares == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> None:
-    options = SamplingOptions(1, **WAYS[way])
+    options = SamplingOptions(max_new_tokens=1, **WAYS[way])
     for uniform in (math.nextafter(1, 0), 0.0):
         (token,) = draw(LOGITS[None], [options], [uniform])
         assert LOGITS[token] > -math.inf
@@ -320,14 +319,16 @@ def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> 
 
 def test_a_model_that_is_not_finite_draws_tokens_that_exist() -> None:
     for value, way in itertools.product((math.nan, math.inf, -math.inf), WAYS.values()):
-        (token,) = draw(torch.full((1, 100), value), [SamplingOptions(1, **way)], [0.5])
+        (token,) = draw(
+            torch.full((1, 100), value), [SamplingOptions(max_new_tokens=1, **way)], [0.5]
+        )
         assert 0 <= token < 100
 
 
 def test_options_of_others_do_not_change_a_row() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(WAYS), 100, generator=generator)
-    options = [SamplingOptions(1, **way) for way in WAYS.values()]
+    options = [SamplingOptions(max_new_tokens=1, **way) for way in WAYS.values()]
     uniforms = [0.9, 0.7, 0.5, 0.3, 0.1]
     alone = [
         draw(logits[i : i + 1], options[i : i + 1], uniforms[i : i + 1])[0]
@@ -339,13 +340,13 @@ def test_options_of_others_do_not_change_a_row() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_new_tokens": 0}, ["max_new_tokens=0", "1 or more"]),
-        ({"temperature": -0.1}, ["temperature=-0.1", "0 or more"]),
-        ({"temperature": math.nan}, ["temperature=nan", "0 or more"]),
-        ({"top_k": 0}, ["top_k=0", "1 or more"]),
-        ({"top_p": 0.0}, ["top_p=0 ", "set top_p to"]),
-        ({"top_p": 1.1}, ["top_p=1.1", "set top_p to"]),
-        ({"top_p": math.nan}, ["top_p=nan", "set top_p to"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0: must be", "equal to 1 ("]),
+        ({"temperature": -0.1}, ["temperature=-0.1: must be", "equal to 0 ("]),
+        ({"temperature": math.nan}, ["temperature=nan: must be a finite"]),
+        ({"top_k": 0}, ["top_k=0: must be", "equal to 1 ("]),
+        ({"top_p": 0.0}, ["top_p=0.0: must be greater than 0 ("]),
+        ({"top_p": 1.1}, ["top_p=1.1: must be", "equal to 1 ("]),
+        ({"top_p": math.nan}, ["top_p=nan: must be a finite"]),
     ],
     ids=str,
 )
@@ -358,7 +359,7 @@ def test_options_out_of_range_are_refused_in_one_line(
 
 def test_what_cannot_be_continued_is_refused(raises_line: RaisesLine) -> None:
     batch = DecodingBatch(MODEL, EOT, 1)
-    options = SamplingOptions(1)
+    options = SamplingOptions(max_new_tokens=1)
     with raises_line(DataError, "0 tokens", "at least 1"):
         batch.add([], options)
     for token in (-1, 100, 127, 10**9):
@@ -367,3 +368,58 @@ def test_what_cannot_be_continued_is_refused(raises_line: RaisesLine) -> None:
     batch.add([1], options)
     with pytest.raises(RuntimeError, match="full"):
         batch.add([1], options)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 64])
+def test_each_prompt_has_its_continuation_whatever_fits_at_a_time(
+    model: GPT, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    options = SamplingOptions(max_new_tokens=6, stop_at_eot=False)
+    prompts = [[1 + i] * (1 + i) for i in range(7)]
+    alone = [sample_tokens(model, EOT, [p], options, i)[0] for i, p in enumerate(prompts)]
+    monkeypatch.setattr(generate, "MAX_SEQUENCES", at_a_time)
+    assert sample_tokens(model, EOT, prompts, options) == alone
+    assert sample_tokens(model, EOT, prompts[2:], options, first_stream=2) == alone[2:]
+    assert {len(one.tokens) for one in alone} == {6}
+    assert {one.finish_reason for one in alone} == {"length"}
+
+
+def test_the_same_prompt_has_different_continuations(model: GPT) -> None:
+    drawn = sample_tokens(
+        model, EOT, [[1, 2, 3]] * 5, SamplingOptions(max_new_tokens=7, stop_at_eot=False)
+    )
+    assert len({tuple(one.tokens) for one in drawn}) == 5
+
+
+def test_a_continuation_that_stops_is_without_the_end_of_the_text(model: GPT) -> None:
+    prompts = [[1, 2, 3]] * 50
+    ended = sample_tokens(model, EOT, prompts, SamplingOptions(max_new_tokens=40, top_k=None))
+    endless = SamplingOptions(max_new_tokens=40, top_k=None, stop_at_eot=False)
+    whole = sample_tokens(model, EOT, prompts, endless)
+    assert {one.finish_reason for one in ended} == {"stop", "length"}
+    for short, long in zip(ended, whole, strict=True):
+        stops = short.finish_reason == "stop"
+        assert short.tokens + [EOT] * stops == long.tokens[: len(short.tokens) + stops]
+        assert EOT not in short.tokens
+        assert stops or len(short.tokens) == 40
+
+
+def test_no_prompts_have_no_continuations(model: GPT) -> None:
+    assert sample_tokens(model, EOT, [], SamplingOptions(max_new_tokens=5)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "longest", "expected"),
+    [
+        (GPTShape(2, 2, 32, 16, 100), 10**9, 64),
+        (GPTShape(12, 12, 768, 1024, 50_257), 10**9, 28),
+        (GPTShape(12, 12, 768, 1024, 50_257), 256, 64),
+        (GPTShape(48, 25, 1600, 1024, 50_257), 256, 13),
+        (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
+    ],
+    ids=str,
+)
+def test_as_many_at_a_time_as_their_cache_has_memory(
+    shape: GPTShape, longest: int, expected: int
+) -> None:
+    assert generate._max_sequences(shape, longest) == expected

@@ -29,7 +29,7 @@ def test_stats_are_printed_and_drawn(data: Path, run_cli: RunCli) -> None:
     before = (data / "manifest.json").read_bytes()
     code, shown, _ = run_cli("data", "stats", data)
     assert code == 0
-    assert "tokens of a document: mean" in shown
+    assert "tokens per document: mean" in shown
     assert "6 of 257 ids occur (2.3%)" in shown
     assert (data / PICTURE_FILE).read_bytes().startswith(b"\x89PNG")
     assert (data / "manifest.json").read_bytes() == before

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
-from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.preparation import finish, hashes_file, start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import duplicates, hash_task, prepare_here, run_task
+from raytrain_gpt.data.tokenize import hash_task, prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
@@ -76,7 +76,7 @@ def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
     (out / "unfinished" / "00001.hashes").unlink()
     start(out, plan, encoding)  # stopped, and started again
     assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
-    left_out = duplicates(out, plan)
+    left_out = find_duplicates([hashes_file(out, task) for task in tasks])
     results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
     assert finish(out, plan, results, {"sources": [source]}) == whole
     assert files(out) == files(tmp_path / "whole")
@@ -161,7 +161,7 @@ def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
     find_duplicates([file], 10, lines.append)
     assert lines == []
     find_duplicates([file], 4, lines.append)
-    assert lines == [f"compare 10 hashes: pass {i} of 3 over their files" for i in (1, 2, 3)]
+    assert lines == [f"comparing 10 hashes: pass {i} of 3" for i in (1, 2, 3)]
 
 
 def test_token_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:

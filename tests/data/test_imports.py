@@ -298,13 +298,13 @@ def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None
 def test_text_and_ids_are_not_mixed(tmp_path: Path, raises_line) -> None:
     write_nanogpt(tmp_path / "train.bin", drawn(100))
     (tmp_path / "input.txt").write_text("text")
-    with raises_line(DataError, "input.txt holds text", "train.bin token ids", "glob"):
+    with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
         find_pieces([str(tmp_path)], "text")
 
 
 def test_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:
     source = write_nanogpt(tmp_path / "train.bin", drawn(100))
-    with raises_line(DataError, "train.bin holds token ids", "dedupe"):
+    with raises_line(DataError, "train.bin contains token ids", "dedupe"):
         make_plan([source], load_tokenizer("bytes"), dedupe=True)
 
 
@@ -316,7 +316,11 @@ def changed(content: bytes, at: int, numbers: bytes) -> bytes:
 
 
 DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
-    "odd size": (write_nanogpt, lambda c: c[:-1], ("a.bin has 1279 bytes", "odd", "uint16")),
+    "odd size": (
+        write_nanogpt,
+        lambda c: c[:-1],
+        ("a.bin has an odd number of bytes, 1279", "odd", "uint16"),
+    ),
     "another magic number": (
         write_llmc,
         lambda c: changed(c, 0, struct.pack("<i", 20240521)),
@@ -330,7 +334,7 @@ DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
     "another count": (
         write_llmc,
         lambda c: changed(c, 8, struct.pack("<i", 641)),
-        ("a.bin has 2304 bytes", "641 ids, which are 2306"),
+        ("a.bin has 2304 bytes", "641 ids, which take 2306"),
     ),
     "cut off": (write_llmc, lambda c: c[:-2], ("a.bin has 2302 bytes", "640 ids")),
     "cut off in the header": (
@@ -339,9 +343,9 @@ DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
         ("a.bin ends at byte 1000", "header"),
     ),
     "cut off ids": (write_npy, lambda c: c[:-1], ("a.npy has 1407 bytes", "640 ids")),
-    "cut off shape": (write_npy, lambda c: c[:50], ("a.npy is no .npy file",)),
-    "no array": (write_npy, lambda _: b"ids", ("a.npy is no .npy file",)),
-    "cut off parquet": (write_lists, lambda c: c[:-9], ("a.parquet is no parquet file",)),
+    "cut off shape": (write_npy, lambda c: c[:50], ("a.npy is not a .npy file",)),
+    "no array": (write_npy, lambda _: b"ids", ("a.npy is not a .npy file",)),
+    "cut off parquet": (write_lists, lambda c: c[:-9], ("a.parquet is not a parquet file",)),
     "no content": (write_nanogpt, lambda _: b"", ("no text in", "a.bin")),
 }
 

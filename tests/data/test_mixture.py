@@ -49,7 +49,7 @@ def test_a_weight_of_the_only_dataset_is_pointed_out(
     path = tmp_path / "web"
     write_dataset(path, train=[100])
     ((named, one),) = parse_data_path(f"{path}={weight}")
-    with raises_line(DataError, f"{path}={weight} does not exist", f"leave out ={weight}"):
+    with raises_line(DataError, f"{path}={weight} does not exist", f"remove ={weight}"):
         read_mixture([(Location.of(named), one)])
 
 
@@ -119,7 +119,7 @@ def test_names_are_the_ends_of_paths_that_tell_them_apart() -> None:
 
 def test_a_dataset_stands_there_once(mixture: Mixture) -> None:
     web = mixture.first.directory
-    with pytest.raises(DataError, match="web stands 2 times in data_path; write it once"):
+    with pytest.raises(DataError, match="web is listed 2 times in data_path; list it once"):
         read_mixture([(web, Fraction(1, 2)), (web, Fraction(1, 2))])
 
 

@@ -116,7 +116,7 @@ def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
     assert len(lines) == 1
     assert f"2 of {len(whole.shards)} shards" in lines[0]
     assert SHARD in lines[0]
-    with raises_line(DataError, "no finished dataset"):
+    with raises_line(DataError, "not a finished dataset"):
         read_manifest(out)
     run_task(out, plan, 1)
     assert prepare_here([source], out, "bytes") == whole  # killed there, and started again
@@ -129,13 +129,13 @@ def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
     out = tmp_path / "out"
     prepare_here([source], out, "bytes")
     missing(out / SHARD)
-    with raises_line(DataError, "already holds another dataset", "--out"):
+    with raises_line(DataError, "already contains another dataset", "--out"):
         prepare_here([source], out, "bytes", val_fraction=0.5)
     assert (out / MANIFEST_FILE).exists()
     encoding = load_tokenizer("bytes")
     assert start(out, make_plan([source], encoding), encoding) is None
     left = files(out)
-    with raises_line(DataError, "already holds another dataset", "--out"):
+    with raises_line(DataError, "already contains another dataset", "--out"):
         prepare_here([source], out, "bytes", val_fraction=0.5)
     assert files(out) == left
 
@@ -158,10 +158,10 @@ def test_changed_bytes_are_found_and_go_as_the_message_says(
     content[len(content) // 2] ^= 1
     (out / SHARD).write_bytes(content)
     command = f"raytrain-gpt prepare {source} --out {out} --tokenizer bytes"
-    with raises_line(DataError, SHARD, "remove this file and run", command):
+    with raises_line(DataError, SHARD, "remove this file and repeat", command):
         check_shards(out, whole, content=True)
     missing(out / SHARD)
-    with raises_line(DataError, f"{SHARD} is missing; run the command", command):
+    with raises_line(DataError, f"{SHARD} is missing; repeat the command", command):
         check_shards(out, whole, content=True)
     prepare_here([source], out, "bytes")
     check_tokenizer(out, whole)
@@ -184,7 +184,7 @@ def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
     lines: list[str] = []
     mended = finish(out, plan, results, {"sources": [source]}, log=lines.append)
     assert len(lines) == 1
-    assert f"by 1 shards, such as {SHARD}" in lines[0]
+    assert f"in 1 shards, such as {SHARD}" in lines[0]
     assert (out / MANIFEST_BEFORE_FILE).read_text() == manifest
     assert mended == read_manifest(out)
 
@@ -194,7 +194,7 @@ def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, rai
     prepare_here([source], out, "bytes")
     cut_off(out / MANIFEST_FILE)
     left = files(out)
-    with raises_line(DataError, MANIFEST_FILE, f"remove {out} and run the command"):
+    with raises_line(DataError, MANIFEST_FILE, f"remove {out} and repeat the command"):
         prepare_here([source], out, "bytes")
     assert files(out) == left
 

@@ -130,7 +130,7 @@ def test_no_directory_is_no_dataset(tmp_path: Path, raises_line) -> None:
 def test_shards_without_a_manifest_are_no_dataset(tmp_path: Path, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
     (tmp_path / "d" / MANIFEST_FILE).unlink()
-    with raises_line(DataError, "no finished dataset", "raytrain-gpt prepare"):
+    with raises_line(DataError, "not a finished dataset", "raytrain-gpt prepare"):
         read_manifest(tmp_path / "d")
 
 
@@ -156,7 +156,7 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, old: str, new: str, raise
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
     (tmp_path / "d" / MANIFEST_FILE).write_text(content)
-    with raises_line(DataError, MANIFEST_FILE, f"remove {tmp_path / 'd'} and run the command"):
+    with raises_line(DataError, MANIFEST_FILE, f"remove {tmp_path / 'd'} and repeat the command"):
         read_manifest(tmp_path / "d")
 
 

@@ -119,13 +119,13 @@ def test_a_compressed_file_that_is_cut_off_is_refused(
 ) -> None:
     lines = b"".join(b'{"text": "%s"}\n' % made_text(900, seed=i).encode() for i in range(9))
     (tmp_path / name).write_bytes(COMPRESSED[name](lines)[:keep])
-    with raises_line(DataError, f"{name} behind byte", "Truncated", "mend the file"):
+    with raises_line(DataError, f"{name} after byte", "Truncated", "fix the file"):
         texts(str(tmp_path / name))
 
 
 def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path, raises_line) -> None:
     write_jsonl(tmp_path / "a.jsonl.gz", MANY)
-    with raises_line(DataError, "a.jsonl.gz behind byte 0"):
+    with raises_line(DataError, "a.jsonl.gz after byte 0"):
         texts(str(tmp_path / "a.jsonl.gz"))
 
 

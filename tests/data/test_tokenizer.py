@@ -110,5 +110,5 @@ def test_a_damaged_carried_tokenizer_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / TOKENIZER_FILE).write_text(content)
-    with raises_line(DataError, TOKENIZER_FILE, "run the command that prepared the dataset again"):
+    with raises_line(DataError, TOKENIZER_FILE, "repeat the command that prepared the dataset"):
         read_tokenizer(tmp_path)

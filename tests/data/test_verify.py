@@ -88,9 +88,9 @@ def test_a_shard_of_another_size_is_named(
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (truncated, ["no parquet file"]),
-        (zero_bytes, ["no parquet file"]),
-        (other_bytes, ["no parquet file"]),
+        (truncated, ["not a parquet file"]),
+        (zero_bytes, ["not a parquet file"]),
+        (other_bytes, ["not a parquet file"]),
         (wrong_type, ["int64", "uint16"]),
         (wrong_column, ["'ids'", "'tokens'"]),
         (second_column, ["'b'", "'tokens'"]),

@@ -12,19 +12,19 @@ import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.config.options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.generate import SamplingOptions
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.export.batch_generation import TASK_PROMPTS, Replica, sample_batch
+from raytrain_gpt.export.batch_generation import TASK_PROMPTS, Generator, sample_batch
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
 
 RunCli = Callable[..., tuple[int, str, str]]
 
-OPTIONS = SamplingOptions(8, temperature=2.0, top_k=None, seed=7)
+OPTIONS = SamplingOptions(max_new_tokens=8, temperature=2.0, top_k=None, seed=7)
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": f"{'word ' * (i % 9)}{i}", "id": i, "more": {"of": [i, None]}}
     for i in range(TASK_PROMPTS + 6)
@@ -87,7 +87,7 @@ def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them
     assert {len(texts) for texts, _ in added} == {len(reasons) for _, reasons in added} == {3}
     assert {reason for _, reasons in added for reason in reasons} <= {"stop", "length"}
 
-    alone = Replica(checkpoint, 3, OPTIONS)
+    alone = Generator(checkpoint, 3, OPTIONS)
     lines = []
     for first in range(0, len(PROMPTS), TASK_PROMPTS):
         own = [json.dumps(row) for row in PROMPTS[first : first + TASK_PROMPTS]]
@@ -136,7 +136,7 @@ def test_what_cannot_be_read_or_written_is_refused_first(
     ):
         with raises_line(DataError, str(out), word):
             start("no checkpoint", prompts, out)
-    with raises_line(DataError, "prompts.jsonl has no prompt"):
+    with raises_line(DataError, "prompts.jsonl has no prompts"):
         start("no checkpoint", prompts, tmp_path / "out.jsonl")
     with raises_line(DataError, "cannot read", "missing.jsonl"):
         start("no checkpoint", tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
@@ -145,8 +145,8 @@ def test_what_cannot_be_read_or_written_is_refused_first(
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ([], "--prompt --batch"),
-        (["--prompt", "a", "--batch", "b", "--out", "c"], "not allowed with"),
+        ([], "--prompt TEXT, or --batch FILE"),
+        (["--prompt", "a", "--batch", "b", "--out", "c"], "either --prompt"),
         (["--batch", "prompts.jsonl"], "--out FILE"),
         (["--prompt", "a", "--out", "out.jsonl"], "--batch FILE"),
         (["--prompt", "a", "--top_p", "1.5"], "top_p=1.5"),

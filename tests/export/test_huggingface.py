@@ -199,7 +199,7 @@ def test_export_refuses_what_it_cannot_do(
     assert "not empty; set --out" in refused("export", run, "--out", taken)
     assert "not empty; set --out" in refused("export", run, "--out", taken / "file")
     assert "cannot write" in refused("export", run, "--out", taken / "file" / "below")
-    assert "set --dtype to fp32 or bf16" in refused("export", run, "--dtype", "fp8")
+    assert "dtype=fp8: must be 'fp32' or 'bf16'" in refused("export", run, "--dtype", "fp8")
     assert "local directory" in refused("export", run, "--out", "s3://bucket/hf")
     assert "neither a checkpoint nor a run" in refused("export", tmp_path / "nowhere")
 
@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(huggingface, "save_file", full)
-    with raises_line(CheckpointError, "No space left on device", "make room"):
+    with raises_line(CheckpointError, "No space left on device", "free space"):
         export_checkpoint(run, tmp_path / "hf", "fp32", print)
     with raises_line(CheckpointError, "no space left"):
         import_weights(exported[1], tmp_path / "checkpoint", print)
@@ -308,7 +308,7 @@ def test_a_file_of_weights_needs_to_be_told_its_heads(
     lines: list[str] = []
     place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
     assert shape == SHAPE
-    assert lines[0] == "tokenizer bytes, as there is none with the weights: by the 257 ids"
+    assert lines[0] == "tokenizer bytes, judging by 257 ids, since there is none with the weights"
     weights = load_file(place.path / "model.safetensors")
     assert torch.equal(weights["wte.weight"][:257], model.wte.weight[:257])
 
@@ -323,7 +323,7 @@ def test_the_context_can_be_cropped(
     assert torch.equal(weights["wpe.weight"], model.wpe.weight[:16])
     for seq_len in (65, 0):
         line = refused("import", out, "--seq_len", seq_len)
-        assert "set --seq_len to 1 to 64" in line
+        assert "set --seq_len to at most 64" in line
 
 
 def change_config(hf: Path, **changes: object) -> None:
@@ -335,12 +335,12 @@ def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path
     assert "does not exist" in refused("import", tmp_path / "nowhere")
     assert "copy it to a local directory" in refused("import", "s3://bucket/hf")
     assert "file of weights (.safetensors" in refused("import", hf / "README.md")
-    assert "leave --num_heads out" in refused("import", hf, "--num_heads", 4)
+    assert "leave out --num_heads" in refused("import", hf, "--num_heads", 4)
     line = refused("import", hf, "--tokenizer", "nonsense")
     assert "unknown tokenizer nonsense" in line
     change_config(hf, n_head=4)
     (hf / "config.json").write_text((hf / "config.json").read_text().replace("gelu_new", "silu"))
-    assert "activation_function 'silu'" in refused("import", hf)
+    assert "activation_function='silu'" in refused("import", hf)
     change_config(hf, activation_function="gelu_new", n_positions=65)
     assert "config.json" in refused("import", hf)
     (hf / "config.json").unlink()
@@ -352,14 +352,14 @@ def test_a_tokenizer_of_another_size_is_refused(
 ) -> None:
     line = refused("import", hf, "--tokenizer", "gpt2")
     assert "gpt2 has 50257 ids" in line
-    assert "have 257; name the one" in line
+    assert "have 257; set --tokenizer" in line
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (hf / name).unlink()
     change_config(hf, vocab_size=256)
     tensors = load_file(hf / "model.safetensors")
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:256].clone()
     save_file(tensors, hf / "model.safetensors")
-    assert "no tokenizer, and none is known by its 256 ids" in refused("import", hf)
+    assert "no tokenizer, and none is known with 256 ids" in refused("import", hf)
 
 
 def test_init_from_refuses_what_does_not_fit(
@@ -381,7 +381,9 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config.updated({"num_layers": 1}), manifest)
     for source in (exported[1], exported[1] / "model.safetensors"):
         hugging_face = config.updated({"init_from": str(source)})
-        with raises_line(CheckpointError, f"raytrain-gpt import {source} --out", "use CHECKPOINT"):
+        with raises_line(
+            CheckpointError, "import them first", f"raytrain-gpt import {source} --out CHECKPOINT"
+        ):
             check_init_from(hugging_face, manifest)
     other = manifest.model_copy(update={"vocab_hash": "other"})
     with raises_line(DataError, "prepare the data with the same tokenizer"):

@@ -48,13 +48,13 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     command += ["--dedupe", "exact", "--max-bad-documents", "1"]
     code, shown, _ = run_cli(*command)
     assert code == 0
-    assert "2 of 152 documents are equal to an earlier one" in shown
+    assert "2 of 152 documents are duplicates and skipped" in shown
     assert "prepare done in" in shown
     assert "| 150 documents, " in shown
     train, val = re.findall(r"tokens in (\d+) documents", shown)
     assert (int(train) + int(val), int(val)) == (150, pytest.approx(15, abs=2))
-    assert f"left out: 1 unreadable, see {out / BAD_FILE}" in shown
-    assert "left out: 2 duplicates" in shown
+    assert f"skipped: 1 unreadable, see {out / BAD_FILE}" in shown
+    assert "skipped: 2 duplicates" in shown
     assert "next: raytrain-gpt train" in shown
     local = prepare_here([str(source)], tmp_path / "local", "bytes", val_fraction=0.1, dedupe=True,
                          max_bad_documents=1)  # fmt: skip

@@ -17,8 +17,9 @@ import httpx2
 import psutil
 import pytest
 
-from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
-from raytrain_gpt.serve.app import KEY_VARIABLE
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.core.generate import DecodingBatch
+from raytrain_gpt.serve.options import KEY_VARIABLE
 from raytrain_gpt.serve.replica import load_weights
 from tests.ports import free_port
 from tests.runs import command

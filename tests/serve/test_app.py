@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +13,11 @@ import httpx2
 import pytest
 
 from raytrain_gpt.serve import app
-from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
+from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES
 from raytrain_gpt.serve.replica import load_weights
-from raytrain_gpt.serve.server import ServeOptions
 from tests.serve.checkpoints import RUN_NAME, SEQ_LEN, write_checkpoint
 
 KEY = "a-key-of-the-server's"
@@ -40,9 +38,9 @@ def ask(run_dir: Path) -> Ask:
 
     def send(method: str, path: str, host: str = "127.0.0.1", **content: Any) -> httpx2.Response:
         async def sent() -> httpx2.Response:
-            limits = ServeOptions(host=host, max_batch=4, max_queue=2, max_new_tokens=100).limits
-            weights, loop = load_weights(str(run_dir)), asyncio.get_running_loop()
-            built = build_app(Engine(weights, loop, limits.max_batch, limits.max_queue), limits)
+            options = ServeOptions(host=host, max_batch=4, max_queue=2, max_new_tokens=100)
+            engine = Engine(load_weights(run_dir), asyncio.get_running_loop(), 4, 2)
+            built = build_app(engine, options, options.needs_key)
             transport = httpx2.ASGITransport(built)
             url = f"http://{host}:8000"
             async with httpx2.AsyncClient(transport=transport, base_url=url) as client:
@@ -97,7 +95,7 @@ def test_text_and_tokens_of_a_prompt_are_the_same(ask: Ask) -> None:
         ({"prompt": [-1]}, 400, "prompt token -1"),
         ({"n": 5}, 400, "1 prompts × n=5"),
         ({"prompt": []}, 400, "0 prompts"),
-        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here, but small"),
+        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here, only small"),
         ({"prompt": "a" * MAX_BODY_BYTES}, 413, f"above {MAX_BODY_BYTES} bytes"),
     ],
 )
@@ -167,10 +165,10 @@ def test_the_page_may_run_its_own_script_and_load_nothing(ask: Ask) -> None:
     policy = dict(
         part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";")
     )
-    script = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
-    assert len(script) == answer.text.count("<script") == 1
-    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    assert policy["script-src"] == f"'sha256-{digest}'"
+    (nonce,) = re.findall(r'<script nonce="([\w-]{40,})">', answer.text)
+    assert answer.text.count("<script") == 1
+    assert policy["script-src"] == policy["style-src"] == f"'nonce-{nonce}'"
+    assert nonce not in ask("GET", "/").text, "nobody can know the next one"
     assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
     assert "http" not in answer.text
     assert "innerHTML" not in answer.text

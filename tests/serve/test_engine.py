@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain_gpt.core.generate import DecodingBatch, SamplingOptions
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve.engine import Engine, Job, QueueFull, Weights
@@ -25,7 +26,7 @@ def weights(seed: int) -> Weights:
 
 
 def job(of: Weights, length: int, index: int = 0, prompt: Sequence[int] = b"ab") -> Job:
-    options = SamplingOptions(length, seed=3, stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=length, seed=3, stop_at_eot=False)
     return Job(of, prompt, options, index, asyncio.Queue())
 
 

@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from raytrain_gpt.core.generate import SamplingOptions
-from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
+from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.replica import load_weights
-from raytrain_gpt.serve.server import ServeOptions
 from tests.serve.browser import installed, launched
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, WITHIN_S, Server
@@ -114,13 +114,13 @@ def unguarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """URL of an application that asks for no key."""
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     write_checkpoint(tmp_path / RUN_NAME, 10, 3.0)
-    limits = ServeOptions().limits
     listening = socket.create_server(("127.0.0.1", 0))
     ready: queue.Queue[uvicorn.Server] = queue.Queue()
 
     async def serve() -> None:
-        weights, loop = load_weights(str(tmp_path / RUN_NAME)), asyncio.get_running_loop()
-        app = build_app(Engine(weights, loop, limits.max_batch, limits.max_queue), limits)
+        weights = load_weights(tmp_path / RUN_NAME)
+        engine = Engine(weights, asyncio.get_running_loop(), max_batch=32, max_queue=256)
+        app = build_app(engine, ServeOptions(), needs_key=False)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
         ready.put(server)
         await server.serve([listening])

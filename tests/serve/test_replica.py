@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ray.serve._private import replica as serve_replica
 
+from raytrain_gpt.serve.options import ServeOptions
 from raytrain_gpt.serve.replica import Replica
-from raytrain_gpt.serve.server import ServeOptions
 from tests.serve.checkpoints import write_checkpoint
 
 
@@ -23,12 +23,12 @@ def test_it_loads_what_it_does_not_serve_yet_and_keeps_what_it_has_where_that_fa
     other = write_checkpoint(tmp_path / "run", 20, 2.0)
 
     async def run() -> None:
-        replica = Replica(str(first), ServeOptions().limits)
+        replica = Replica(str(first), ServeOptions(), needs_key=False)
         served = await replica.served()
-        assert await replica.swap(str(tmp_path / "nowhere"), served) is None
-        assert "nowhere" in str(await replica.swap(str(tmp_path / "nowhere"), "another"))
+        assert await replica.load(str(tmp_path / "nowhere"), served) is None
+        assert "nowhere" in str(await replica.load(str(tmp_path / "nowhere"), "another"))
         assert await replica.served() == served
-        assert await replica.swap(str(other), "another") is None
+        assert await replica.load(str(other), "another") is None
         assert await replica.served() != served
         replica.check_health()
 

@@ -31,11 +31,11 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     for text in ("abc" * CONTEXT_TOKENS + "a", "é" * (CONTEXT_TOKENS * 2), " " * (1 << 20) + "a"):
         with pytest.raises(ApiError, match=f"the context of {CONTEXT_TOKENS} tokens") as caught:
             encoded(text, small)
-        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+        assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
 
 
 def test_a_text_at_which_the_tokenizer_panics_is_refused() -> None:
     text = " " * (1 << 20) + "a"
     with pytest.raises(ApiError, match="cannot be split into tokens") as caught:
         encoded(text, weights(b"a" * (1 << 15)))
-    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert (caught.value.status_code, caught.value.param) == (400, "prompt")

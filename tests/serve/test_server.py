@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.serve.app import KEY_VARIABLE, build_app
+from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
-from raytrain_gpt.serve.server import ServeOptions, check_address
+from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
+from raytrain_gpt.serve.server import check_address
 from tests.conftest import RaisesLine
 
 
@@ -26,7 +27,7 @@ def taken() -> Iterator[int]:
 
 def test_a_port_that_is_taken_is_named(raises_line: RaisesLine, taken: int) -> None:
     with raises_line(ConfigError, f"127.0.0.1 port {taken}", "already in use", "--port"):
-        check_address("127.0.0.1", taken)
+        check_address(ServeOptions(port=taken))
 
 
 def test_others_may_reach_it_only_with_a_key(
@@ -35,39 +36,38 @@ def test_others_may_reach_it_only_with_a_key(
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::", "192.0.2.1", "a-machine"):
         with raises_line(ConfigError, f"host={host}", KEY_VARIABLE):
-            check_address(host, 8000)
+            check_address(ServeOptions(host=host))
     monkeypatch.setenv(KEY_VARIABLE, "some-key")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    check_address("0.0.0.0", port)
-    check_address("localhost", port)
+    check_address(ServeOptions(host="0.0.0.0", port=port))
+    check_address(ServeOptions(host="localhost", port=port))
 
 
 def test_replicas_answer_nobody_without_the_key_that_they_should_have(
     raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert not ServeOptions().limits.needs_key
+    assert not ServeOptions().needs_key
     for host in ("0.0.0.0", "::", "a-machine"):
-        assert ServeOptions(host=host).limits.needs_key
+        assert ServeOptions(host=host).needs_key
     monkeypatch.setenv(KEY_VARIABLE, "some-key")
-    limits = ServeOptions().limits
-    assert limits.needs_key
+    assert ServeOptions().needs_key
     monkeypatch.delenv(KEY_VARIABLE)
     with raises_line(ConfigError, KEY_VARIABLE):
-        build_app(cast(Engine, None), limits)
+        build_app(cast(Engine, None), ServeOptions(), needs_key=True)
 
 
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"port": 0}, "--port"),
-        ({"port": 65536}, "--port"),
-        ({"max_batch": 0}, "--max_batch"),
-        ({"max_queue": -1}, "--max_queue"),
-        ({"max_new_tokens": 0}, "--max_new_tokens"),
-        ({"num_replicas": 0}, "--num_replicas"),
+        ({"port": 0}, "port=0: must be"),
+        ({"port": 65536}, "port=65536: must be"),
+        ({"max_batch": 0}, "max_batch=0"),
+        ({"max_queue": -1}, "max_queue=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"num_replicas": 0}, "num_replicas=0"),
     ],
 )
 def test_options_out_of_range_are_refused(

@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-from raytrain_gpt.core.generate import SamplingOptions
+from raytrain_gpt.config.options import SamplingOptions
 from tests.cluster.test_security import LOOPBACK
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint, write_damaged
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, MAX_BATCH, Server

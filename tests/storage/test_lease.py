@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,23 @@ import pytest
 
 from raytrain_gpt.errors import ClusterError, StorageError
 from raytrain_gpt.storage import lease as lease_module
-from raytrain_gpt.storage.lease import EXPIRY_S, LEASE_FILE, Holder, held_lease, live_holder
+from raytrain_gpt.storage.lease import (
+    LEASE_FILE,
+    TIMES,
+    Holder,
+    LeaseTimes,
+    held_lease,
+    live_holder,
+)
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
 from tests.s3 import S3Server
 
-FAST: dict[str, Any] = {"heartbeat_s": 0.05, "expiry_s": 1.0, "settle_s": 0.0}
-BETWEEN_BEATS_S = 1.0
+FAST = LeaseTimes(heartbeat_s=0.05, expiry_s=0.2, settle_s=0.0)
+BETWEEN_BEATS_S = 0.5
 """Long enough to freeze a process that just got the lease before it writes again."""
+WATCHED_S = 6.0
+"""Long enough for a beat, short enough for frequent looks (60 in this time)."""
 WAIT_S = 30.0
 """For what happens at once, so that a test which fails ends."""
 
@@ -37,14 +46,14 @@ from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage import lease
 url, elsewhere, times = json.loads(sys.argv[1])
 if elsewhere:
-    lease._boot_id = lambda: "another boot"
+    lease._machine = lambda: "another machine"
     socket.gethostname = lambda: "elsewhere"
 def say(line):
     print(line, flush=True)
 say("ready")
 sys.stdin.readline()
 try:
-    with lease.held_lease(Location.of(url), "run x", say, **times) as held:
+    with lease.held_lease(Location.of(url), "run x", say, lease.LeaseTimes(**times)) as held:
         say("held")
         if elsewhere:
             held.lost.wait()
@@ -59,7 +68,7 @@ class Process:
     """A process that takes a lease when told, and leaves it when told again."""
 
     def __init__(self, location: Location, elsewhere: bool, **times: float) -> None:
-        arguments = json.dumps([str(location), elsewhere, {**FAST, **times}])
+        arguments = json.dumps([str(location), elsewhere, asdict(replace(FAST, **times))])
         self._process = subprocess.Popen(
             [sys.executable, "-c", HOLD, arguments],
             stdin=subprocess.PIPE,
@@ -116,8 +125,8 @@ def start() -> Iterator[Start]:
     ) -> Process:
         process = Process(location, elsewhere, **times)
         started.append(process)
-        assert process.line() == "ready"
         if held:
+            assert process.line() == "ready"
             process.go_on()
             assert process.line() == "held"
         return process
@@ -135,12 +144,13 @@ def location(tmp_path: Path) -> Location:
 
 def elsewhere(**changes: Any) -> Holder:
     """A holder on a machine that this one cannot look into."""
-    return replace(Holder.this_process("another"), host="elsewhere", boot_id="b", **changes)
+    changes |= {"host": "elsewhere", "machine": "another machine"}
+    return Holder.this_process("another").model_copy(update=changes)
 
 
 def dead() -> Holder:
     """A holder of this machine whose process is gone and whose number was given to another one."""
-    return replace(Holder.this_process("another"), process_started=1)
+    return Holder.this_process("another").model_copy(update={"process_started": 1})
 
 
 def token_in(location: Location) -> str:
@@ -149,9 +159,15 @@ def token_in(location: Location) -> str:
     return holder.token
 
 
+def test_every_beat_has_the_same_length() -> None:
+    """An object that is replaced between the requests for its size and its content is not cut off."""
+    holders = [elsewhere(beat=beat, beat_at=beat / 7) for beat in (1, 10, 1_000_000)]
+    assert len({len(holder.to_text()) for holder in holders}) == 1
+
+
 def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
     assert live_holder(location) is None
-    with held_lease(location, "run x", **FAST) as lease:
+    with held_lease(location, "run x", times=FAST) as lease:
         assert live_holder(location) is not None
         lease.check()
         assert not lease.lost.is_set()
@@ -160,7 +176,7 @@ def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
 
 
 def test_an_error_leaves_no_lease(location: Location) -> None:
-    with pytest.raises(KeyboardInterrupt), held_lease(location, "run x", **FAST):
+    with pytest.raises(KeyboardInterrupt), held_lease(location, "run x", times=FAST):
         raise KeyboardInterrupt
     assert not location.exists()
 
@@ -211,7 +227,7 @@ def test_a_killed_process_needs_no_hand(location: Location, start: Start, collec
 
 
 def test_a_process_number_that_was_given_again_is_not_the_holder(location: Location) -> None:
-    location.write_text(dead().to_json())
+    location.write_text(dead().to_text())
     assert live_holder(location) is None
     with held_lease(location, "run x"):
         pass
@@ -222,8 +238,9 @@ def test_of_ten_processes_at_once_one_gets_it(
     location: Location, start: Start, left_behind: bool
 ) -> None:
     if left_behind:
-        location.write_text(dead().to_json())
+        location.write_text(dead().to_text())
     processes = [start(location, held=False, heartbeat_s=10) for _ in range(10)]
+    assert {process.line() for process in processes} == {"ready"}
     for process in processes:
         process.go_on()
     lines = [process.line() for process in processes]
@@ -244,10 +261,10 @@ def test_a_process_elsewhere_that_beats_is_not_disturbed(
     lines: list[str] = []
     with (
         raises_line(ClusterError, f"in use (process {holder.pid} on elsewhere since"),
-        held_lease(location, "run x", lines.append, expiry_s=WAIT_S),
+        held_lease(location, "run x", lines.append, replace(TIMES, expiry_s=WATCHED_S)),
     ):
         pass
-    assert "taking over in 30 s unless it shows signs of life" in lines[0]
+    assert "taking over in 6 s unless it shows signs of life" in lines[0]
     assert f"process {holder.pid} on elsewhere" in str(live_holder(location))
 
 
@@ -258,8 +275,8 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
     holder.stop()
     lines: list[str] = []
     began = time.monotonic()
-    with held_lease(location, "run x", lines.append, **FAST) as lease:
-        assert time.monotonic() - began >= FAST["expiry_s"]
+    with held_lease(location, "run x", lines.append, FAST) as lease:
+        assert time.monotonic() - began >= FAST.expiry_s
         holder.send(signal.SIGCONT)
         assert holder.line() == "lost"
         holder.go_on()
@@ -273,16 +290,16 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
 
 @pytest.mark.parametrize("skew_s", [-1e6, 1e6])
 def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
-    location.write_text(elsewhere(beat_at=time.time() + skew_s).to_json())
+    location.write_text(elsewhere(beat_at=time.time() + skew_s).to_text())
     began = time.monotonic()
-    with held_lease(location, "run x", **FAST):
-        assert time.monotonic() - began >= FAST["expiry_s"]
+    with held_lease(location, "run x", times=FAST):
+        assert time.monotonic() - began >= FAST.expiry_s
 
 
 def test_a_list_goes_by_the_time_of_the_last_beat(location: Location) -> None:
-    location.write_text(elsewhere(beat_at=time.time() - EXPIRY_S / 2).to_json())
+    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s / 2).to_text())
     assert " on elsewhere since" in str(live_holder(location))
-    location.write_text(elsewhere(beat_at=time.time() - EXPIRY_S - 1).to_json())
+    location.write_text(elsewhere(beat_at=time.time() - TIMES.expiry_s - 1).to_text())
     assert live_holder(location) is None
 
 
@@ -294,37 +311,37 @@ def test_a_damaged_lease_expires(location: Location, content: bytes) -> None:
     location.write_bytes(content)
     assert live_holder(location) is None
     lines: list[str] = []
-    with held_lease(location, "run x", lines.append, **FAST):
+    with held_lease(location, "run x", lines.append, FAST):
         pass
-    assert lines[0].startswith("run x was held by an unknown process; taking over in 1 s")
+    assert lines[0].startswith("run x was held by an unknown process; taking over in ")
 
 
-@pytest.mark.parametrize("left", [elsewhere().to_json(), "{"], ids=["elsewhere", "damaged"])
+@pytest.mark.parametrize("left", [elsewhere().to_text(), "{"], ids=["elsewhere", "damaged"])
 def test_a_lease_that_changes_while_it_is_watched_is_in_use(
     location: Location, raises_line: RaisesLine, left: str
 ) -> None:
     location.write_text(left)
 
     def move(_line: str) -> None:
-        location.write_text(elsewhere(beat=1).to_json())
+        location.write_text(elsewhere(beat=1).to_text())
 
-    with raises_line(ClusterError, "in use (process"), held_lease(location, "run x", move, **FAST):
+    with raises_line(ClusterError, "in use (process"), held_lease(location, "run x", move, FAST):
         pass
     assert token_in(location) == "another"
 
 
 def test_a_lease_that_is_left_while_it_is_watched_is_taken_at_once(location: Location) -> None:
-    location.write_text(elsewhere().to_json())
+    location.write_text(elsewhere().to_text())
     began = time.monotonic()
-    with held_lease(location, "run x", lambda _: location.remove(), settle_s=0):
-        assert time.monotonic() - began < EXPIRY_S / 2
+    with held_lease(location, "run x", lambda _: location.remove(), LeaseTimes(10, WATCHED_S, 0)):
+        assert time.monotonic() - began < WATCHED_S / 2
 
 
 def test_time_in_which_nobody_could_look_does_not_count(
     location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an outage of the storage the holder gets its whole time again."""
-    location.write_text(elsewhere().to_json())
+    location.write_text(elsewhere().to_text())
     now, lines = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watch = lease_module._Watch("run x", lines.append, 60.0)
@@ -337,7 +354,7 @@ def test_time_in_which_nobody_could_look_does_not_count(
 
 
 def replaced(location: Location) -> None:
-    location.write_text(elsewhere().to_json())
+    location.write_text(elsewhere().to_text())
 
 
 def removed(location: Location) -> None:
@@ -352,7 +369,7 @@ def removed_with_its_directory(location: Location) -> None:
 def test_a_lost_lease_is_noticed_and_left_alone(
     location: Location, change: Callable[[Location], None], raises_line: RaisesLine
 ) -> None:
-    with held_lease(location, "run x", pytest.fail, **FAST) as lease:
+    with held_lease(location, "run x", pytest.fail, FAST) as lease:
         change(location)
         assert lease.lost.wait(WAIT_S)
         with raises_line(ClusterError, "run x was taken over", str(location)):
@@ -374,7 +391,7 @@ def test_an_outage_is_not_a_loss(
         works.set()
 
     monkeypatch.setattr(Location, "write_text", write_if_it_works)
-    with held_lease(location, "run x", **FAST) as lease:
+    with held_lease(location, "run x", times=FAST) as lease:
         assert works.wait(WAIT_S)
         lease.check()
     assert not location.exists()
@@ -384,7 +401,7 @@ def test_what_stops_the_beat_for_good_counts_as_a_loss(
     location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    with held_lease(location, "run x", **FAST) as lease:
+    with held_lease(location, "run x", times=FAST) as lease:
         monkeypatch.setattr(Location, "write_text", None)
         assert lease.lost.wait(WAIT_S)
 
@@ -411,10 +428,10 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     with raises_line(ClusterError, f"cannot write {location}"), held_lease(location, "run x"):
         pass
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(lease_module, "_opened", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     location, lines = Location.of(tmp_path / LEASE_FILE), list[str]()
     with (
         raises_line(ClusterError, str(location), "Read-only file system"),
@@ -429,10 +446,12 @@ def test_a_lease_that_cannot_be_read_is_one_line(tmp_path: Path, raises_line: Ra
         live_holder(Location.of(tmp_path))
 
 
-def outcome(location: Location, gone: threading.Event, **options: Any) -> str:
+def outcome(
+    location: Location, gone: threading.Event, log: Callable[[str], object], times: LeaseTimes
+) -> str:
     """`held`, or the refusal; a holder holds until `gone`."""
     try:
-        with held_lease(location, "run x", **{**FAST, **options}):
+        with held_lease(location, "run x", log, times):
             assert gone.wait(WAIT_S)
             return "held"
     except ClusterError as error:
@@ -440,10 +459,12 @@ def outcome(location: Location, gone: threading.Event, **options: Any) -> str:
         return str(error)
 
 
-def check_one_of_two(location: Location, **options: Any) -> None:
+def check_one_of_two(
+    location: Location, log: Callable[[str], object] = len, times: LeaseTimes = FAST
+) -> None:
     gone = threading.Event()
     with ThreadPoolExecutor(2) as threads:
-        two = [threads.submit(outcome, location, gone, **options) for _ in range(2)]
+        two = [threads.submit(outcome, location, gone, log, times) for _ in range(2)]
         held, refused = sorted((one.result() for one in two), key=len)
     assert held == "held"
     assert f"run x is in use (process {os.getpid()} on" in refused
@@ -461,7 +482,7 @@ def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.Mon
             both.wait(WAIT_S)
         return text
 
-    monkeypatch.setattr(lease_module, "_locked", lambda _: False)
+    monkeypatch.setattr(lease_module, "_lock", lambda _: False)
     monkeypatch.setattr(lease_module, "_read", read_together)
     check_one_of_two(location)
 
@@ -476,9 +497,11 @@ def object_lease(s3: S3Server, tmp_path: Path) -> Location:
 def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Location) -> None:
     """Both find a dead holder and write; each sees what stands there when it looks again."""
     both = threading.Barrier(2)
-    object_lease.write_text(dead().to_json())
+    object_lease.write_text(dead().to_text())
     check_one_of_two(
-        object_lease, log=lambda _: both.wait(WAIT_S), settle_s=2.0, heartbeat_s=WAIT_S
+        object_lease,
+        lambda _: both.wait(WAIT_S),
+        replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S),
     )
 
 
@@ -488,11 +511,11 @@ def test_in_an_object_store_a_killed_process_needs_no_hand(
     here = start(object_lease)
     with (
         raises_line(ClusterError, f"(process {here.pid} on"),
-        held_lease(object_lease, "run x", **FAST),
+        held_lease(object_lease, "run x", times=FAST),
     ):
         pass
     here.kill()
-    with held_lease(object_lease, "run x", settle_s=0):
+    with held_lease(object_lease, "run x", times=LeaseTimes(settle_s=0)):
         pass
 
 
@@ -502,7 +525,7 @@ def test_in_an_object_store_a_beat_keeps_the_lease(
     there = start(object_lease, elsewhere=True)
     with (
         raises_line(ClusterError, f"(process {there.pid} on elsewhere"),
-        held_lease(object_lease, "run x", expiry_s=WAIT_S),
+        held_lease(object_lease, "run x", times=LeaseTimes(expiry_s=WATCHED_S)),
     ):
         pass
 
@@ -512,18 +535,18 @@ def test_in_an_object_store_a_frozen_process_is_replaced_and_notices(
 ) -> None:
     there = start(object_lease, elsewhere=True, heartbeat_s=BETWEEN_BEATS_S)
     there.stop()
-    with held_lease(object_lease, "run x", **FAST) as lease:
+    with held_lease(object_lease, "run x", times=FAST) as lease:
         there.send(signal.SIGCONT)
         assert there.line() == "lost"
         lease.check()
 
 
 def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: Location) -> None:
-    with held_lease(object_lease, "run x", heartbeat_s=0.2, settle_s=0) as lease:
+    with held_lease(object_lease, "run x", times=FAST) as lease:
         before = object_lease.read_text()
         s3.stop()
         try:
-            assert not lease.lost.wait(1.0)
+            assert not lease.lost.wait(0.3)
         finally:
             s3.start()
         while object_lease.read_text() == before:

@@ -35,14 +35,15 @@ from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard, check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
+from raytrain_gpt.storage import location, object_files, object_store
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.storage.object_files import CHUNK_BYTES, UPLOAD_BYTES
 from tests.conftest import RaisesLine
 from tests.data.shard_tools import TEXTS, made_text, write_dataset, write_jsonl, write_parquet
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
-OUTAGE_S = 2.0
+OUTAGE_S = 0.5
 BUCKET = "bucket"
+UPLOAD_BYTES, CHUNK_BYTES = 5 * 2**20, 2**20
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,14 @@ def after() -> Iterator[Callable[[Callable[[], None]], None]]:
     yield start_timer
     for timer in timers:
         timer.join()
+
+
+@pytest.fixture
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few MiB take several requests. S3 allows no parts below 5 MiB."""
+    monkeypatch.setattr(object_files, "UPLOAD_BYTES", UPLOAD_BYTES)
+    for module in (object_files, location):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def put_tree(directory: Path, place: Location) -> None:
@@ -204,6 +213,7 @@ def test_a_file_or_tree_is_removed_and_what_is_beside_it_stays(place: Location) 
     assert not place.exists()
 
 
+@pytest.mark.usefixtures("small_requests")
 def test_a_file_goes_up_and_down_whole(place: Location, tmp_path: Path) -> None:
     for num_bytes in (0, 1, CHUNK_BYTES + 1, UPLOAD_BYTES + 1):
         source = tmp_path / "source"
@@ -332,10 +342,10 @@ def test_a_short_outage_costs_only_time(
 def test_a_long_outage_ends_in_one_line(
     stored: S3Server, remote: Location, use: str, raises_line: RaisesLine
 ) -> None:
-    file = replace(remote, retry_for_s=0.5) / "file"
+    file = replace(remote, retry_for_s=0.1) / "file"
     file.write_bytes(b"content")
     stored.stop()
-    words = ("retry_for_s=0.5", "checkpoint is intact", "same command goes on", "connect")
+    words = ("retry_for_s=0.1", "checkpoint is intact", "same command goes on", "connect")
     with raises_line(StorageError, remote.url, *words):
         uses(file)[use]()
 
@@ -360,31 +370,38 @@ def test_a_stalled_store_costs_only_time(
 
 
 def test_a_store_that_stays_frozen_is_given_up(
-    stored: S3Server, remote: Location, raises_line: RaisesLine
+    stored: S3Server,
+    remote: Location,
+    monkeypatch: pytest.MonkeyPatch,
+    raises_line: RaisesLine,
 ) -> None:
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 0.2)
     stored.freeze()
-    with raises_line(StorageError, remote.url, "retry_for_s=1", "Timeout"):
-        replace(remote, retry_for_s=1).exists()
+    with raises_line(StorageError, remote.url, "retry_for_s=0.1", "Timeout"):
+        replace(remote, retry_for_s=0.1).exists()
 
 
+@pytest.mark.usefixtures("small_requests")
 def test_an_upload_cut_off_anywhere_is_whole_or_absent(
     stored: S3Server, remote: Location, tmp_path: Path
 ) -> None:
     source = tmp_path / "big"
-    source.write_bytes(np.random.default_rng(0).bytes(2 * UPLOAD_BYTES))
+    source.write_bytes(np.random.default_rng(0).bytes(4 * UPLOAD_BYTES))
     for i in range(4):
         file = replace(remote, retry_for_s=0) / str(i)
         with ThreadPoolExecutor(1) as thread:
             upload = thread.submit(file.upload, source)
-            time.sleep(0.1 * 2**i)  # not for synchronisation: any moment has to be good
+            time.sleep(0.05 * 2**i)  # not for synchronisation: any moment has to be good
             stored.stop()
             failed = upload.exception() is not None
         stored.start()
-        assert file.exists() != failed
-        if not failed:
-            assert file.size_bytes() == source.stat().st_size
+        # The answer to the last request may be lost: a failed upload can still be there, but whole.
+        assert file.exists() or failed
+        if file.exists():
+            assert file.sha256() == Location.of(source).sha256()
 
 
+@pytest.mark.usefixtures("small_requests")
 def test_an_upload_goes_on_after_an_outage(
     stored: S3Server,
     remote: Location,
@@ -603,5 +620,5 @@ def test_reading_gives_up_after_a_long_outage(
         read_manifest(impatient)
     stored.start()
     (remote / MANIFEST_FILE).remove()
-    with pytest.raises(DataError, match="no finished dataset"):
+    with pytest.raises(DataError, match="not a finished dataset"):
         read_manifest(remote)

@@ -261,7 +261,7 @@ def test_numbers_of_trials_that_fit_the_space(
         (BOTH, 2, "random", ["num_trials=2", "nearest: 3"]),
         (DRAWN, None, "random", ["set num_trials", "peak_lr"]),
         (DRAWN, None, "optuna", ["set num_trials"]),
-        (BOTH, 3, "optuna", ["optuna knows no grid (peak_lr); use choice"]),
+        (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(
@@ -283,7 +283,7 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
         ({**ASHA, "grace_tokens": 1000}, ["grace_tokens=1000", "nearest: 4096"]),
         ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
-        ({**ASHA, "reduction_factor": 1}, ["reduction_factor=1", "One of so many"]),
+        ({**ASHA, "reduction_factor": 1}, ["reduction_factor=1", "One of this many"]),
         ({**ASHA, "reduction_factor": 2.5}, ["reduction_factor=2.5", "integer"]),
         ({**PBT, "perturb_every_tokens": 6000}, ["perturb_every_tokens=6000", "4096, 8192"]),
         ({**PBT, "perturb_every_tokens": 81_920}, ["perturb_every_tokens=81920", "below"]),

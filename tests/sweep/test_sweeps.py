@@ -198,7 +198,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     before = (tmp_path / "runs" / "killed" / "results.csv").read_text()
     code, output, _ = run_cli("tune", file, "--resume")
     assert code == 0
-    assert "has ended before" in output
+    assert "has already ended" in output
     assert (tmp_path / "runs" / "killed" / "results.csv").read_text() == before
 
 
@@ -303,5 +303,5 @@ def test_what_cannot_run_is_said_before_the_first_trial(
     assert not list(tmp_path.glob("runs/*/trials"))
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="is a run already"):
+    with pytest.raises(ConfigError, match="is already a run"):
         run_sweep(make_sweep("taken", space, **sizes), goes_on=False, log=print)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
-from raytrain_gpt.sweep.trial_actor import SweepPart, TrialRun
+from raytrain_gpt.sweep.trial_actor import TrialRun
 from raytrain_gpt.tracking.run_files import Row
 
 BATCH_TOKENS, STEPS = 4096, 4
@@ -43,8 +44,8 @@ def run(tmp_path: Any) -> Callable[..., TrialRun]:
     def make(before: list[Row], after: list[Row], reported_tokens: int = 0) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
         changes = {"max_steps": STEPS, "storage_path": str(tmp_path)}
-        part: Any = SweepPart
-        made: TrialRun = kind(Config().updated(changes), "val/loss", part, None, reported_tokens)
+        context = SimpleNamespace(sweep=SimpleNamespace(objective="val/loss"))
+        made: TrialRun = kind(Config().updated(changes), context, None, reported_tokens)
         return made
 
     return make
@@ -64,7 +65,6 @@ def test_evaluations_of_before_are_reported_first_and_each_waits(
     trial.go_on()
     last = trial.next_report()
     assert (last["step"], last["done"], last["elapsed_s"]) == (4, True, 4 * 0.25 + 2 * 0.5)
-    trial.join()
 
 
 def test_what_the_sweep_knows_is_not_reported_again(run: Callable[..., TrialRun]) -> None:

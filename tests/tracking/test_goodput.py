@@ -1,10 +1,11 @@
-"""Goodput follows from rows alone: these tests make attempts up and know every number."""
+"""Goodput and speed follow from rows alone: these tests make attempts up and know every number."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import (
     END_EVENTS,
     LOST_TO,
+    RunSpeed,
     goodput,
     read_attempts,
-    short_duration,
+    run_speed,
 )
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, Row, log_lines, merge_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, Row, merge_rows
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
 
@@ -30,7 +32,10 @@ def event(kind: str, step: int, time: float, **more: Any) -> Row:
 
 def steps(first: int, last: int) -> list[Row]:
     timing = {"perf/step_time_s": STEP_S, "perf/data_wait_s": WAIT_S}
-    return [{"step": s, "train/loss": 1.0, **timing} for s in range(first, last + 1)]
+    return [
+        {"step": s, "train/loss": 1.0, "data/tokens_seen": 100 * s, **timing}
+        for s in range(first, last + 1)
+    ]
 
 
 def evaluation(step: int) -> Row:
@@ -160,30 +165,12 @@ def test_nothing_is_known_without_a_start(rows: list[Row]) -> None:
     result = goodput(rows)
     assert result.effective_fraction is None
     assert result.summary().startswith("goodput unknown | no restart | no step repeated")
-    json.dumps(result.facts(), allow_nan=False)
-
-
-def test_rows_of_before_the_attempt_event() -> None:
-    rows = [
-        event("start", 0, 100.0, num_workers=2),
-        event("checkpoint", 10, 105.5, seconds=0.5),
-        event("failed", 10, 110.0, error="x"),
-        event("failed", 10, 115.0, error="before its first step"),
-        event("resume", 10, 200.0, num_workers=2),
-        event("resume", 20, 300.0, num_workers=2),
-        *({"step": s, "train/loss": None, "perf/step_time_s": STEP_S} for s in range(1, 41)),
-    ]
-    result = goodput(rows)
-    assert result.elapsed_s == 10.0 + 10 * STEP_S + 20 * STEP_S
-    assert result.effective_s == 40 * STEP_S
-    assert result.lost_to == {**dict.fromkeys(LOST_TO, 0.0), "checkpoints": 0.5, "other": 4.5}
-    assert result.restarts_by_cause == {"failed": 1, "unknown": 1}
-    assert result.not_running_s == 90.0 + 95.0
+    json.dumps(asdict(result), allow_nan=False)
 
 
 def test_null_and_missing_numbers_are_zero() -> None:
     bare = {"step": 1, "train/loss": None, "perf/step_time_s": None}
-    rows = [{"step": 0, "event": "attempt", "time": 1.0}, event("start", 0, 2.0), bare]
+    rows = [begin(1, 0, 1.0), event("start", 0, 2.0), bare]
     assert (
         goodput([*rows, event("checkpoint", 1, 3.0), {"step": 1, "val/loss": None}]).elapsed_s == 2
     )
@@ -270,49 +257,10 @@ def test_a_grid_of_attempts_adds_up(
 
 
 def test_facts_are_json() -> None:
-    facts = goodput(restarted("failed")).facts()
+    facts = asdict(goodput(restarted("failed")))
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert facts["effective_fraction"] == 11.25 / 50
     assert set(facts["lost_to"]) == set(LOST_TO)
-
-
-@pytest.mark.parametrize(
-    ("value_s", "text"),
-    [(0, "0.0s"), (0.34, "0.3s"), (9.96, "10s"), (25.4, "25s"), (750, "12m 30s")],
-)
-def test_short_durations(value_s: float, text: str) -> None:
-    assert short_duration(value_s) == text
-
-
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        (event("resume", 100, 1.0), "100 resume"),
-        (event("failed", 7, 1.0, error="OSError: no\nspace"), "7 failed OSError: no space"),
-        (event("failed", 7, 1.0), "7 failed"),
-        (event("spike", 117, 1.0, loss=8.3, loss_zscore=9.1), "117 spike loss 8.3000 z 9.1"),
-        (
-            event(
-                "spike", 9, 1.0, loss=3.0, loss_zscore=None, grad_norm=40.0, grad_norm_zscore=12.0
-            ),
-            "9 spike loss 3.0000 norm 40.00 z 12.0",
-        ),
-        (
-            event("nonfinite", 9, 1.0, loss=None, grad_norm=2.0),
-            "9 nonfinite loss not finite norm 2.00",
-        ),
-        (
-            event("rollback", 120, 1.0, to_step=100, first_batch=112, stop_batch=123),
-            "120 rollback to step 100, batches 112 to 122 skipped",
-        ),
-        (
-            event("rollback", 100, 1.0, first_batch=5, stop_batch=7),
-            "100 rollback batches 5 to 6 skipped",
-        ),
-    ],
-)
-def test_events_say_their_details_in_the_log(row: Row, line: str) -> None:
-    assert log_lines(row) == [line]
 
 
 def test_runs_show_tells_it(tmp_path: Path) -> None:
@@ -326,4 +274,71 @@ def test_runs_show_tells_it(tmp_path: Path) -> None:
     lines: list[str] = []
     runs_command("show", ["run"], Location.of(tmp_path), True, lines.append)
     assert goodput(rows).summary() in lines
-    assert json.loads(lines[-1])["goodput"] == goodput(rows).facts()
+    assert json.loads(lines[-1])["goodput"] == asdict(goodput(rows))
+    assert run_speed(rows).summary() in lines
+
+
+# Speed
+
+
+def step_row(step: int, time_s: float = 2.0, **more: Any) -> Row:
+    """A step of 1000 tokens."""
+    values = {"perf/step_time_s": time_s, "perf/tokens_per_s": 1000 / time_s, "perf/mfu": 0.4}
+    values |= {"perf/data_wait_s": 0.01, "perf/peak_memory_bytes": 10**9 + step}
+    row = {"step": step, "train/loss": 3.0, "data/tokens_seen": 1000 * step, **values}
+    return {**row, **{key.replace("__", "/"): value for key, value in more.items()}}
+
+
+def test_evaluations_and_checkpoints_count_in_one_of_the_two() -> None:
+    rows = [
+        begin(1, 0, 0.0),
+        event("start", 0, 30.0),
+        *(step_row(s) for s in range(1, 11)),
+        {"step": 10, "val/loss": 3.0, "perf/eval_s": 15.0},
+        event("finished", 10, 70.0),
+    ]
+    found = run_speed(rows)
+    assert found.tokens_per_s == 500
+    assert found.tokens_per_s_overall == 10_000 / 40  # the 30 s before the first step do not count
+    assert found.data_wait_fraction == pytest.approx(0.005)
+    assert found.summary() == (
+        "500 tokens/s in steps (median) | 250 tokens/s over all | data wait 0.50% of step time | "
+        "mfu 40.0% | peak memory 1.0 GB a worker"
+    )
+
+
+def test_restarts_and_repeated_steps_cost_speed_over_all() -> None:
+    rows = [
+        begin(1, 0, 0.0),
+        event("start", 0, 10.0),
+        *(step_row(s) for s in range(1, 6)),
+        event("failed", 0, 30.0),
+        begin(2, 0, 40.0) | {"lost_s": 10.0, "lost_steps": 5},
+        event("resume", 5, 60.0),
+        *(step_row(s) for s in range(6, 11)),
+        event("finished", 10, 80.0),
+    ]
+    assert run_speed(rows).tokens_per_s_overall == 10_000 / (20 + 20)
+
+
+def test_profiled_steps_do_not_count_as_speed_but_as_time() -> None:
+    profiled = [step_row(s, 8.0, perf__tokens_per_s=None, perf__mfu=None) for s in (2, 3)]
+    rows = [
+        begin(1, 0, 0.0),
+        event("start", 0, 0.0),
+        step_row(1),
+        *profiled,
+        event("finished", 3, 18.0),
+    ]
+    found = run_speed(rows)
+    assert found.tokens_per_s == 500
+    assert found.mfu == 0.4
+    assert found.tokens_per_s_overall == pytest.approx(3000 / 18)
+
+
+def test_what_the_rows_do_not_tell_is_not_known() -> None:
+    assert run_speed([]) == RunSpeed(None, None, None, None, None)
+    assert run_speed([]).summary() == "speed unknown"
+    old = step_row(1, perf__mfu=None)
+    del old["perf/peak_memory_bytes"]
+    assert run_speed([old]) == RunSpeed(500, None, 0.005, None, None)

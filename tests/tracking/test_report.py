@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from raytrain_gpt.tracking.report import (
     write_report,
 )
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
-from raytrain_gpt.tracking.step_time import KINDS, Operator, TimeUse
+from raytrain_gpt.tracking.step_time import KINDS, TimeUse
 from raytrain_gpt.tracking.sync import RunSync
 
 PROMPT = "<b>def</b> "
@@ -33,6 +34,16 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 def start(event: str, step: int, time: float, **more: Any) -> Row:
     return {"step": step, "event": event, "time": time, "attempt": 1, "num_workers": 2, **more}
+
+
+def attempt(step: int, time: float, session: str = "a", lost_steps: int = 0) -> Row:
+    lost = {"lost_steps": lost_steps, "lost_s": lost_steps * 0.25}
+    return start("attempt", step, time, session=session, **lost)
+
+
+def checkpoint(step: int, time: float, blocked_s: float = 0.0, write_s: float = 0.0) -> Row:
+    timing = {"perf/checkpoint_blocked_s": blocked_s, "perf/checkpoint_write_s": write_s}
+    return start("checkpoint", step, time, **timing)
 
 
 def step_row(step: int, **changed: Any) -> Row:
@@ -93,14 +104,16 @@ def steps(last: int) -> list[Row]:
 @pytest.fixture
 def full_run(tmp_path: Path) -> RunSync:
     rows = [
+        attempt(0, 0.5),
         start("start", 0, 1.0),
         *steps(30),
         eval_row(30, 3.5),
-        start("checkpoint", 30, 2.0, seconds=0.5),
+        checkpoint(30, 2.0),
+        attempt(30, 2.5, "b"),
         start("resume", 30, 3.0, num_workers=4),
         *(step_row(step) for step in range(31, 61)),
         eval_row(60, 2.5),
-        start("checkpoint", 60, 4.0, seconds=0.5),
+        checkpoint(60, 4.0),
     ]
     texts = [PROMPT + "<script>alert('x')</script>\n    return", "no prompt </pre>"]
     return make_run(tmp_path / "full", rows, {30: texts, 60: texts}, checkpoint=60)
@@ -197,23 +210,24 @@ def test_a_resume_is_marked_in_every_chart(full_run: RunSync) -> None:
 
 
 def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
-    events = [start("start", 0, 1.0), start("resume", 40, 2.0), start("resume", 20, 3.0)]
+    events = [
+        event
+        for step, time in ((0, 1.0), (40, 2.0), (20, 3.0))
+        for event in (attempt(step, time), start("resume" if step else "start", step, time + 0.5))
+    ]
     run = make_run(tmp_path / "run", [*events, *steps(60)])
     story = RunStory(run)
-    assert [(a["step"], a["until"]) for a in story.attempts()] == [(0, 20), (40, 20), (20, 60)]
+    kept = [list(attempt.kept) for attempt in story.attempts]
+    assert kept == [list(range(1, 21)), [], list(range(21, 61))]
     assert story.charts()[0].marks == [20]
     assert "<td>none</td>" in page(write_report(run))
 
 
 def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
-    def attempt(step: int, time: float, lost_steps: int = 0) -> Row:
-        lost = {"lost_steps": lost_steps, "lost_s": lost_steps * 0.25}
-        return start("attempt", step, time, session="a", **lost)
-
     rows = [
         attempt(0, 100.0),
         start("start", 0, 105.0),
-        start("checkpoint", 20, 110.0, **{"perf/checkpoint_blocked_s": 0.5}),
+        checkpoint(20, 110.0, blocked_s=0.5),
         start("failed", 25, 115.0, error="<OSError>: gone"),
         attempt(20, 120.0, lost_steps=5),
         start("preempted", 20, 122.0),
@@ -228,7 +242,7 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
         start("hung", 50, 150.0),
         attempt(50, 151.0),
         start("resume", 50, 155.0),
-        start("checkpoint", 60, 159.0, **{"perf/checkpoint_write_s": 1.5}),
+        checkpoint(60, 159.0, write_s=1.5),
         start("finished", 60, 160.0),
         *steps(60),
         eval_row(60, 2.5),
@@ -238,12 +252,13 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
     html = page(write_report(run))
     checker = checked(run.work_dir / "report.html")
     assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
-    assert [(a["event"], a["step"], a["until"], a["ended"]) for a in story.attempts()] == [
-        ("start", 0, 20, "failed <OSError>: gone"),
-        ("no step", 20, 20, "preempted"),
-        ("resume", 20, 40, "rolled_back"),
-        ("resume", 40, 50, "hung"),
-        ("resume", 50, 60, "finished"),
+    attempts = [(a.row["event"], a.row["step"], a.kept, a.end["event"]) for a in story.attempts]
+    assert attempts == [
+        ("start", 0, range(1, 21), "failed"),
+        ("no step", 20, range(0), "preempted"),
+        ("resume", 20, range(21, 41), "rolled_back"),
+        ("resume", 40, range(41, 51), "hung"),
+        ("resume", 50, range(51, 61), "finished"),
     ]
     for text in (
         "<b>22.5%</b> of 1m 0s", "4 restarts (1 failed, 1 preempted, 1 rolled back, 1 hung)",
@@ -258,14 +273,12 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
 
 
 def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
-    rows = [start("attempt", 0, 1.0, session="a"), start("start", 0, 2.0), *steps(7)]
-    story = RunStory(make_run(tmp_path / "run", rows))
-    assert story.attempts()[0]["ended"] == ""
-    rows = [*rows, start("attempt", 0, 9.0, session="b")]
-    run = make_run(tmp_path / "killed", rows)
-    story = RunStory(run)
-    assert [a["ended"] for a in story.attempts()] == ["killed", ""]
-    checked(write_report(run))
+    rows = [attempt(0, 1.0), start("start", 0, 2.0), *steps(7)]
+    assert "killed</td>" not in page(write_report(make_run(tmp_path / "run", rows)))
+    rows = [*rows, attempt(0, 9.0, "b")]
+    path = write_report(make_run(tmp_path / "killed", rows))
+    checked(path)
+    assert page(path).count("killed</td>") == 1
 
 
 @pytest.mark.parametrize(
@@ -342,13 +355,13 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
 
 
 def test_profiles_are_shown(tmp_path: Path) -> None:
-    operators = [Operator("<aten::mm>", "matmul", 0.08, 48)]
+    operators = [{"name": "<aten::mm>", "kind": "matmul", "time_s": 0.08, "calls": 48}]
     kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
     uses = [TimeUse(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
     profiles = [
         {
             **start("profile", use.first_step + 1, 1e9 + i, trace=f"profile/{i}.json.gz"),
-            **use.facts(),
+            **asdict(use),
         }
         for i, use in enumerate(uses)
     ]
@@ -364,12 +377,13 @@ def test_profiles_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).normal(size=(3, 100_000))
+    # Ten times the points that a curve may have: a longer run is drawn with as many.
+    noise = np.random.default_rng(0).normal(size=(3, 10 * MAX_POINTS))
     rows = [
         step_row(i + 1, train__loss=5 + a, optim__grad_norm=2 + b, perf__tokens_per_s=1e4 + 100 * c)
         for i, (a, b, c) in enumerate(noise.T.tolist())
     ]
-    path = write_report(make_run(tmp_path / "run", rows, max_steps=100_000))
+    path = write_report(make_run(tmp_path / "run", rows, max_steps=10 * MAX_POINTS))
     assert path.stat().st_size < 1_000_000
 
 

@@ -9,15 +9,26 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.errors import StorageError
-from raytrain_gpt.format import amount, duration, eval_line, step_line
+from raytrain_gpt.format import eval_line
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import RunFiles, merge_rows, read_rows, read_samples
+from raytrain_gpt.tracking.run_files import (
+    Row,
+    RunFiles,
+    log_lines,
+    merge_rows,
+    read_rows,
+    read_samples,
+)
 from raytrain_gpt.tracking.sync import RunSync
 from tests.s3 import S3Server
 
 
 def train_row(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "train/loss": 1.0 / step, **more}
+
+
+def event(kind: str, step: int, time: float, **more: Any) -> Row:
+    return {"step": step, "event": kind, "time": time, **more}
 
 
 def test_rows_above_the_resumed_step_are_replaced_and_lost_ones_filled_in() -> None:
@@ -68,37 +79,34 @@ def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path
     assert "val loss not finite" in eval_line(evaluation, 10)
 
 
-def test_the_console_line_has_the_form_of_the_specification() -> None:
-    row = {
-        "step": 19074,
-        "train/loss": 3.445,
-        "optim/lr": 5.51e-4,
-        "optim/grad_norm": 0.85,
-        "perf/tokens_per_s": 55188.2,
-        "perf/step_time_s": 9.5,
-        "perf/mfu": 0.412,
-        "data/epoch": 1,
-    }
-    assert step_line(row, 95365) == (
-        "step 19074/95365 | epoch 1 | loss 3.4450 | lr 5.51e-04 | norm 0.85 | 9500 ms | "
-        "55,188 tok/s | mfu 41.2% | eta 8d 9h"
-    )
-
-
-def test_durations_and_amounts_read_well() -> None:
-    assert [duration(s) for s in (0, 59, 200, 3600, 724000)] == [
-        "0s",
-        "59s",
-        "3m 20s",
-        "1h 0m",
-        "8d 9h",
-    ]
-    assert [amount(n) for n in (12, 850_688, 124_475_904, 9.9e9)] == [
-        "12",
-        "850.7k",
-        "124.5M",
-        "9.9B",
-    ]
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (event("resume", 100, 1.0), "100 resume"),
+        (event("failed", 7, 1.0, error="OSError: no\nspace"), "7 failed OSError: no space"),
+        (event("failed", 7, 1.0), "7 failed"),
+        (
+            event("spike", 117, 1.0, loss=8.3, loss_zscore=9.1, grad_norm=2.0),
+            "117 spike loss 8.3000 z 9.1 norm 2.00",
+        ),
+        (
+            event(
+                "spike", 9, 1.0, loss=3.0, loss_zscore=None, grad_norm=40.0, grad_norm_zscore=12.0
+            ),
+            "9 spike loss 3.0000 norm 40.00 z 12.0",
+        ),
+        (
+            event("nonfinite", 9, 1.0, loss=None, grad_norm=2.0),
+            "9 nonfinite loss not finite norm 2.00",
+        ),
+        (
+            event("rollback", 120, 1.0, to_step=100, first_batch=112, stop_batch=123),
+            "120 rollback to step 100, batches 112 to 122 skipped",
+        ),
+    ],
+)
+def test_events_say_their_details_in_the_log(row: Row, line: str) -> None:
+    assert log_lines(row) == [line]
 
 
 def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_datasets_of_a_mixture_without_weights(
     refused: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
     line = refused(f"--data_path={dataset},{tmp_path}")
-    assert line.startswith(f"error: '{dataset}' in data_path={dataset},{tmp_path} is no dataset")
+    assert line.startswith(f"error: '{dataset}' in data_path={dataset},{tmp_path} is not a dataset")
     assert f"data_path {tmp_path / 'no'} does not exist" in refused(
         f"--data_path={dataset}=1,{tmp_path / 'no'}=1"
     )

@@ -1,4 +1,4 @@
-"""What the sweep sees of Ray Tune: it keeps the history, shows how far it is, and passes a stop on."""
+"""Ray Tune's callback: keeps the history, prints the table of trials, and passes on a stop."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
-
 REPORTED = ("step", TOKENS_SEEN, OBJECTIVE, "tokens_per_s", "elapsed_s", "run_dir", "values")
 
 
 class Stopped(Exception):
-    """All runs have been told to save and leave, as a signal asked."""
+    """A signal came, and all runs have been told to save and stop."""
 
 
-class Watch(tune.Callback):  # type: ignore[misc]
-    """See the module.
+class SweepCallback(tune.Callback):  # type: ignore[misc]
+    """What the sweep does when Ray Tune starts a trial, gets a report, or ends a trial.
 
     Args:
         sweep: The sweep.
         history: Gets every event.
-        bell: Of the sweep.
+        barrier: Handle of the sweep's `ShutdownBarrier`.
         stop: Set by a signal.
-        tied_values: All values of a trial, of its searched ones.
+        tied_values: Searched values of a trial -> all its values.
         lease: On the sweep's name.
         log: Gets the table of trials.
     """
@@ -48,77 +47,64 @@ class Watch(tune.Callback):  # type: ignore[misc]
         self,
         sweep: Sweep,
         history: History,
-        bell: Any,
+        barrier: Any,
         stop: threading.Event,
         tied_values: Callable[[dict[str, Any]], dict[str, Any]],
         lease: Lease,
         log: Callable[[str], None],
     ) -> None:
-        self._sweep, self._history, self._bell, self._stop = sweep, history, bell, stop
+        self._sweep, self._history, self._barrier, self._stop = sweep, history, barrier, stop
         self._tied_values, self._lease, self._log = tied_values, lease, log
         self._changed, self._shown_at = False, 0.0
 
-    def on_trial_start(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
+    def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
         with contextlib.suppress(ConfigError):  # the trial itself will fail with it
             values = self._tied_values(values)
         self._add("started", trial, values=values)
 
-    def on_trial_result(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: Any, **_info: Any
-    ) -> None:
+    def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
         self._add("report", trial, **{key: result[key] for key in REPORTED})
 
-    def on_trial_complete(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
+    def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
         report = self._history.last_report(str(trial))
         finished = report is not None and report[TOKENS_SEEN] >= self._sweep.budget_tokens
         self._add("ended", trial, state="finished" if finished else "stopped")
 
-    def on_trial_error(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **_info: Any
-    ) -> None:
-        self._add("ended", trial, state="failed", error=_error_of(trial))
-        self._bell.leave.remote(str(trial))
+    def on_trial_error(self, trial: TuneTrial, **_info: Any) -> None:
+        error = "Ray Tune could not start it"
+        if trial.pickled_error_file:  # a local file, also with an object store
+            pickled = Path(trial.pickled_error_file).read_bytes()
+            error = root_cause(ray.cloudpickle.loads(pickled))
+        self._add("ended", trial, state="failed", error=error)
+        self._barrier.leave.remote(str(trial))
 
-    def on_step_end(self, iteration: int, trials: list[TuneTrial], **_info: Any) -> None:
+    def on_step_end(self, trials: list[TuneTrial], **_info: Any) -> None:
         self._lease.check()
         if self._stop.is_set():
             self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")
-            ray.get(self._bell.ring.remote())
-            self._wait_until_left()
+            ray.get(self._barrier.stop_all.remote())
+            self._wait_for_runs()
             raise Stopped
         if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
             self._show(trials)
         if all(trial.is_finished() for trial in trials):
-            # Ray Tune kills what has not left five seconds after the last decision.
-            self._wait_until_left()
+            # Ray Tune kills whatever still runs five seconds after the last decision.
+            self._wait_for_runs()
 
     def _add(self, event: str, trial: TuneTrial, **details: Any) -> None:
         self._history.add(event, str(trial), **details)
         self._changed = True
 
-    def _wait_until_left(self) -> None:
-        inside = ray.get(self._bell.still_inside.remote())
-        if inside:
-            self._log(f"trials {', '.join(inside)} do not leave, and lose what is not saved")
+    def _wait_for_runs(self) -> None:
+        late = ray.get(self._barrier.wait_until_empty.remote())
+        if late:
+            self._log(f"trials {', '.join(late)} did not stop in time; unsaved steps are lost")
 
     def _show(self, trials: list[TuneTrial]) -> None:
         self._changed, self._shown_at = False, time.monotonic()
         known = self._history.trials()
-        waiting = [
-            Trial.pending(str(trial)) for trial in trials if trial.status == TuneTrial.PENDING
-        ]
         names = {trial.name for trial in known}
-        both = known + [trial for trial in waiting if trial.name not in names]
-        self._log(progress_table(both, self._sweep.objective, self._sweep.budget_tokens))
-
-
-def _error_of(trial: TuneTrial) -> str:
-    """What a trial failed with; on its way to the storage it is in a local file."""
-    if not trial.pickled_error_file:
-        return "Ray Tune could not start it"
-    return root_cause(ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()))
+        waiting = [str(trial) for trial in trials if trial.status == TuneTrial.PENDING]
+        known += [Trial.pending(name) for name in waiting if name not in names]
+        self._log(progress_table(known, self._sweep.objective, self._sweep.budget_tokens))

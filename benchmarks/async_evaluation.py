@@ -4,7 +4,7 @@ One run, evaluated beside itself several times. The steps from a checkpoint's en
 evaluation, with the start of the task's process, are compared with those from there to the next
 checkpoint: medians of the same minute, so that a noisy machine disturbs both alike.
 
-    python benchmarks/beside.py [--evaluations 8] [--threads 1] [--steps_apart 150] …
+    python benchmarks/async_evaluation.py [--evaluations 8] [--threads 1] [--steps_apart 150] …
 
 Prints one JSON object last: milliseconds of each pair, ratios, their median.
 """

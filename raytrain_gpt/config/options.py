@@ -1,0 +1,53 @@
+"""Options of commands and calls, declared once: each field has the name, type, default, limits and help.
+
+They are not part of a run's configuration, so no file keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from raytrain_gpt.config.schema import EvalSection
+from raytrain_gpt.errors import ConfigError
+
+
+class Options(BaseModel):
+    """Options of a command; values are checked and converted, also from the text of a flag.
+
+    Raises:
+        ConfigError: one line for the first value that is out of range.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            message = first["msg"].replace("Input should be", "must be")
+            hint = (type(self).model_fields[name].description or "").rstrip(".")
+            raise ConfigError(f"{name}={first['input']}: {message} ({hint})") from None
+
+
+def _as_in_evaluations(name: str) -> Any:
+    return EvalSection.model_fields[name]
+
+
+class SamplingOptions(Options):
+    """How the tokens of a continuation are drawn: in evaluations, by `sample`, in a request."""
+
+    max_new_tokens: int = _as_in_evaluations("max_new_tokens")
+    temperature: float = _as_in_evaluations("temperature")
+    top_k: int | None = _as_in_evaluations("top_k")
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most likely tokens whose probabilities add up to this, among those of top_k."""
+    seed: int = 42
+    """Seed of the draws."""
+    stop_at_eot: bool = Field(True, exclude=True)
+    """End a continuation where the model ends its text."""

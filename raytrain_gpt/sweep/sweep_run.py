@@ -1,0 +1,280 @@
+"""A sweep on a connected cluster: which trials are left, Ray Tune's run over them, and the results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler
+
+from raytrain_gpt.cluster.capacity import DATA_CPUS
+from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep.callback import Stopped, SweepCallback
+from raytrain_gpt.sweep.history import ENDED, History
+from raytrain_gpt.sweep.parent_run import ParentRun
+from raytrain_gpt.sweep.resources import trial_cpus
+from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
+from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
+from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
+from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
+from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
+from raytrain_gpt.sweep.trials import State, Trial, best_trial
+from raytrain_gpt.tracking.trackers import mlflow_store
+from raytrain_gpt.train.supervisor import TrainLoop
+
+TRIALS_DIR = "trials"
+TUNE_DIR = "tune"
+ACTOR_BYTES = 2**29
+"""Memory of a trial's own process, and all that it reserves: its workers reserve their CPUs."""
+
+_TUNE_ENVIRONMENT = {
+    # The table of trials is ours; the old output is the one that is silent when asked to be.
+    "RAY_AIR_NEW_OUTPUT": "0",
+    # The history and the runs have all that these would write a second time.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # Signals are ours: runs save before they stop.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+}
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepSummary:
+    """What a sweep found.
+
+    Attributes:
+        directory: The sweep's directory.
+        trials: All trials that have started, by name.
+        best: The best one; None: no trial has a result.
+        files: Names of the result files in `directory`.
+    """
+
+    directory: Location
+    trials: list[Trial]
+    best: Trial | None
+    files: tuple[str, ...]
+
+
+@dataclass
+class _Remaining:
+    """What is left of a sweep.
+
+    Attributes:
+        scheduler: Ray Tune's, told the reports so far.
+        names: Trials, in the order in which they start.
+        values: Each trial's values; empty where a searcher chooses them.
+        searcher: Ray Tune's, if one chooses the values.
+        begun: See `SweepContext`.
+    """
+
+    scheduler: Any
+    names: list[str]
+    values: list[Values] = field(default_factory=list)
+    searcher: Any = None
+    begun: dict[str, tuple[int, str | None]] = field(default_factory=dict)
+
+
+class SweepRun:
+    """Runs a sweep from wherever its history says it is.
+
+    Args:
+        sweep: The sweep.
+        base: Its base as it was given, with absolute paths.
+        fitted: The same with every `auto` of the cluster section decided.
+        directory: The sweep's directory.
+        log: Gets every console line.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        base: Config,
+        fitted: FittedConfig,
+        directory: Location,
+        log: Callable[[str], None],
+    ) -> None:
+        self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
+        self._history = History(directory)
+        uri, _ = mlflow_store(base)
+        if uri is None and base.tracking.mlflow_uri == "auto":
+            log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+        changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
+        if isinstance(sweep.scheduler, Pbt):
+            # A copy may start only after the trial that it copies has come to the next comparison.
+            needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
+            changes["keep_checkpoints"] = max(fitted.train.keep_checkpoints, needed)
+        self._fitted = fitted.updated(changes)
+
+    def run(
+        self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
+    ) -> SweepSummary:
+        """Run what is left of the sweep.
+
+        Args:
+            at_once: Trials at the same time.
+            signals: Ask it to stop.
+            lease: On the sweep's name.
+            train_loop: What every worker of every trial runs.
+
+        Raises:
+            Interrupted: a signal came, and all trials have saved.
+            TrainingFailed: no trial has a result.
+            UserError: the storage is full, or another process took the sweep over.
+        """
+        parent = ParentRun(self._sweep, self._base, self._directory, self._log)
+        remaining = self._remaining()
+        if not remaining.names:
+            self._log(f"sweep {self._sweep.sweep_name} has already ended")
+            return self._finish(parent)
+        self._log(
+            f"sweep {self._sweep.sweep_name}: {len(remaining.names)} trials of "
+            f"{self._sweep.budget_tokens:,} tokens to run, {at_once} at once, each "
+            f"{trial_cpus(self._fitted)} CPUs, {DATA_CPUS} of them for data"
+        )
+        barrier: Any = ShutdownBarrier.remote()  # type: ignore[attr-defined]
+        context = SweepContext(
+            sweep=self._sweep,
+            base=self._fitted,
+            mlflow_tags=parent.child_tags,
+            barrier=barrier,
+            begun=remaining.begun,
+            train_loop=train_loop,
+        )
+        signals.defer()
+        status = "FAILED"
+        try:
+            self._tune(remaining, context, self._callback(barrier, signals, lease), at_once)
+            lease.verify()
+            if any(trial.state == "running" for trial in self._history.trials()):
+                raise Stopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
+            status = "FINISHED"
+        except Stopped:
+            status = "KILLED"
+            raise Interrupted(
+                "interrupted, all trials saved; continue with the same command and --resume"
+            ) from None
+        except Exception as error:
+            raise user_error_in(error) or error from None
+        finally:
+            ray.kill(barrier)
+            if status != "FINISHED":
+                parent.close(status, {}, {})
+        return self._finish(parent)
+
+    def _callback(self, barrier: Any, signals: StopSignals, lease: Lease) -> SweepCallback:
+        def tied(values: Values) -> Values:
+            return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
+
+        return SweepCallback(
+            self._sweep, self._history, barrier, signals.stop, tied, lease, self._log
+        )
+
+    def _remaining(self) -> _Remaining:
+        sweep, history = self._sweep, self._history
+        pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
+        scheduler: Any = FIFOScheduler()
+        whole = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
+        self._end_if_open(whole, "finished")
+        if isinstance(sweep.scheduler, Asha):
+            scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens)
+            self._end_if_open(scheduler.tell(history), "stopped")
+        # With PBT the others are past the comparisons that a failed trial would have to make.
+        over = (*ENDED, "failed") if pbt else ENDED
+        known = {trial.name: trial for trial in history.trials()}
+        all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
+        names = [n for n in all_names if n not in known or known[n].state not in over]
+        reports = {n: report for n in names if (report := history.last_report(n)) is not None}
+        begun: dict[str, tuple[int, str | None]] = {
+            name: (report["tokens_seen"], None) for name, report in reports.items()
+        }
+        if sweep.searcher == "optuna":
+            # The searcher suggests the values of the started ones first, in the history's order.
+            started = [name for name in known if name in names]
+            names = started + [name for name in names if name not in known]
+            searcher = optuna_search(sweep, history)
+            return _Remaining(scheduler, names, searcher=searcher, begun=begun)
+        values = dict(zip(all_names, planned_trials(sweep), strict=True))
+        if pbt and names:
+            scheduler = Population(sweep, pbt)
+            synced = scheduler.tell(begun[n][0] if n in begun else 0 for n in names)
+            for name, report in reports.items():
+                values[name] = {leaf: report["values"][leaf] for leaf in sweep.searched}
+                begun[name] = (synced, checkpoint_of(report))
+        return _Remaining(scheduler, names, [values[name] for name in names], begun=begun)
+
+    def _end_if_open(self, names: list[str], state: State) -> None:
+        """Record the end of trials where a crash came between the last report and the end."""
+        open_names = {trial.name for trial in self._history.trials() if trial.state not in ENDED}
+        for name in names:
+            if name in open_names:
+                self._history.add("ended", name, state=state)
+
+    def _tune(
+        self, remaining: _Remaining, context: SweepContext, callback: SweepCallback, at_once: int
+    ) -> None:
+        os.environ.update(_TUNE_ENVIRONMENT)
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        # It recommends keeping the processes of trials, but these hold runs that have to end.
+        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
+        filesystem, path = (self._directory / TUNE_DIR).ray_filesystem()
+        names = iter(remaining.names)
+        trainable = tune.with_parameters(TrialActor, context=context)
+        # Not a Tuner, which pickles all that it is given, for a restart that we do ourselves.
+        tune.run(
+            tune.with_resources(trainable, {"memory": ACTOR_BYTES}),
+            name=f"{time.time():.0f}",
+            config={} if remaining.searcher else {"values": tune.grid_search(remaining.values)},
+            num_samples=len(remaining.names) if remaining.searcher else 1,
+            storage_path=path,
+            storage_filesystem=filesystem,
+            scheduler=remaining.scheduler,
+            search_alg=remaining.searcher,
+            max_concurrent_trials=at_once,
+            trial_name_creator=lambda _trial: next(names),
+            callbacks=[callback],
+            raise_on_failed_trial=False,
+            verbose=0,
+        )
+
+    def _finish(self, parent: ParentRun) -> SweepSummary:
+        """Write the results."""
+        from raytrain_gpt.sweep.plots import sweep_plots  # here: matplotlib is slow to import
+
+        sweep, trials = self._sweep, self._history.trials()
+        objective, budget_tokens = sweep.objective, sweep.budget_tokens
+        files = {RESULTS_FILE: results_csv(trials, objective, budget_tokens).encode()}
+        files |= sweep_plots(trials, sweep.searched, objective, budget_tokens)
+        best, metrics = best_trial(trials, budget_tokens), {}
+        if best is not None:
+            values = {leaf: best.values[leaf] for leaf in sweep.searched}
+            config = trial_config(sweep, self._base, values).updated(self._given_values())
+            files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
+            metrics = {f"best/{objective}": best.objective or 0.0}
+        for name, content in files.items():
+            (self._directory / name).write_bytes(content)
+        parent.close("FINISHED" if best else "FAILED", metrics, files)
+        (self._directory / TUNE_DIR).remove()
+        self._log(final_table(trials, objective, budget_tokens))
+        if best is None:
+            errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
+            raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
+        return SweepSummary(self._directory, trials, best, tuple(files))
+
+    def _given_values(self) -> Values:
+        """Leaves that the sweep changes for its own sake, as base and overrides have them."""
+        given = self._sweep.base.load().field_values() | self._sweep.overrides
+        return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}

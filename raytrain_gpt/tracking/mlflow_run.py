@@ -1,0 +1,127 @@
+"""The MLflow run of a directory of ours: of a training run, or of a sweep that is the parent of its trials.
+
+`mlflow.json` in the directory has a random identity, which is also a tag of the MLflow run. It is
+written before the server hears of the run, so a restart at any moment finds the run again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytrain_gpt.storage.location import Location
+
+TRACKING_FILE = "mlflow.json"
+IDENTITY_TAG = "raytrain_gpt_run"
+EXPORT_DIR = "exported"
+"""Artifacts of the last exported model."""
+_PARAMETER_LENGTH = 6000  # characters, MLflow's limit
+
+
+class MLflowRun:
+    """An open MLflow run, found by its identity or created. Every call may raise any error.
+
+    Args:
+        directory: The run's or sweep's; its name is the name of the MLflow run.
+        uri: Tracking URI.
+        experiment: Name of the experiment, which is created if it is not there.
+        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
+        parameters: Logged under their names, unless they are there already.
+        tags: Of a new MLflow run.
+        starts_over: Nothing is continued: if the MLflow run has other parameters, it keeps its own
+            curve and a new one is created.
+    """
+
+    def __init__(
+        self,
+        directory: Location,
+        uri: str,
+        experiment: str,
+        artifact_location: str | None,
+        parameters: Mapping[str, Any],
+        tags: Mapping[str, str],
+        *,
+        starts_over: bool = False,
+    ) -> None:
+        self.client = _client(uri)
+        from mlflow.entities import Param
+
+        known = self.client.get_experiment_by_name(experiment)
+        experiment_id = (
+            known.experiment_id
+            if known is not None
+            else self.client.create_experiment(experiment, artifact_location)
+        )
+        texts = {name: str(value)[:_PARAMETER_LENGTH] for name, value in parameters.items()}
+        run = _find(self.client, experiment_id, _identity(directory, uri))
+        if run is not None and starts_over and not texts.items() >= run.data.params.items():
+            (directory / TRACKING_FILE).remove()
+            run = None
+        if run is None:
+            tags = {**tags, IDENTITY_TAG: _identity(directory, uri)}
+            run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
+        self.run_id: str = run.info.run_id
+        self.tags: dict[str, str] = run.data.tags
+        self.client.update_run(self.run_id, status="RUNNING")
+        new = [Param(name, text) for name, text in texts.items() if name not in run.data.params]
+        self.client.log_batch(self.run_id, params=new)
+
+
+def track_export(
+    run_dir: Location, experiment: str, directory: Path, log: Callable[[str], None]
+) -> None:
+    """Log an exported model as artifacts of its run, if that is tracked; never fails.
+
+    Args:
+        run_dir: The run's directory.
+        experiment: The run's experiment.
+        directory: The exported files.
+        log: Gets a line that says where they are, or why they are not logged.
+    """
+    try:
+        if not (run_dir / TRACKING_FILE).is_file():
+            return
+        known = json.loads((run_dir / TRACKING_FILE).read_text())
+        client = _client(known["uri"])
+        found = client.get_experiment_by_name(experiment)
+        run = _find(client, found.experiment_id, known["identity"]) if found else None
+        if run is None:
+            log(f"MLflow at {known['uri']} has no run of {run_dir.name}; the export is not logged")
+            return
+        client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
+    except Exception as error:  # whatever it is, the export itself is good
+        log(f"the export is not logged to MLflow: {error}")
+        return
+    log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
+
+
+def _client(uri: str) -> Any:
+    """MLflow's client, which gives up within seconds where a server does not answer."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    from mlflow import MlflowClient  # here: seconds of import, only where it is used
+
+    return MlflowClient(uri)
+
+
+def _identity(directory: Location, uri: str) -> str:
+    """The identity in a directory's file, which is written if it is not there for this server."""
+    file = directory / TRACKING_FILE
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    if known.get("uri") != uri:
+        known = {"uri": uri, "identity": uuid.uuid4().hex}
+        file.write_text(json.dumps(known) + "\n")
+    return str(known["identity"])
+
+
+def _find(client: Any, experiment_id: str, identity: str) -> Any:
+    """The MLflow run with an identity, or None."""
+    tagged = f"tags.{IDENTITY_TAG} = '{identity}'"
+    found = client.search_runs([experiment_id], tagged, max_results=1)
+    return found[0] if found else None

@@ -1,0 +1,145 @@
+"""The documentation names only files, functions, tests and headings that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import raytrain_gpt
+
+from .test_layers import ORDER
+
+PACKAGE = Path(raytrain_gpt.__file__).parent
+ROOT = PACKAGE.parent
+TESTS = ROOT / "tests"
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+HISTORY = {"CHANGELOG.md", "decisions.md"}
+"""Dated pages: what they name was true then."""
+CURRENT = [page for page in PAGES if page.name not in HISTORY]
+
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
+"""Keys of metrics and places of data that look like modules."""
+
+MODULE = re.compile(rf"(?<![\w/.])({'|'.join(ROOMS)})/(\w+)(?:\.(?!py\b)(\w+))?(?![\w/=])")
+TEST = re.compile(r"(?<![\w.])(?:tests/)?((?:\w+/)*test_\w+)(?:\.py)?(?:::(test_\w+))?")
+PATH = re.compile(r"`((?:raytrain_gpt|tests|benchmarks|examples|clusters)/[\w./-]+)`")
+LINK = re.compile(
+    r"""\]\(([^)\s]+)\)          # [text](target), ![text](target)
+    | ^\[[^\]]+\]:\s+(\S+)      # [name]: target
+    | <img\ [^>]*src="([^"]+)" """,
+    re.MULTILINE | re.VERBOSE,
+)
+CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+MAX_LINE = 120
+"""Characters of a line of the README."""
+
+
+@cache
+def names_of(file: Path) -> frozenset[str]:
+    """What a module defines at its top level."""
+    found = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(found)
+
+
+@cache
+def anchors_of(page: Path) -> frozenset[str]:
+    """Anchors of a page's headings, spelled as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings)
+
+
+def links_of(page: Path) -> list[str]:
+    """Targets of a page's links and images, code left out."""
+    text = CODE.sub("", page.read_text("utf-8"))
+    return ["".join(groups) for groups in LINK.findall(text)]
+
+
+def by_name(page: Path) -> str:
+    return page.name
+
+
+def modules_named(page: Path) -> list[tuple[str, str, str]]:
+    """(room, module, name in it or empty) of all that looks like a module.
+
+    In the page on the architecture everything counts. Elsewhere `data/web` is a directory of data,
+    so only what stands in backquotes counts, and nothing of the room `data`.
+    """
+    text = page.read_text("utf-8")
+    if page.name == "architecture.md":
+        found = MODULE.findall(text)
+    else:
+        quoted = re.findall(r"`([^`\n]+)`", text)
+        found = [m.groups(default="") for q in quoted if (m := MODULE.fullmatch(q))]
+        found = [(room, module, name) for room, module, name in found if room != "data"]
+    return [
+        (room, module, name)
+        for room, module, name in found
+        if f"{room}/{module}" not in NOT_MODULES and not module.startswith("test_")
+    ]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=by_name)
+def test_modules_that_are_named_exist(page: Path) -> None:
+    missing = []
+    for room, module, name in modules_named(page):
+        file = PACKAGE / room / f"{module}.py"
+        if not file.is_file() or (name and name not in names_of(file)):
+            missing.append(f"{room}/{module}" + (f".{name}" if name else ""))
+    assert not missing
+
+
+def test_the_layers_of_the_architecture_are_those_that_are_tested() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text[text.index("| layer, from the top") :].split("\n\n")[0]
+    rows = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
+    modules = [layer for layer in ORDER if not any(name.startswith("__") for name in layer)]
+    assert rows == modules[::-1]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=by_name)
+def test_tests_and_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    for module, test in TEST.findall(text):
+        file = TESTS / f"{module}.py"
+        if "/" not in module and not file.is_file():
+            continue  # a test's own name, checked with its file
+        if not file.is_file() or (test and test not in names_of(file)):
+            missing.append(f"tests/{module}.py" + (f"::{test}" if test else ""))
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in links_of(page):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_the_readme_links_every_page() -> None:
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= {*links_of(ROOT / "README.md")}
+
+
+def test_no_line_of_the_readme_is_long() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]

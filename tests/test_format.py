@@ -1,0 +1,66 @@
+"""How numbers, steps and events are written for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.format import amount, count, duration, event_line, short_duration, step_line
+
+
+def test_the_console_line_has_the_form_of_the_specification() -> None:
+    row = {
+        "step": 19074,
+        "train/loss": 3.445,
+        "optim/lr": 5.51e-4,
+        "optim/grad_norm": 0.85,
+        "perf/tokens_per_s": 55188.2,
+        "perf/step_time_s": 9.5,
+        "perf/mfu": 0.412,
+        "data/epoch": 1,
+    }
+    assert step_line(row, 95365) == (
+        "step 19074/95365 | epoch 1 | loss 3.4450 | lr 5.51e-04 | norm 0.85 | 9500 ms | "
+        "55,188 tok/s | mfu 41.2% | eta 8d 9h"
+    )
+
+
+def test_durations_and_amounts_read_well() -> None:
+    assert [duration(s) for s in (0, 59, 200, 3600, 724000)] == [
+        "0s",
+        "59s",
+        "3m 20s",
+        "1h 0m",
+        "8d 9h",
+    ]
+    assert [amount(n) for n in (12, 850_688, 124_475_904, 9.9e9)] == [
+        "12",
+        "850.7k",
+        "124.5M",
+        "9.9B",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"),
+    [(0, "0.0s"), (0.34, "0.3s"), (9.96, "10s"), (25.4, "25s"), (750, "12m 30s")],
+)
+def test_short_durations(value_s: float, text: str) -> None:
+    assert short_duration(value_s) == text
+
+
+def test_one_is_no_plural() -> None:
+    assert [count(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
+    assert count(2, "batch", "batches") == "2 batches"
+
+
+@pytest.mark.parametrize(
+    ("loss_zscore", "name"),
+    [(9.1, "spike"), (6.0, "spike"), (-0.4, "high gradient norm"), (None, "high gradient norm")],
+)
+def test_only_a_high_loss_is_called_a_spike(loss_zscore: float | None, name: str) -> None:
+    row: dict[str, Any] = {"step": 15, "event": "spike", "loss": 9.0, "grad_norm": 2.0, "batch": 3}
+    row |= {"loss_zscore": loss_zscore, "grad_norm_zscore": 12.0}
+    line = event_line(row, 40, spike_zscore=6.0)
+    assert line == f"step 15/40 | {name} | loss 9.0000 | norm 2.00 | batch 3"

@@ -1,0 +1,237 @@
+"""The recorder without Ray: what it writes, says and answers, as a plain object."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.errors import StorageError
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking import recorder as module
+from raytrain_gpt.tracking.recorder import Outcome, Recorder, RecorderSpec
+from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
+from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from raytrain_gpt.tracking.sync import RunSync
+
+ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
+CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
+
+
+def run(call: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(call)
+
+
+def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
+    """One that writes files only."""
+    saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
+    values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
+    location = Location.of(run_dir)
+    return Recorder(
+        RecorderSpec(
+            run_dir=location,
+            sync=RunSync(location),
+            config=Config().updated(values),
+            mlflow_uri=None,
+            mlflow_tags={},
+            artifact_location=None,
+            step=step,
+            attempt=attempt,
+            **saved,
+        )
+    )
+
+
+def step_row(step: int) -> Row:
+    numbers = {"optim/lr": 1e-3, "optim/grad_norm": 1.0, "perf/mfu": None, "data/epoch": 0}
+    speed = {"perf/tokens_per_s": 100.0, "perf/step_time_s": 0.5}
+    return {"step": step, "train/loss": 3.0, **numbers, **speed}
+
+
+def eval_row(step: int) -> Row:
+    return {"step": step, "val/loss": 3.0, "val/perplexity": 20.0, "val/bits_per_byte": 4.3}
+
+
+def news(of: Recorder) -> list[str | Row]:
+    found: list[str | Row] = run(of.take_news(0.0))
+    return found
+
+
+def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:
+    writer = recorder(tmp_path)
+    rows = [step_row(step) for step in (8, 9, 10, 39, 40)]
+    run(writer.add_rows([*rows, eval_row(40)]))
+    run(writer.add_event(40, "checkpoint", **CHECKPOINT))
+    run(writer.add_event(40, "resume"))
+    assert read_rows(tmp_path)[:-2] == [*rows, eval_row(40)]
+    assert [row["event"] for row in read_rows(tmp_path)[-2:]] == ["checkpoint", "resume"]
+    starts = [str(line).split(" | ")[:2] for line in news(writer)]
+    assert starts == [
+        ["step 10/40", "epoch 0"],
+        ["step 40/40", "epoch 0"],
+        ["step 40/40", "val loss 3.0000"],
+        ["step 40/40", "checkpoint written in 2.0 s, training stood still 10 ms"],
+    ]
+
+
+def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
+    RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
+    recorder(tmp_path, step=5, attempt=ATTEMPT)
+    *kept, attempt = read_rows(tmp_path)
+    assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
+    assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
+    recorder(tmp_path, step=5)  # one that only evaluates is no attempt
+    assert read_rows(tmp_path)[-1] == attempt
+
+
+def test_rows_wait_for_a_disk_that_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = recorder(tmp_path)
+
+    def full(files: RunFiles, rows: list[Row]) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFiles, "add_rows", full)
+        run(writer.add_rows([step_row(1)]))
+        run(writer.add_rows([step_row(2)]))
+    assert read_rows(tmp_path) == []
+    expected = f"metrics wait in memory: cannot write {tmp_path}: No space left on device"
+    assert news(writer) == [expected]  # once, not for every row
+    run(writer.add_rows([step_row(3)]))
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3]
+
+
+def test_an_async_evaluation_is_written_once(tmp_path: Path) -> None:
+    writer = recorder(tmp_path, step=20, saved_rows=[eval_row(10)], saved_samples=[(10, "0: 'a'")])
+    run(writer.add_evaluated(eval_row(10), "0: 'again'"))
+    run(writer.add_evaluated(eval_row(20), "0: 'b'"))
+    run(writer.add_evaluated(eval_row(20), "0: 'twice'"))
+    assert read_rows(tmp_path) == [eval_row(10), eval_row(20)]
+    assert read_samples(tmp_path) == [(10, "0: 'a'"), (20, "0: 'b'")]
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_a_checkpoint_is_news_where_it_is_evaluated_async(tmp_path: Path, mode: str) -> None:
+    writer = recorder(tmp_path, eval_mode=mode)
+    run(writer.add_event(10, "checkpoint", **CHECKPOINT))
+    rows = [row for row in news(writer) if isinstance(row, dict)]
+    assert [row["step"] for row in rows] == ([10] if mode == "async" else [])
+
+
+def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[str] = []
+
+    def push(sync: RunSync) -> None:
+        pushed.append(sync.run_dir.name)
+        if len(pushed) == 2:
+            raise StorageError("out of reach")
+
+    monkeypatch.setattr(RunSync, "push", push)
+
+    async def two_checkpoints() -> None:
+        for step in (10, 20):
+            await writer.add_event(step, "checkpoint", **CHECKPOINT)
+            await writer.close("FINISHED", None)
+
+    writer = recorder(tmp_path)
+    run(two_checkpoints())
+    assert pushed == [tmp_path.name] * 2
+    assert [line for line in news(writer) if "not copied" in str(line)] == [
+        f"metrics not copied to {tmp_path} yet: out of reach"
+    ]
+
+
+def test_a_profile_becomes_files_a_table_and_an_event(tmp_path: Path) -> None:
+    use = TimeUse(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"rest": 0.2}, [])
+    writer = recorder(tmp_path)
+    run(writer.add_profile(3, use, gzip.compress(b"{}")))
+    (event,) = read_rows(tmp_path)
+    assert (event["step"], event["trace"]) == (7, "profile/003-step=00000006.json.gz")
+    assert TimeUse.of_row(event) == use
+    assert gzip.decompress((tmp_path / event["trace"]).read_bytes()) == b"{}"
+    assert (tmp_path / "profile/003-step=00000006.txt").read_text() == use.text() + "\n"
+    assert news(writer) == [f"{use.text()}\ntrace       {tmp_path / event['trace']}"]
+
+
+def test_a_heartbeat_brings_the_orders_not_seen_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def orders() -> tuple[list[str], list[str], list[str]]:
+        waiting = asyncio.create_task(writer.beat(0, 1, 11, "node", seen=0))
+        await asyncio.sleep(0)
+        await writer.order("dump")
+        await writer.order("stop")
+        monkeypatch.setattr(module, "BEAT_S", 0.0)
+        return (
+            await waiting,
+            await writer.beat(1, 1, 12, "node", seen=1),
+            await writer.beat(1, 1, 12, "node", seen=2),
+        )
+
+    writer = recorder(tmp_path)
+    first, second, third = run(orders())
+    assert first[0] == "dump"
+    assert (second, third) == (["stop"], [])
+
+
+def test_only_progress_ends_a_stand_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(module, "BEAT_S", 0.0)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+
+    async def beats() -> list[float]:
+        nonlocal now_s
+        stalled = [await writer.stalled_s()]
+        for rank in (0, 1):
+            await writer.beat(rank, 1, 10 + rank, "node", 0)
+        for progress in (1, 2):
+            now_s += 10
+            await writer.beat(0, progress, 10, "node", 0)
+            stalled.append(await writer.stalled_s())
+        await writer.beat(1, 2, 11, "node", 0)
+        return [*stalled, await writer.stalled_s()]
+
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(loop, "time", lambda: 0.0)
+    writer = recorder(tmp_path)
+    try:
+        assert loop.run_until_complete(beats()) == [0, 10, 20, 0]
+    finally:
+        loop.close()
+    assert {rank: state.pid for rank, state in run(writer.ranks()).items()} == {0: 10, 1: 11}
+
+
+def test_stacks_are_those_of_the_ranks_that_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.0)
+
+    async def stacks() -> tuple[dict[int, str], dict[int, str]]:
+        for rank in (0, 1):
+            await writer.beat(rank, 1, rank, "node", 0)
+        await writer.add_stacks(1, "in a loop")
+        some = dict(await writer.take_stacks(0.0))
+        await writer.add_stacks(0, "waiting")
+        return some, await writer.take_stacks(60.0)
+
+    writer = recorder(tmp_path)
+    assert run(stacks()) == ({1: "in a loop"}, {0: "waiting", 1: "in a loop"})
+
+
+def test_how_the_workers_left_is_kept(tmp_path: Path) -> None:
+    writer = recorder(tmp_path)
+    assert (run(writer.is_training()), run(writer.outcome())) == (False, None)
+    run(writer.training_started())
+    stretch = BadStretch(4, 9, 3, 8)
+    run(writer.left(None, stretch))
+    assert (run(writer.is_training()), run(writer.outcome())) == (True, Outcome(None, stretch))

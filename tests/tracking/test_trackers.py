@@ -1,0 +1,112 @@
+"""What MLflow and TensorBoard have of a run after restarts and rollbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import track_export
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.trackers import MLflow, points
+
+Track = Callable[..., MLflow]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> MlflowClient:
+    return MlflowClient(f"file:{tmp_path / 'mlruns'}")
+
+
+@pytest.fixture
+def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
+    """Starts a tracker for the run `run`, as a start of the run does."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    (tmp_path / "run").mkdir()
+
+    def start(step: int, **parameters: Any) -> MLflow:
+        uri, said = f"file:{tmp_path / 'mlruns'}", []
+        return MLflow(tmp_path / "run", uri, "tests", None, step, parameters, {}, said.append)
+
+    return start
+
+
+def rows(first: int, last: int, loss: float = 1.0) -> list[Row]:
+    return [{"step": step, "train/loss": loss} for step in range(first, last + 1)]
+
+
+def runs(client: MlflowClient) -> list[Any]:
+    experiment = client.get_experiment_by_name("tests")
+    return list(client.search_runs([experiment.experiment_id]))
+
+
+def history(client: MlflowClient, key: str) -> list[tuple[int, float]]:
+    (run,) = runs(client)
+    found = client.get_metric_history(run.info.run_id, key)
+    return sorted((metric.step, metric.value) for metric in found)
+
+
+def test_numbers_that_a_tracker_can_plot() -> None:
+    row: Row = {"step": 3, "train/loss": 2.0, "perf/mfu": None, "optim/lr": float("nan")}
+    assert points(row) == [("train/loss", 2.0)]
+    assert points({"step": 3, "event": "resize", "time": 1.0}) == [("events/resize", 1.0)]
+
+
+def test_steps_repeated_after_a_restart_are_sent_once(track: Track, client: MlflowClient) -> None:
+    first = track(0, seed=1)
+    first.add_rows([*rows(1, 20), {"step": 10, "val/loss": 3.0}])
+    first.add_samples(10, "To be")
+    first.close("KILLED", None)
+    again = track(10, seed=1, num_workers=2)
+    again.add_rows([{"step": 10, "val/loss": 3.0}, *rows(11, 30), {"step": 20, "val/loss": 2.0}])
+    again.close("FINISHED", "checkpoints/step=00000030")
+    assert history(client, "train/loss") == [(step, 1.0) for step in range(1, 31)]
+    assert history(client, "val/loss") == [(10, 3.0), (20, 2.0)]
+    (run,) = runs(client)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "1", "num_workers": "2"}
+    assert run.data.tags["newest_checkpoint"] == "checkpoints/step=00000030"
+
+
+def test_steps_after_a_rollback_are_sent_again(track: Track, client: MlflowClient) -> None:
+    first = track(0)
+    rollback: Row = {"step": 8, "event": "rollback", "time": 5.0, "to_step": 5}
+    first.add_rows([*rows(1, 8), rollback])
+    first.close("KILLED", None)
+    again = track(5)
+    again.add_rows([rollback, *rows(6, 8, loss=0.5)])
+    again.close("FINISHED", None)
+    redone = [(step, loss) for step, loss in history(client, "train/loss") if loss == 0.5]
+    assert redone == [(6, 0.5), (7, 0.5), (8, 0.5)]
+    assert history(client, "events/rollback") == [(8, 1.0)]
+
+
+@pytest.mark.parametrize(("seed", "num_runs"), [(1, 1), (2, 2)])
+def test_a_run_that_starts_over_with_other_parameters_has_a_curve_of_its_own(
+    track: Track, client: MlflowClient, seed: int, num_runs: int
+) -> None:
+    track(0, seed=1).close("KILLED", None)
+    track(0, seed=seed).close("FINISHED", None)
+    assert len(runs(client)) == num_runs
+
+
+def test_an_export_is_logged_with_its_run(
+    track: Track, client: MlflowClient, tmp_path: Path
+) -> None:
+    track(0).close("FINISHED", None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    lines: list[str] = []
+    track_export(Location.of(tmp_path / "run"), "tests", tmp_path / "model", lines.append)
+    track_export(Location.of(tmp_path / "run"), "others", tmp_path / "model", lines.append)
+    track_export(Location.of(tmp_path / "model"), "tests", tmp_path / "model", lines.append)
+    (run,) = runs(client)
+    files = client.list_artifacts(run.info.run_id, "exported")
+    assert [file.path for file in files] == ["exported/config.json"]
+    assert len(lines) == 2
+    assert "artifacts/exported of run run" in lines[0]
+    assert "has no run of run; the export is not logged" in lines[1]
