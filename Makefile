@@ -6,49 +6,45 @@
 # make test-serve    serving over HTTP, with a browser
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make wheel         what cluster files install on every node: dist/
-# make check         all that CI checks
+# make check         all that CI checks: format, lint, types, test-fast, then
+#   test-shared      all tests that share one Ray cluster
+#   test-own         all tests that start clusters of their own: tools, serve, cluster
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# What is too slow for `make test`.
+SLOW := sweeps or tools or models or serve or faults or cluster
 
-
-.PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster wheel check format lint types clean
+.PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
+.PHONY: wheel check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
 	@echo "to have the raytrain-gpt command: . $(VENV)/bin/activate"
 
-test: $(INSTALLED)
-	$(BIN)/pytest -m "not faults and not sweeps and not tools and not models and not serve and not cluster"
+test: test-fast
+	$(BIN)/pytest -m "ray and not ($(SLOW))"
 
 test-fast: $(INSTALLED)
-	$(BIN)/pytest -m "not ray and not faults and not sweeps and not tools and not models and not serve and not cluster"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or $(SLOW))"
 
-test-sweeps: $(INSTALLED)
-	$(BIN)/pytest -m sweeps
+test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTALLED)
+	$(BIN)/pytest -rs -m $(@:test-%=%)
 
-test-tools: $(INSTALLED)
-	$(BIN)/pytest -m tools
+# One session, so that one cluster, its data and its reference runs are made once.
+test-shared: $(INSTALLED)
+	$(BIN)/pytest -m "ray or sweeps or models or faults"
 
-test-models: $(INSTALLED)
-	$(BIN)/pytest -m models
-
-test-serve: $(INSTALLED)
-	$(BIN)/pytest -m serve -rs
-
-test-faults: $(INSTALLED)
-	$(BIN)/pytest -m faults
-
-test-cluster: $(INSTALLED)
-	$(BIN)/pytest -m cluster -rs
+test-own: $(INSTALLED)
+	$(BIN)/pytest -rs -m "tools or serve or cluster"
 
 wheel: $(INSTALLED)
 	rm -rf build dist
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	cp constraints.txt dist/
 
-check: format lint types test test-sweeps test-tools test-models test-serve test-faults test-cluster
+check: format lint types test-fast test-shared test-own
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -36,8 +36,13 @@ import torch
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.schema import OptimSection
-from raytrain_gpt.core.device import autocast_of, best_device, peak_memory_bytes, synchronize
-from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.device import (
+    autocast_of,
+    best_device,
+    peak_flops,
+    peak_memory_bytes,
+    synchronize,
+)
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
@@ -292,7 +297,7 @@ def speed(
         "num_parameters": shape.num_parameters,
         "tokens_per_s": round(median),
         "all_tokens_per_s": [round(one) for one in speeds],
-        "mfu": None if peak is None else round(median * flops_per_token(shape) / peak, 4),
+        "mfu": None if peak is None else round(median * shape.flops_per_token / peak, 4),
     }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.device import best_device
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import ray
 import tiktoken
+import torch
 from hypothesis import settings
+from ray._private import ray_constants
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
@@ -21,11 +24,20 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from tests import forked_workers
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+WITHOUT_METRICS = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+}
+"""As the package starts a cluster of its own: nobody looks at these numbers."""
 
 RaisesLine = Callable[..., AbstractContextManager[None]]
 
@@ -106,9 +118,25 @@ def cluster(s3: S3Server) -> Iterator[str]:
 
     Its processes have the variables for the object store, which must be set before it starts.
     """
-    context = ray.init("local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+    with (
+        tempfile.TemporaryDirectory(prefix="fork-", dir="/tmp") as directory,
+        forked_workers.worker_server(Path(directory)) as variables,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_workers.__file__)
+            for name, value in {**WITHOUT_METRICS, **variables}.items():
+                patch.setenv(name, value)
+            context = ray.init(
+                "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
+            )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors are fastest, and their sums the same everywhere, on one thread."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

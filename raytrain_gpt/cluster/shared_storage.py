@@ -1,14 +1,16 @@
-"""Whether every node of the cluster shares the run's storage and sees its data.
+"""Whether all nodes of the cluster share the run's storage, see its data, and have room for Ray's files.
 
-No torch here: a node's answer takes a process of its own, which starts in a fraction of the time without.
+A run stops at the first node with a problem. The doctor asks `storage_problem` on every node and lists all.
+
+No torch here: a node answers from a process of its own, which starts in a fraction of the time without.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ray
@@ -16,12 +18,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
 
 RAY_FILES_BYTES = 2**27
-"""Ray's logs and sockets."""
+"""Room for Ray's logs and sockets."""
+DRIVER_FILE = "driver"
+ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
 
 
 def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
@@ -30,30 +34,62 @@ def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
     Raises:
         ClusterError: names the node that does not share the directory.
     """
-    token = uuid.uuid4().hex
-    probe = run_dir / f".probe-{token}"
+    here = ray.get_runtime_context().get_node_id()
+    others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {here}
+    with storage_probe(run_dir, run_dir.parent) as probe:
+        try:
+            asked = [
+                _check_there.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+                ).remote(probe, data)
+                for node in others
+            ]
+            _check_node(probe, data)
+            ray.get(asked)
+        except Exception as error:
+            raise user_error_in(error) or error from None
+
+
+@contextlib.contextmanager
+def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location]:
+    """A directory in `parent` with a file for all nodes to read, removed at the end.
+
+    Raises:
+        ClusterError: this process cannot write there.
+    """
+    probe = parent / f".probe-{uuid.uuid4().hex}"
     try:
-        probe.write_text(token)
+        (probe / DRIVER_FILE).write_text(probe.name)
     except OSError as error:
         raise ClusterError(
-            f"cannot write storage_path {run_dir.parent}: {error.strerror or error}; set storage_path "
-            "to a directory that every node can write"
+            f"the driver cannot write storage_path {storage_path}: {error.strerror or error}; set "
+            "storage_path to a directory that every node can write"
         ) from None
     try:
-        here = ray.get_runtime_context().get_node_id()
-        others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {here}
-        asked = [
-            _probe_there.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote(probe, token, data)
-            for node in others
-        ]
-        _probe(probe, token, data)
-        ray.get(asked)
-    except Exception as error:
-        raise user_error_in(error) or error from None
+        yield probe
     finally:
         probe.remove()
+
+
+def storage_problem(probe: Location) -> str:
+    """Why this node cannot read and write beside what the driver wrote; empty: it can."""
+    try:
+        if (probe / DRIVER_FILE).read_text() != probe.name:
+            return "it sees another file than the driver wrote"
+    except FileNotFoundError:
+        return "it does not see what the driver wrote"
+    except (OSError, RaytrainGptError) as error:
+        return f"it cannot read what the driver wrote: {error}"
+    try:
+        (probe / f"node-{ray.get_runtime_context().get_node_id()}").write_text("")
+    except (OSError, RaytrainGptError) as error:
+        return f"it cannot write: {error}"
+    return ""
+
+
+def ray_directory() -> Path:
+    """Where Ray keeps its own files on this node."""
+    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
 
 
 def check_ray_disk(directory: Path, node: str) -> None:
@@ -71,28 +107,18 @@ def check_ray_disk(directory: Path, node: str) -> None:
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-def _probe_there(probe: Location, token: str, data: Sequence[Location]) -> None:
-    _probe(probe, token, data)
+def _check_there(probe: Location, data: Sequence[Location]) -> None:
+    _check_node(probe, data)
 
 
-def _probe(probe: Location, token: str, data: Sequence[Location]) -> None:
+def _check_node(probe: Location, data: Sequence[Location]) -> None:
     node = ray.util.get_node_ip_address()
-    check_ray_disk(Path(ray._private.worker.global_worker.node.get_session_dir_path()), node)
-    try:
-        seen = probe.read_text() == token
-        own = probe.parent / f"{probe.name}-{os.getpid()}"
-        own.write_text(token)
-        own.remove()
-    except OSError:
-        seen = False
-    if not seen:
+    check_ray_disk(ray_directory(), node)
+    if problem := storage_problem(probe):
         raise ClusterError(
-            f"node {node} does not share storage_path {probe.parent.parent} with the driver; "
-            "use a directory that all nodes mount, or s3://"
+            f"node {node} does not share storage_path {probe.parent.parent} with the driver: "
+            f"{problem}; {ON_ALL_NODES}"
         )
     for directory in data:
         if not (directory / MANIFEST_FILE).is_file():
-            raise ClusterError(
-                f"node {node} does not see data_path {directory}; use a directory that all nodes mount, "
-                "or s3://"
-            )
+            raise ClusterError(f"node {node} does not see data_path {directory}; {ON_ALL_NODES}")

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.batch import micro_batches_per_step
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.config.call_options import Options
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):

@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Literal
 
 from raytrain_gpt.commands.flags import JsonOptions, Metavar, command, say
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.errors import ConfigError
 
 

@@ -36,10 +36,11 @@ def estimate(options: EstimateFlags) -> None:
     Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
     device and an assumed MFU.
     """
-    from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+    from raytrain_gpt.estimate.cost_model import Facts
+    from raytrain_gpt.estimate.estimate import answer, lines
 
-    known = options.model_dump(exclude={"as_json", "preset", "config"})
-    config, found = answer(options.resolved(), EstimateOptions(**known), say)
+    known = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
+    config, found = answer(options.resolved(), Facts(**known), say, options.device, options.probe)
     for line in lines(config, found):
         say(line)
     say(f"next: {options.train_command()}")

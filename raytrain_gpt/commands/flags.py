@@ -14,8 +14,8 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import preset_names, resolve
-from raytrain_gpt.config.options import Options
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.redact import redacted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.options import ServeOptions
 

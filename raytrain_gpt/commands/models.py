@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from raytrain_gpt.commands.flags import CheckpointOptions, Metavar, command, say
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.config.call_options import Options
 
 
 class ExportOptions(CheckpointOptions):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.batch import micro_batches_per_step
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 

@@ -3,7 +3,7 @@
     Config          as written; `auto` possible
     SizedConfig     number and CPUs of workers are decided, GPUs are not yet (in a sweep)
     FittedConfig    the whole cluster section is decided (cluster/capacity.fit_to_cluster)
-    ResolvedConfig  also what depends on a device's memory (train/auto_memory.fit_memory)
+    ResolvedConfig  also what depends on a device's memory (train/memory_fit.fit_memory)
     RunPlan         a resolved configuration for one number of workers
 
 Code that runs after a decision takes the type that has it, so mypy knows that no `auto` is left.

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block computes again in the backward pass, to keep less until then."""
+"""Activation checkpointing: parts of a block are recomputed in the backward pass, to keep less until then."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _ATTENTION = frozenset(
 def run_block(
     block: nn.Module, x: Tensor, attend: Attend | None, recompute: str, is_random: bool
 ) -> Tensor:
-    """The output of a block, with the same gradients whatever is computed again.
+    """The output of a block; what is recomputed does not change the gradients.
 
     Args:
         block: (B, T, D) and an attention -> (B, T, D).
         x: (B, T, D).
-        attend: Its attention, see `Attention.forward`.
+        attend: See `Attention.forward`.
         recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
-            the maps whose outputs the backward pass needs; `full`: all but the block's input.
-        is_random: It has dropout, which must be the same the second time.
+            the linear layers whose outputs the backward pass needs; `full`: all but the block's input.
+        is_random: The block has dropout, which must be the same the second time.
     """
     if recompute == "none":
         out: Tensor = block(x, attend)
@@ -55,7 +55,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _widens(_: Tensor, rows: Tensor, weight: Tensor) -> bool:
-    """Whether a map's output is needed: not that of the last one, which narrows, since it is only added."""
+    """Whether a linear layer's output is needed: not that of the last one, which is only added."""
     return weight.shape[1] >= rows.shape[1]
 
 

@@ -1,8 +1,7 @@
 """Attention within documents: a token attends to those of its own document, up to itself.
 
-What may be seen follows from the ids alone. It is computed where they are, once a forward pass for all
-layers, in shapes that depend on no value: nothing waits for the device, and nothing is compiled anew
-for another batch.
+The mask follows from the ids alone. It is computed on their device, once per forward pass for all layers,
+in shapes that depend on no value: nothing waits for the device, and no batch causes a recompilation.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
 
 QUERIES_AT_ONCE = 256
-"""Of a masked attention. With fewer, less is computed that causality hides, and more is copied."""
+"""In a masked attention. With fewer, less is computed that causality hides, and more is copied."""
 SPARSE_BLOCK_TOKENS = 128
-"""Queries and keys that `block_sparse_attention` computes or leaves out together; torch's own choice."""
+"""Queries and keys that `block_sparse_attention` computes or skips together; torch's own choice."""
 SPARSE_MIN_HEAD_SIZE = 16
-"""Channels of a head that its kernels need at least."""
+"""Fewest channels of a head that its kernels support."""
 
 
 def document_starts(ids: Tensor, document_end: int) -> Tensor:
-    """Where each token's document begins: the place of its first token, int64 (B, T).
+    """Where each token's document begins: the position of its first token, int64 (B, T).
 
     Args:
-        ids: int64 (B, T). A document whose beginning is cut off begins at 0.
+        ids: int64 (B, T). A document whose beginning is cut off starts at 0.
         document_end: The token that closes a document and belongs to it.
     """
     places = torch.arange(1, ids.shape[1], device=ids.device)
@@ -51,16 +50,16 @@ def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
 
 
 def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Attend:
-    """By `scaled_dot_product_attention` with a mask, (T, T) for every sequence.
+    """Attention by `scaled_dot_product_attention` with a mask, (T, T) for every sequence.
 
     Args:
-        starts: int64 (B, T), of `document_starts`.
-        dtype: Of the queries, keys and values to come.
-        dropout: Probability of dropping a weight.
+        starts: int64 (B, T), from `document_starts`.
+        dtype: Type of the queries, keys and values to come.
+        dropout: Probability of dropping an attention weight.
     """
     places = torch.arange(starts.shape[1], device=starts.device)
     seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, T, T)
-    # Added to the scores: of a boolean mask torch makes such a one again in every layer, and keeps it.
+    # Added to the scores: from a boolean mask torch would make one like this in every layer, and keep it.
     mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
     return partial(_attend_masked, mask[:, None], dropout)
 
@@ -82,12 +81,12 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
 
 
 def block_sparse_attention(starts: Tensor) -> Attend:
-    """By torch's `flex_attention`, which leaves out blocks in which nothing may be seen.
+    """Attention by torch's `flex_attention`, which skips blocks that are masked out entirely.
 
-    It has no dropout, and on a CPU no gradients. It is compiled when it is used first.
+    It has no dropout, and on a CPU no gradients. It is compiled on first use.
 
     Args:
-        starts: int64 (B, T), of `document_starts`.
+        starts: int64 (B, T), from `document_starts`.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -102,7 +101,7 @@ def block_sparse_attention(starts: Tensor) -> Attend:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled; in a model that is being compiled, as it is: it becomes part of that."""
+    """The function, compiled; inside a model that is being compiled, as it is: it becomes part of that."""
     return function if torch.compiler.is_compiling() else _compiled_alone(function)
 
 

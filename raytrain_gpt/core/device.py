@@ -1,16 +1,78 @@
-"""Device, precision and seeds of one worker, and what can be asked of a device."""
+"""The device of a worker: precision, seeds, and what is known of kinds of GPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import re
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from raytrain_gpt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One kind of GPU, by NVIDIA's data sheet.
+
+    Attributes:
+        name: How the name that torch reports begins.
+        bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
+        memory_bytes: All of its memory.
+    """
+
+    name: str
+    bf16_flops: float
+    memory_bytes: float
+
+
+GPU_SPECS = (
+    GpuSpec("NVIDIA L4", 121e12, 24e9),
+    GpuSpec("NVIDIA A10G", 70e12, 24e9),
+    GpuSpec("NVIDIA L40S", 362e12, 48e9),
+    GpuSpec("NVIDIA A100-SXM4-40GB", 312e12, 40e9),
+    GpuSpec("NVIDIA A100-PCIE-40GB", 312e12, 40e9),
+    GpuSpec("NVIDIA A100-SXM4-80GB", 312e12, 80e9),
+    GpuSpec("NVIDIA A100 80GB PCIe", 312e12, 80e9),
+    GpuSpec("NVIDIA H100 PCIe", 756e12, 80e9),
+    GpuSpec("NVIDIA H100 NVL", 835e12, 94e9),
+    GpuSpec("NVIDIA H100 80GB HBM3", 989e12, 80e9),
+    GpuSpec("NVIDIA H200 NVL", 835e12, 141e9),
+    GpuSpec("NVIDIA H200", 989e12, 141e9),
+    GpuSpec("NVIDIA B200", 2250e12, 180e9),
+)
+
+
+def gpu_spec(name: str) -> GpuSpec | None:
+    """The kind of a GPU by the name that torch reports; None: not in the table.
+
+    Only whole words match, and never a part of a GPU (MIG): no peak is better than a wrong one.
+    """
+    if " MIG " in name:
+        return None
+    found = [spec for spec in GPU_SPECS if re.match(rf"{re.escape(spec.name)}(?!\w)", name)]
+    return max(found, key=lambda spec: len(spec.name), default=None)
+
+
+def gpu_specs_matching(text: str) -> list[GpuSpec]:
+    """The kinds whose names contain a text, for people who write `h100`."""
+    wanted = text.casefold().removeprefix("nvidia").strip()
+    exact = [spec for spec in GPU_SPECS if spec.name.casefold() == f"nvidia {wanted}"]
+    return exact or [spec for spec in GPU_SPECS if wanted and wanted in spec.name.casefold()]
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device; None: not known.
+
+    Dense bf16 and fp16 have the same one. fp32 has none: matrix products then run in TF32 and the rest
+    does not, so no single peak is right.
+    """
+    spec = gpu_spec(device_name)
+    return spec.bf16_flops if spec and precision in ("bf16", "fp16") else None
 
 
 def best_device() -> torch.device:
@@ -21,7 +83,7 @@ def best_device() -> torch.device:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device computes bf16 by itself."""
+    """Whether a device computes bf16 natively."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -29,11 +91,11 @@ def resolve_precision(asked: str, device: torch.device) -> str:
     """`fp32`, `bf16` or `fp16`.
 
     Raises:
-        ConfigError: bf16 is asked for on a GPU that has none.
+        ConfigError: bf16 is asked for on a GPU without it.
     """
     if asked == "bf16" and not has_bf16(device):
         raise ConfigError(
-            f"precision=bf16, but {torch.cuda.get_device_name(device)} computes no bf16; "
+            f"precision=bf16, but {torch.cuda.get_device_name(device)} does not support bf16; "
             "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
@@ -42,12 +104,12 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 
 def matmul_dtype(precision: str) -> torch.dtype | None:
-    """What autocast computes matmuls in; None for `fp32`, which has no autocast."""
+    """The type in which autocast computes matrix products; None for `fp32`, which has no autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
-def dtype_of_matmul(tensor: torch.Tensor) -> torch.dtype:
-    """What a matrix product with a tensor is computed in here: autocast's type, else the tensor's own."""
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type of a matrix product with a tensor at this point: autocast's, else the tensor's own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -55,7 +117,7 @@ def dtype_of_matmul(tensor: torch.Tensor) -> torch.dtype:
 def autocast_of(
     precision: str, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Makes the context that forward passes run in; weights stay fp32."""
+    """A factory of contexts for forward passes; weights stay fp32."""
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     dtype = matmul_dtype(precision)
     if dtype is None:
@@ -71,13 +133,13 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all it was given."""
+    """Wait until a GPU has finished all work queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory since the process began: allocated on a GPU, else resident on the host."""
+    """Peak memory since the process started: allocated on a GPU, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.attention import last_document
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape

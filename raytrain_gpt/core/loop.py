@@ -1,7 +1,7 @@
 """The training loop: a generator of step results.
 
-It knows no Ray, no logger and no disk, and never waits for the device: losses and norms are left
-there until somebody reads them.
+It knows no Ray, no logger and no disk, and never waits for the device: losses and norms stay there
+until somebody reads them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer update gave on this rank.
+    """The result of one optimizer update on this rank.
 
     Attributes:
         step: Updates done, this one included.
         loss: Mean loss of this rank's tokens before the update, nats per token, on the device.
-        lr: Learning rate of the update.
         grad_norm: Global gradient norm before clipping, on the device.
         data_wait_s: Seconds spent waiting for micro-batches.
-        loss_scale: What the loss was multiplied by for the backward pass, on the device; None: nothing.
+        loss_scale: Factor of the loss in the backward pass, on the device; None: none.
     """
 
     step: int
@@ -65,15 +64,15 @@ def train_steps(
     Args:
         model: Returns the mean loss of (inputs, targets); wrapped in DDP, sharded, or neither.
         optimizer: Over the model's parameters.
-        micro_batches: `micro_batches_per_step` of them are taken each step.
+        micro_batches: Each step takes `micro_batches_per_step` of them.
         first_step: Updates done so far.
         max_steps: Updates to do in all.
-        micro_batches_per_step: Gradient accumulation; DDP reduces gradients once a step.
-        learning_rate: Of the update after a number of updates.
+        micro_batches_per_step: Gradient accumulation; DDP reduces gradients once per step.
+        learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        autocast: Makes the context that forward passes run in.
-        seed: With step and rank it decides dropout, so that no generator state need be kept.
-        rank: This worker's.
+        autocast: Makes the context for forward passes.
+        seed: Decides dropout together with step and rank, so no generator state need be saved.
+        rank: Rank of this worker.
         loss_scale: For fp16; None: no scaling.
     """
     parameters = list(model.parameters())
@@ -98,10 +97,10 @@ def train_steps(
 
 
 def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
-    """The factor, 1 where there is none, or NaN when a loss of the step is not finite.
+    """The factor, 1 if there is none, or NaN if a loss of the step is not finite.
 
-    As the factor of the gradients that are all-reduced, it makes all ranks skip the update of a step
-    in which one of them has a bad loss, without a collective of its own and without a wait.
+    It multiplies the gradients that are all-reduced. So all ranks skip the update of a step in which one
+    of them has a bad loss, without a collective of its own and without waiting.
     """
     total = torch.stack(losses).sum()
     good = torch.isfinite(total)
@@ -110,7 +109,7 @@ def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step of one rank."""
-    # SplitMix-like mixing keeps neighbouring (seed, step, rank) apart.
+    # SplitMix-like mixing: neighbouring (seed, step, rank) get unrelated seeds.
     mixed = (
         seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
     ) % 2**63
@@ -118,11 +117,11 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
-    """One forward and backward whose gradients are dropped.
+    """Run one forward and backward pass and drop its gradients.
 
-    DDP rebuilds its buckets after the first backward, and at three or more workers sums then come in
-    another order. Done before the first step of every start, it makes a resumed run bitwise the
-    unbroken one.
+    DDP rebuilds its buckets after the first backward pass, and with three or more workers sums are then
+    taken in another order. Called before the first step of every start, this makes a resumed run bitwise
+    equal to an uninterrupted one.
     """
     with autocast():
         loss = model(*micro_batch)

@@ -1,10 +1,10 @@
 """The language model's loss from hidden states, without logits of the whole micro-batch.
 
-With GPT-2's vocabulary the logits are most of the memory of a step, and their gradient as much again.
-So the head runs a chunk of tokens at a time, and the gradients of a chunk are computed as soon as its loss
-is: its logits are dropped before the next one, and no matrix product is computed twice. Small logits, as
-those of a vocabulary of bytes, are computed at once; so are all of them under `torch.compile`, which
-fuses the softmax with what is around it and keeps no fp32 logits.
+With GPT-2's vocabulary the logits take most of the memory of a step, and their gradient as much again. So
+the head runs on one chunk of tokens at a time, and the gradients of a chunk are computed right after its
+loss: its logits are dropped before the next one, and no matrix product is computed twice. Small logits,
+like those of a vocabulary of bytes, are computed at once; so are all of them under `torch.compile`, which
+fuses the softmax with its surroundings and keeps no fp32 logits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain_gpt.core.device import dtype_of_matmul
+from raytrain_gpt.core.device import autocast_dtype
 
 IGNORED = -100
-"""Target of a place that does not count."""
+"""Target of a position that does not count."""
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
-"""Device -> bytes of the fp32 logits of a chunk. A GPU takes larger ones: the sum of the weight's gradient
-passes through memory once a chunk."""
+"""Device type -> bytes of the fp32 logits of a chunk. Larger on a GPU, since the accumulated gradient of the
+weight passes through memory once per chunk."""
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of the logits `hidden · weightᵀ`; under autocast they are of its type.
+    """Cross-entropy in nats of the logits `hidden · weightᵀ`, which have autocast's type if there is one.
 
     Args:
         hidden: (B, T, D).
@@ -40,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
         loss = _loss(rows, weight, labels, reduction)
     elif reduction == "mean" and torch.is_grad_enabled():
         mean: Any = _ChunkedMean.apply
-        loss = mean(rows, weight, labels, chunk, dtype_of_matmul(rows))
+        loss = mean(rows, weight, labels, chunk, autocast_dtype(rows))
     else:
         parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
         loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])
@@ -50,7 +50,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
 
 
 def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
-    """Tokens whose logits are made at once."""
+    """Tokens whose logits exist at once."""
     num_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, num_bytes // (4 * padded_vocab_size))
 
@@ -61,7 +61,7 @@ def _loss(rows: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tenso
 
 
 class _ChunkedMean(torch.autograd.Function):
-    """The mean loss, whose gradients are computed in the forward pass and only scaled in the backward one."""
+    """The mean loss; its gradients are computed in the forward pass and only scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _ChunkedMean(torch.autograd.Function):
                 label = labels[part].clamp(min=0).unsqueeze(1)  # (C, 1)
                 log_p = F.log_softmax(x @ narrow.T, 1, dtype=torch.float32)  # (C, V)
                 total -= (log_p.gather(1, label) * counts).sum()
-                # Times the number of targets: in fp16 the gradient of a mean would be too small.
+                # Of the sum, not the mean, whose gradient would be too small for fp16.
                 grad = log_p.exp_().scatter_add_(1, label, -torch.ones_like(counts)).to(dtype)
                 torch.mul(grad @ narrow, counts, out=grad_rows[part])
                 _add_product(grad_weight, grad, (x * counts).to(dtype))
@@ -91,7 +91,7 @@ class _ChunkedMean(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] / ctx.num
         (rows, weight), ctx.gradients = ctx.gradients, None
-        # In place, as there is no second backward pass.
+        # In place: there is no second backward pass.
         return rows.mul_(factor), weight.mul_(factor), None, None, None
 
 

@@ -1,9 +1,9 @@
 """Loss scaling for fp16, whose small gradients would otherwise become zero.
 
-The loss is multiplied by a factor before the backward pass and the gradients are divided by it before the
-update. A gradient that overflows halves the factor, and the step changes nothing; after many steps without
-one the factor doubles. All of it stays on the device. The factor never falls below 1, as that of torch's
-GradScaler may: there an overflow means that the gradients themselves are broken.
+The loss is multiplied by a factor before the backward pass, and the gradients are divided by it before the
+update. If a gradient overflows, the factor is halved and the step changes nothing; after many steps
+without overflow it doubles. All of it stays on the device. Unlike in torch's GradScaler the factor never
+falls below 1: an overflow there means that the gradients themselves are broken.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
@@ -18,12 +18,12 @@ DOUBLES_AFTER_STEPS = 2000
 
 
 class LossScale:
-    """The factor and what decides about the next one; the same on all ranks, as the gradients are.
+    """The factor and the state that decides the next one; the same on all ranks, like the gradients.
 
     Args:
-        device: Where the losses are.
-        factor: To begin with; of a checkpoint, the one that it was saved with.
-        good_steps: Steps without an overflow since the factor last changed.
+        device: Device of the losses.
+        factor: First value, or the one saved in a checkpoint.
+        good_steps: Steps without overflow since the factor last changed.
 
     Attributes:
         factor: fp32 scalar on the device.
@@ -36,7 +36,7 @@ class LossScale:
         self._good_steps = torch.tensor(good_steps, device=device)
 
     def adjust(self, overflowed: Tensor) -> None:
-        """Take in whether a step's gradients were not finite: a bool scalar on the device."""
+        """Update the factor by whether a step's gradients were not finite: a bool scalar on the device."""
         good_steps = torch.where(overflowed, 0, self._good_steps + 1)
         doubles = good_steps == DOUBLES_AFTER_STEPS
         halved = (self.factor / 2).clamp(min=1)
@@ -53,11 +53,5 @@ class LossScale:
 def loss_scale_for(
     precision: str, device: torch.device, saved: tuple[float, int] | None = None
 ) -> LossScale | None:
-    """What training in a precision needs: none but in fp16.
-
-    Args:
-        precision: Resolved.
-        device: Where the losses are.
-        saved: The `state` of a checkpoint; None: a new run.
-    """
+    """The loss scale for a resolved precision, None except for fp16; `saved`: a checkpoint's `state`."""
     return LossScale(device, *(saved or ())) if precision == "fp16" else None

@@ -1,8 +1,8 @@
-"""What training needs of a device's memory, without the device.
+"""How much of a device's memory training needs, computed without the device.
 
-Weights, gradients and moments follow from the number of parameters, the head's from the number of tokens
-whose logits are made at once. What the blocks keep for the backward pass is counted: the model runs with
-tensors that have shapes and no memory, and those that are alive afterwards are added up.
+Weights, gradients and optimizer moments follow from the number of parameters, the head's part from the
+number of tokens whose logits exist at once. What the blocks keep for the backward pass is counted: the
+model runs on tensors that have shapes but no memory, and those still alive afterwards are added up.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
-
-
 STATE_BYTES_PER_PARAMETER = 12
-"""fp32 weight and AdamW's two moments: of a checkpoint."""
+"""A checkpoint's fp32 weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class TrainingMemory:
         weights: fp32.
         gradients: fp32.
         moments: AdamW's two, fp32.
-        activations: Kept for the backward pass, the logits not included.
-        logits: What the head takes at once: logits, their softmax, and its gradients.
-        evaluation: What an evaluation needs beyond all this; 0 where it needs less.
+        activations: Kept for the backward pass, without the logits.
+        logits: Logits that exist at once, their softmax, and the head's gradients.
+        evaluation: What an evaluation needs beyond all this; 0 if it needs less.
     """
 
     weights: int
@@ -52,128 +51,115 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it, without what the allocator and CUDA take for themselves."""
+        """The sum, without what the allocator and CUDA take for themselves."""
         step = self.weights + self.gradients + self.moments + self.activations + self.logits
         return step + self.evaluation
 
 
-def training_memory(
-    shape: GPTShape,
-    micro_batch_sequences: int,
-    bf16: bool,
-    activation_checkpointing: str,
-    compiled: bool = False,
-) -> TrainingMemory:
-    """What one rank of a DDP run needs on a GPU, counted for the eager model.
-
-    Args:
-        shape: Of the model.
-        micro_batch_sequences: Sequences of a forward pass.
-        bf16: Whether the forward pass runs in autocast of 16 bits.
-        activation_checkpointing: `none`, `selective` or `full`.
-        compiled: A compiled model has the logits of all tokens at once, and keeps less of the blocks'
-            activations, which is not counted.
-    """
-    layers = shape.num_layers
-    one, two = (_kept(replace(shape, num_layers=n), bf16, "none") for n in (1, 2))
-    block, outside = two - one, one - (two - one)
-    if activation_checkpointing != "none":
-        one, two = (
-            _kept(replace(shape, num_layers=n), bf16, activation_checkpointing) for n in (1, 2)
-        )
-        # While one block is recomputed, all of that one.
-        outside, block = outside + block - (two - one), two - one
-    kept = outside + block * layers
-    activations = micro_batch_sequences * kept.sequence + kept.fixed
-    tokens = micro_batch_sequences * shape.seq_len
-    state = shape.num_parameters * _FP32_BYTES
-    head = _head_bytes(shape, tokens, bf16, compiled)
-    return TrainingMemory(state, state, 2 * state, activations, head)
-
-
-def sharded(
-    memory: TrainingMemory, shape: GPTShape, bf16: bool, world_size: int, evaluates: bool
-) -> TrainingMemory:
-    """What one of several ranks needs that share weights, gradients and moments, counted.
-
-    The embeddings are whole on every rank from the forward pass to the backward one, with their gradient;
-    of the blocks one at a time is, and the next one is on its way.
-
-    Args:
-        memory: Of a rank that has all of them.
-        shape: Of the model.
-        bf16: Whether the forward pass runs in autocast of 16 bits.
-        world_size: Number of ranks.
-        evaluates: Whether it evaluates in between, with a copy of the whole weights.
-    """
-    embeddings = (shape.padded_vocab_size + shape.seq_len) * shape.embd_size * _FP32_BYTES
-    block = 12 * shape.embd_size**2 * (_BF16_BYTES if bf16 else _FP32_BYTES)
-    of_step = replace(
-        memory,
-        weights=memory.weights // world_size + embeddings + 2 * block,
-        gradients=memory.gradients // world_size + embeddings + 2 * block,
-        moments=memory.moments // world_size,
-    )
-    if not evaluates:
-        return of_step
-    shards = memory.weights // world_size + of_step.moments
-    evaluation = shards + memory.weights + memory.logits - of_step.total
-    return replace(of_step, evaluation=max(0, evaluation))
-
-
-def _head_bytes(shape: GPTShape, tokens: int, bf16: bool, compiled: bool) -> int:
-    vocab, channels = shape.padded_vocab_size, shape.embd_size
-    narrow = _BF16_BYTES if bf16 else 0
-    at_once = chunk_tokens(vocab, "cuda")
-    rows = tokens * channels * narrow
-    weight = vocab * channels * narrow
-    if compiled:
-        return tokens * vocab * 2 * (narrow or _FP32_BYTES) + rows + weight
-    if tokens <= at_once:
-        return tokens * vocab * (narrow + 2 * _FP32_BYTES) + rows + weight
-    of_chunk = at_once * vocab * (narrow + 2 * _FP32_BYTES)
-    gradients = (tokens + vocab) * channels * _FP32_BYTES
-    return of_chunk + gradients + 2 * weight
-
-
 @dataclass(frozen=True)
-class _Kept:
-    """Bytes that a forward pass keeps: for every sequence, and once (casts of weights)."""
+class MemoryModel:
+    """Predicts the memory of one rank for any micro-batch, as the eager model needs it on a GPU.
 
-    sequence: int
-    fixed: int
+    Attributes:
+        shape: Sizes of the model.
+        bf16: Whether the forward pass runs under 16-bit autocast.
+        compiled: A compiled model has the logits of all tokens at once. It also keeps fewer activations,
+            which is not taken into account.
+        num_shards: Ranks that share weights, gradients and moments; 1: every rank has all of them.
+        evaluates: Whether the ranks evaluate, for which sharded weights are gathered into a whole copy.
+    """
 
-    def __add__(self, other: _Kept) -> _Kept:
-        return _Kept(self.sequence + other.sequence, self.fixed + other.fixed)
+    shape: GPTShape
+    bf16: bool
+    compiled: bool = False
+    num_shards: int = 1
+    evaluates: bool = False
 
-    def __sub__(self, other: _Kept) -> _Kept:
-        return _Kept(self.sequence - other.sequence, self.fixed - other.fixed)
+    @classmethod
+    def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
+        """The memory of a configuration's training, with a shape that need not be its own."""
+        num_shards = world_size if config.train.parallel == "fsdp" else 1
+        evaluates = config.eval.eval_mode == "inline"
+        return cls(shape, bf16, config.train.compile, num_shards, evaluates)
 
-    def __mul__(self, times: int) -> _Kept:
-        return _Kept(times * self.sequence, times * self.fixed)
+    def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
+        """The memory for a micro-batch and a mode (`none`, `selective` or `full`)."""
+        state = self.shape.num_parameters * _FP32_BYTES
+        whole = TrainingMemory(
+            weights=state,
+            gradients=state,
+            moments=2 * state,
+            activations=self._activations(micro_batch_sequences, activation_checkpointing),
+            logits=self._logits(micro_batch_sequences * self.shape.seq_len),
+        )
+        return whole if self.num_shards == 1 else self._sharded(whole)
+
+    def _activations(self, sequences: int, mode: str) -> int:
+        """One block with all of its activations, the others with what the mode keeps.
+
+        While a block is recomputed, all of its activations exist; without recomputing all blocks are alike.
+        The bytes are linear in layers and sequences, so one and two of each tell the rest.
+        """
+
+        def kept(num_layers: int, mode: str) -> int:
+            shape = replace(self.shape, num_layers=num_layers)
+            one, two = (_kept_bytes(shape, num, self.bf16, mode) for num in (1, 2))
+            return one + (sequences - 1) * (two - one)
+
+        return kept(1, "none") + (self.shape.num_layers - 1) * (kept(2, mode) - kept(1, mode))
+
+    def _logits(self, tokens: int) -> int:
+        vocab, channels = self.shape.padded_vocab_size, self.shape.embd_size
+        narrow = _BF16_BYTES if self.bf16 else 0
+        casts = (tokens + vocab) * channels * narrow  # of hidden states and weight
+        if self.compiled:
+            return tokens * vocab * 2 * (narrow or _FP32_BYTES) + casts
+        at_once = min(tokens, chunk_tokens(vocab, "cuda"))
+        logits = at_once * vocab * (narrow + 2 * _FP32_BYTES)
+        if tokens == at_once:
+            return logits + casts
+        gradients = (tokens + vocab) * channels * _FP32_BYTES
+        return logits + gradients + 2 * vocab * channels * narrow
+
+    def _sharded(self, whole: TrainingMemory) -> TrainingMemory:
+        """What is left of the whole state on one of several ranks.
+
+        From the forward to the backward pass every rank has the embeddings whole, with their gradient.
+        Of the blocks one at a time is whole, and the next one is being gathered.
+        """
+        shape = self.shape
+        embeddings = (shape.padded_vocab_size + shape.seq_len) * shape.embd_size * _FP32_BYTES
+        block = 12 * shape.embd_size**2 * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
+        step = replace(
+            whole,
+            weights=whole.weights // self.num_shards + embeddings + 2 * block,
+            gradients=whole.gradients // self.num_shards + embeddings + 2 * block,
+            moments=whole.moments // self.num_shards,
+        )
+        if not self.evaluates:
+            return step
+        shards = whole.weights // self.num_shards + step.moments
+        evaluation = shards + whole.weights + whole.logits
+        return replace(step, evaluation=max(0, evaluation - step.total))
 
 
 @functools.cache
-def _kept(shape: GPTShape, bf16: bool, recompute: str) -> _Kept:
-    one, two = (_kept_bytes(shape, num_sequences, bf16, recompute) for num_sequences in (1, 2))
-    return _Kept(two - one, 2 * one - two)
-
-
-def _kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) -> int:
-    made = _Made()
+def _kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> int:
+    """Bytes that a forward pass leaves allocated besides the parameters."""
+    allocations = _Allocations()
     with FakeTensorMode():
-        model = GPT(shape, recompute)
+        model = GPT(shape, mode)
         model.train()
-        with made, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with allocations, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)
             hidden = model.hidden(ids)
-        num_bytes = made.alive_bytes(without=model.parameters())
-        del hidden
+        num_bytes = allocations.alive_bytes(without=model.parameters())
+        del hidden  # until here it kept the graph, and so the activations, alive
         return num_bytes
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers all tensors that are made, and keeps none of them alive."""
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records all tensors that are made, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,7 +175,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def alive_bytes(self, without: Iterable[Tensor]) -> int:
-        """Bytes of what is still alive, but for some tensors and their views."""
+        """Bytes of what is still alive, except some tensors and their views."""
         left_out = {tensor.untyped_storage()._cdata for tensor in without}
         return sum(
             num_bytes

@@ -25,7 +25,7 @@ from raytrain_gpt.core.attention import (
     document_starts,
     masked_attention,
 )
-from raytrain_gpt.core.device import dtype_of_matmul
+from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
@@ -33,7 +33,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Sizes of a GPT-2."""
+    """Sizes of a GPT-2 model."""
 
     num_layers: int
     num_heads: int
@@ -57,10 +57,21 @@ class GPTShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, the tied embedding once, its padding included."""
+        """Number of parameters, the tied embedding once, its padding included."""
         d = self.embd_size
         block = 12 * d * d + 13 * d
         return self.num_layers * block + (self.padded_vocab_size + self.seq_len + 2) * d
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating point operations of forward and backward for one token.
+
+        `6·N + 12·layers·embd_size·seq_len`, N without the position embedding. Causal attention counts in
+        full, and recomputed activations do not count: they are no progress.
+        Source: Chowdhery et al., "PaLM" (2022), appendix B.
+        """
+        matmul_parameters = self.num_parameters - self.seq_len * self.embd_size
+        return 6 * matmul_parameters + 12 * self.num_layers * self.embd_size * self.seq_len
 
 
 class Attention(nn.Module):
@@ -129,11 +140,10 @@ class GPT(nn.Module):
     """The language model.
 
     Args:
-        shape: Sizes.
-        activation_checkpointing: What of a block is computed again in the backward pass: `none`, `selective`
-            or `full`, see `run_block`.
-        document_end: The token that closes a document, where a token attends to those of its own document
-            only and positions count from its start; None: all T tokens are one text.
+        activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
+            `full`, see `run_block`.
+        document_end: The token that closes a document. A token then attends only to those of its own
+            document, and positions count from its start. None: all T tokens are one text.
     """
 
     def __init__(
@@ -155,7 +165,7 @@ class GPT(nn.Module):
     def of(
         cls, config: Config, vocab_size: int, eot_token: int, activation_checkpointing: str = "none"
     ) -> GPT:
-        """The model that a configuration asks for with a tokenizer."""
+        """The model that a configuration asks for with a tokenizer, its weights not initialised."""
         document_end = eot_token if config.data.document_mask else None
         return cls(GPTShape.of(config, vocab_size), activation_checkpointing, document_end)
 
@@ -187,9 +197,9 @@ class GPT(nn.Module):
         return out
 
     def _attend_within(self, starts: Tensor) -> Attend:
-        """The attention of all blocks, by a fused kernel where a GPU trains and there is one that can.
+        """The attention of all blocks, by a fused kernel if a GPU trains and there is one for this model.
 
-        Selective checkpointing keeps what single operators give, and sees into no compiled kernel.
+        Selective checkpointing keeps outputs of single operators, and cannot see into a compiled kernel.
         """
         shape = self.shape
         if (
@@ -202,17 +212,16 @@ class GPT(nn.Module):
         ):
             return block_sparse_attention(starts)
         dropout = shape.dropout if self.training else 0.0
-        return masked_attention(starts, dtype_of_matmul(self.wte.weight), dropout)
+        return masked_attention(starts, autocast_dtype(self.wte.weight), dropout)
 
     def hidden_after(
         self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[Attend]
     ) -> Tensor:
-        """Final hidden states of tokens that may attend to more than each other, as a cache has it.
+        """Final hidden states of tokens that may attend to more than each other, as with a cache.
 
         Args:
             ids: int64 (B, T).
             positions: int64 (B, T) or (T,), below seq_len.
-            attend_by_layer: The attention of each block.
 
         Returns:
             (B, T, D)
@@ -232,7 +241,7 @@ class GPT(nn.Module):
 
         Args:
             ids: int64 (B, T).
-            targets: int64 (B, T); −100 does not count.
+            targets: int64 (B, T); positions with −100 do not count.
             reduction: `mean`: a scalar; `none`: (B, T).
         """
         return head_loss(self.hidden(ids), self.wte.weight, targets, reduction)

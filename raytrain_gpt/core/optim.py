@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices and embeddings only."""
+"""AdamW with weight decay on matrices and embeddings only, and its update with clipped gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from raytrain_gpt.config.schema import OptimSection
 from raytrain_gpt.core.loss_scale import LossScale
-from raytrain_gpt.core.parallel import whole
+from raytrain_gpt.core.parallel import full_tensor
 
 
 def build_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.AdamW:
@@ -34,28 +34,28 @@ def update(
 ) -> Tensor:
     """One optimizer step with clipped gradients, which are dropped afterwards.
 
-    A gradient that is not finite changes no weight and no moment; the device decides that alone,
-    so it costs no synchronisation.
+    If a gradient is not finite, no weight and no moment changes. The device decides that by itself, so it
+    costs no synchronisation.
 
     Args:
         optimizer: Fused.
         parameters: All that it updates.
-        lr: Learning rate.
+        lr: Learning rate of this step.
         grad_clip: Largest global gradient norm.
-        loss_scale: What the gradients are multiplied by, adjusted afterwards; None: nothing.
+        loss_scale: The gradients are divided by its factor, and it is adjusted; None: no scaling.
 
     Returns:
         The global gradient norm before clipping, a scalar on the device.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = whole(nn.utils.get_total_norm(gradients, foreach=True))
+    norm = full_tensor(nn.utils.get_total_norm(gradients, foreach=True))
     factor: Tensor | float = 1.0 if loss_scale is None else loss_scale.factor
     norm = norm / factor
     for group in optimizer.param_groups:
         group["lr"] = lr
     not_finite = ~torch.isfinite(norm)
-    # A fused AdamW divides the gradients by one of these and does nothing if the other is set; they are
-    # made for torch.amp.GradScaler. Clipping so spares a pass through all gradients.
+    # A fused AdamW divides gradients by `grad_scale` and does nothing if `found_inf` is set; torch made both
+    # for its GradScaler. Clipping this way saves a pass through all gradients.
     divisor = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = not_finite.float()  # type: ignore[attr-defined]

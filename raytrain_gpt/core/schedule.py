@@ -8,7 +8,7 @@ from raytrain_gpt.config.schema import OptimSection
 
 
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
-    """Learning rate of the update that follows `step` updates.
+    """Learning rate of the update after `step` updates.
 
     Warm-up is linear, `peak_lr·(step+1)/warmup_steps`; then cosine
     `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)` and `min_lr` from max_steps on

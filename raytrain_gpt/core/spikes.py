@@ -1,10 +1,9 @@
-"""Which steps are bad: not finite, or a loss or gradient norm far above those just before.
+"""Which steps are bad: not finite, or a loss or gradient norm far above the recent ones.
 
-A value is a spike when it lies more than `spike_zscore` deviations above the rolling mean; values below
-it never are. Steps with a bad loss stay out of mean and deviation, so that a long spike cannot make
-itself normal, and count towards `spike_patience`. A large gradient norm alone is marked, but since
-clipping bounds its update it does not count, and since norms may settle at a higher level it enters the
-window.
+A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low
+values never are. Steps with a bad loss stay out of mean and deviation, so that a long spike cannot become
+normal, and count towards `spike_patience`. A high gradient norm alone is marked, but does not count, since
+clipping bounds its update, and it enters the window, since norms may settle at a higher level.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from statistics import fmean
 from raytrain_gpt.config.schema import SpikesSection
 
 _LEAST_DEVIATION = 0.01
-"""Of the mean: where values hardly vary, a small step up is no spike."""
+"""As a fraction of the mean: if values hardly vary, a small step up is no spike."""
 
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that is not like the good ones before.
+    """A step unlike the good ones before it.
 
     Attributes:
         step: Its number.
-        finite: Whether loss and gradient norm were; if not, the update was skipped.
-        loss_zscore: Deviations of the loss above the rolling mean; None while there is none.
-        grad_norm_zscore: The same of the gradient norm.
+        finite: Whether loss and gradient norm were finite; if not, the update was skipped.
+        loss_zscore: Standard deviations of the loss above the rolling mean; None: too few steps for one.
+        grad_norm_zscore: The same for the gradient norm.
     """
 
     step: int
@@ -40,13 +39,9 @@ class BadStep:
 
 @dataclass(frozen=True)
 class BadStretch:
-    """So many bad steps in a row that the run goes back before them.
+    """So many bad steps in a row that the run rolls back to before them.
 
-    Attributes:
-        first_step: The first of them.
-        last_step: The one that exhausted the patience.
-        first_batch: Global batch of the first.
-        last_batch: Global batch of the last.
+    Steps and global batches are those of the first bad step and of the one that exhausted the patience.
     """
 
     first_step: int
@@ -56,15 +51,15 @@ class BadStretch:
 
 
 class SpikeDetector:
-    """Judges steps in their order.
+    """Judges steps in order.
 
     Args:
-        config: Thresholds; with `spike_detection` off only what is not finite is bad.
-        before: (step, loss, gradient norm, loss scale) of the steps before the first one, so that a run
-            that goes on judges like an unbroken one.
+        config: Thresholds; with `spike_detection` off only values that are not finite are bad.
+        before: (step, loss, gradient norm, loss scale) of earlier steps, so that a resumed run judges like
+            an uninterrupted one.
 
     Attributes:
-        streak: Steps with a bad loss in a row up to now.
+        streak: Consecutive steps with a bad loss up to now.
     """
 
     def __init__(
@@ -83,10 +78,9 @@ class SpikeDetector:
     def judge(
         self, step: int, loss: float, grad_norm: float, loss_scale: float | None = None
     ) -> BadStep | None:
-        """What is wrong with a step, None for a good one.
+        """What is wrong with a step; None: nothing.
 
-        A step whose gradients overflowed because of its loss scale is neither: it changed nothing, and
-        what comes next is judged as if it had not been.
+        A step whose gradients overflowed only because of its loss scale is ignored: it changed nothing.
         """
         if overflowed(loss, grad_norm, loss_scale):
             return None
@@ -101,7 +95,6 @@ class SpikeDetector:
             self.streak.append(step)
         else:
             self.streak = []
-        if not loss_is_bad:
             self._losses.append(loss)
             self._norms.append(grad_norm)
         if not (loss_is_bad or norm_is_bad):
@@ -110,7 +103,7 @@ class SpikeDetector:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the streak is long enough to go back before it."""
+        """Whether the streak is long enough to roll back."""
         return self._config.spike_detection and len(self.streak) >= self._config.spike_patience
 
 
@@ -119,18 +112,12 @@ def _zscore(value: float, window: deque[float]) -> float | None:
     if len(window) < window.maxlen // 4:
         return None
     mean = fmean(window)
-    # statistics.pstdev is exact, and ten times as slow: that is felt where a step takes milliseconds.
+    # statistics.pstdev is exact but ten times slower, which shows when a step takes milliseconds.
     deviation = math.sqrt(fmean((x - mean) * (x - mean) for x in window))
     return (value - mean) / max(deviation, _LEAST_DEVIATION * abs(mean), 1e-12)
 
 
 def overflowed(loss: float, grad_norm: float, loss_scale: float | None) -> bool:
-    """Whether a step's gradients left the range of fp16 only because of the factor.
-
-    Args:
-        loss: Of the step, over all ranks.
-        grad_norm: Of the step.
-        loss_scale: Its factor; None: there was none.
-    """
+    """Whether a step's gradients left the range of fp16 only because of the loss scale's factor."""
     finite = abs(loss) < math.inf
     return loss_scale is not None and loss_scale > 1 and finite and not grad_norm < math.inf

@@ -1,6 +1,6 @@
-"""Training state as named whole tensors, and back: safetensors only, so reading runs no code.
+"""Training state to and from files of named full tensors: safetensors only, so reading runs no code.
 
-The files are the same whether the state was sharded or not, and every rank reads its shards out of them.
+The files are the same whether the state was sharded or not; every rank reads its shards from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.core.parallel import shard_like, whole
+from raytrain_gpt.core.parallel import full_tensor, shard_like
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -23,16 +23,10 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class HostCopy:
-    """One of several parts of the training state, copied into memory that is kept from copy to copy.
+    """One of `num_parts` parts of the training state, copied into memory that is reused from copy to copy.
 
-    Part 0 has the whole model file; the moments are dealt so that all parts are about equally large.
-    Taking a copy costs a pass through memory; writing it can happen while training goes on.
-
-    Args:
-        model: The model.
-        optimizer: Over its parameters.
-        part: Which part.
-        num_parts: Of how many.
+    Part 0 has the whole model file; the moments are distributed so that all parts are about equally large.
+    Taking a copy costs a pass through memory; it can be written while training continues.
     """
 
     def __init__(
@@ -56,12 +50,12 @@ class HostCopy:
     def refresh(self) -> None:
         """Take the copy; waits for the device.
 
-        The ranks of a sharded model call it together: each tensor is gathered on all of them for as long
-        as it takes to copy, so there is never more than one besides the shards.
+        The ranks of a sharded model call it together: each tensor is gathered on all of them while it is
+        copied, so there is never more than one besides the shards.
         """
         devices = set()
         for name, source in self._sources():
-            tensor = whole(source)
+            tensor = full_tensor(source)
             if name in self._copies:
                 self._copies[name].copy_(tensor, non_blocking=True)
                 devices.add(tensor.device)
@@ -69,7 +63,7 @@ class HostCopy:
             synchronize(device)
 
     def _sources(self) -> Iterator[tuple[str, Tensor]]:
-        """All of the state, in the same order on all ranks."""
+        """The whole state, in the same order on all ranks."""
         for name, parameter in self._parameters.items():
             yield name, parameter.detach()
             for key in _MOMENTS:
@@ -80,13 +74,13 @@ class HostCopy:
         return list(self._files)
 
     def write(self, file: str, path: Path) -> None:
-        """Write one file as it was when the copy was taken."""
-        # More metadata than this would make the bytes differ from process to process.
+        """Write one file as of the last copy."""
+        # With more metadata keys the bytes would differ between processes.
         save_file(self._files[file], path, metadata={"format": "pt"})
 
 
 def _parts(model: nn.Module, num_parts: int) -> dict[str, int]:
-    """Parameter name -> the part that its moments belong to."""
+    """Parameter name -> the part with its moments."""
     loads = [0] * num_parts
     loads[0] = sum(parameter.numel() for parameter in model.parameters())
     parts = {}
@@ -102,12 +96,12 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 
 def load_model(directory: Path, model: nn.Module, crop_context: bool = False) -> None:
-    """Read the weights of a checkpoint into a model.
+    """Read the weights of a checkpoint's files into a model of the same shape.
 
     Args:
         directory: The checkpoint's files.
-        model: Of the same shape.
-        crop_context: It may have a shorter context: the first positions are taken.
+        model: Whole, not sharded.
+        crop_context: The model may have a shorter context; it gets the first positions.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
@@ -127,11 +121,10 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
 
 
 def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Read the optimizer's state of a checkpoint.
+    """Read the optimizer's state from a checkpoint's files; a sharded model's ranks keep their shards.
 
     Raises:
-        CheckpointError: the files are missing or damaged, or tensors of the model are not in them
-            or have other shapes.
+        CheckpointError: the files are missing or damaged, lack tensors of the model, or have other shapes.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
@@ -158,7 +151,7 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors, one at a time: a rank that keeps shards never has the whole state."""
+    """A file's tensors one by one, so that a rank that keeps shards never holds the whole state."""
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file is no mapping

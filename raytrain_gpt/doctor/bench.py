@@ -1,40 +1,40 @@
-"""A timed run of a configuration's own training loop: how fast, and when it would be done.
+"""A timed run of a configuration's own training loop: how fast it is, and when it would be done.
 
-Where a step has so many micro-batches that a few steps would take minutes, shorter steps are timed: of
-one micro-batch and of several. A step is one of one micro-batch plus the difference for each further one,
-as only the last micro-batch of a step reduces gradients and updates weights.
+If a step has so many micro-batches that a few steps would take minutes, shorter steps are timed: of one
+micro-batch and of several. A whole step is one of one micro-batch plus the difference for each further
+one, as only the last micro-batch of a step reduces gradients and updates weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.config.resolved import ResolvedConfig, RunPlan
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import (
     autocast_of,
+    peak_flops,
     resolve_precision,
     seed_everything,
     synchronize,
 )
-from raytrain_gpt.core.flops import flops_per_token, peak_flops
 from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.schedule import learning_rate
-from raytrain_gpt.doctor.check import Check, passed
 from raytrain_gpt.format import duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
 from raytrain_gpt.train.model_setup import prepare_model
 
 BENCH_S = 10.0
-"""What is timed takes about this long, if its fewest steps do not take longer."""
+"""What is timed takes about this long, unless its fewest steps take longer."""
 MIN_STEPS, MAX_STEPS = 3, 50
 
 
@@ -43,7 +43,7 @@ class BenchFacts:
     """One rank's times.
 
     Attributes:
-        step_time_s: Of a whole step.
+        step_time_s: For a whole step.
         timed_micro_batches: Micro-batches of the steps that were timed.
         micro_batches: Micro-batches of a whole step.
         timed_steps: How many were timed.
@@ -69,27 +69,25 @@ def time_steps(
     """Time steps on one rank; all ranks call it.
 
     Args:
-        plan: Configuration, workers, and what each does in a step.
-        vocab_size: Of the data's tokenizer.
+        plan: What the run would do.
+        vocab_size: Vocabulary of the data's tokenizer.
         chunks: This rank's, used again and again.
         device: Where it computes.
         group: What reduces gradients; None: the default group.
     """
-    config = plan.config
-    seed_everything(config.train.seed, dist.get_rank())
-    precision = resolve_precision(config.train.precision, device)
-    timer = _Timer(config, vocab_size, chunks, device, group, precision)
+    precision = resolve_precision(plan.config.train.precision, device)
+    seconds = _timer(plan, vocab_size, chunks, device, group, precision)
     whole = plan.micro_batches_per_step
-    timer.seconds(1, 1)  # compiles, and fills caches
-    one_s = _worst(timer.seconds(1, 1))
+    seconds(1, 1)  # compiles, and fills caches
+    one_s = _slowest(seconds(1, 1))
     several, steps = plan_of_timing(whole, one_s)
-    step_time_s = timer.seconds(steps, several) / steps
+    step_time_s = seconds(steps, several) / steps
     if several < whole:
-        one_s = timer.seconds(MIN_STEPS, 1) / MIN_STEPS
+        one_s = seconds(MIN_STEPS, 1) / MIN_STEPS
         step_time_s = whole_step_s(one_s, step_time_s, several, whole)
     cuda = device.type == "cuda"
     return BenchFacts(
-        step_time_s=_worst(step_time_s),
+        step_time_s=_slowest(step_time_s),
         timed_micro_batches=several,
         micro_batches=whole,
         timed_steps=steps,
@@ -98,7 +96,7 @@ def time_steps(
     )
 
 
-def _worst(seconds: float) -> float:
+def _slowest(seconds: float) -> float:
     """The largest of all ranks' values, the same on all of them."""
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -109,7 +107,7 @@ def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
     """Micro-batches of the steps to time, and how many steps: about `BENCH_S` of them.
 
     Args:
-        micro_batches: Of a whole step.
+        micro_batches: Micro-batches of a whole step.
         one_s: Time of a step of one micro-batch.
     """
     several = min(micro_batches, max(2, int(BENCH_S / MIN_STEPS / one_s)))
@@ -121,54 +119,48 @@ def whole_step_s(one_s: float, several_s: float, several: int, micro_batches: in
     return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
 
 
-class _Timer:
-    """The run's model and loop, for steps of any number of micro-batches."""
+def _timer(
+    plan: RunPlan,
+    vocab_size: int,
+    chunks: list[RankChunk],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    precision: str,
+) -> Callable[[int, int], float]:
+    """What times a number of steps of a number of micro-batches of the run's model and loop."""
+    train, optim = plan.config.train, plan.config.optim
+    seed_everything(train.seed, dist.get_rank())
+    autocast, loss_scale = autocast_of(precision, device), loss_scale_for(precision, device)
+    # The last id closes documents in most vocabularies; another one would change the time a little.
+    raw_model = GPT.of(plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing)
+    raw_model.init_weights(train.seed)
+    model = prepare_model(raw_model, train, precision, device, group)
+    optimizer = build_optimizer(raw_model, optim)
+    feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
+    settle_gradient_buckets(model, next(feed), autocast)
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        vocab_size: int,
-        chunks: list[RankChunk],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        precision: str,
-    ) -> None:
-        self._config, self._device = config, device
-        self._autocast = autocast_of(precision, device)
-        self._loss_scale = loss_scale_for(precision, device)
-        # The last id closes documents in most vocabularies; another one would change the time a little.
-        raw_model = GPT.of(
-            config, vocab_size, vocab_size - 1, config.train.activation_checkpointing
-        )
-        raw_model.init_weights(config.train.seed)
-        self._model = prepare_model(raw_model, config.train, precision, device, group)
-        self._optimizer = build_optimizer(raw_model, config.optim)
-        feed = TrainFeed(itertools.cycle(chunks), config.train.micro_batch_sequences, device)
-        self._micro_batches = feed.micro_batches()
-        settle_gradient_buckets(self._model, next(self._micro_batches), self._autocast)
-
-    def seconds(self, num_steps: int, micro_batches: int) -> float:
-        """Time of some steps of so many micro-batches, the device's work included."""
-        config = self._config
-        synchronize(self._device)
+    def seconds(num_steps: int, micro_batches: int) -> float:
+        synchronize(device)
         started = time.perf_counter()
         for _ in train_steps(
-            self._model,
-            self._optimizer,
-            self._micro_batches,
+            model,
+            optimizer,
+            feed,
             first_step=0,
             max_steps=num_steps,
             micro_batches_per_step=micro_batches,
-            learning_rate=lambda step: learning_rate(step, config.optim, config.train.max_steps),
-            grad_clip=config.optim.grad_clip,
-            autocast=self._autocast,
-            seed=config.train.seed,
+            learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
+            grad_clip=optim.grad_clip,
+            autocast=autocast,
+            seed=train.seed,
             rank=dist.get_rank(),
-            loss_scale=self._loss_scale,
+            loss_scale=loss_scale,
         ):
             pass
-        synchronize(self._device)
+        synchronize(device)
         return time.perf_counter() - started
+
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -177,10 +169,9 @@ class Forecast:
 
     Attributes:
         tokens_per_s: Over all ranks.
-        step_time_s: Of a step.
-        run_s: Of `max_steps` steps.
-        mfu: Share of the devices' peak, None where that is not known.
-        peak_memory_bytes: Of the rank that had most.
+        run_s: For `max_steps` steps.
+        mfu: Fraction of the devices' peak; None: that is not known.
+        peak_memory_bytes: On the rank that had most.
     """
 
     tokens_per_s: float
@@ -191,11 +182,11 @@ class Forecast:
 
 
 def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Forecast:
-    """The forecast from what all ranks timed."""
+    """The forecast from what all ranks timed; the slowest one counts."""
     step_time_s = max(rank.step_time_s for rank in ranks)
     tokens_per_s = config.train.global_batch_tokens / step_time_s
     peaks = [rank.peak_flops for rank in ranks if rank.peak_flops]
-    flops = flops_per_token(GPTShape.of(config, vocab_size)) * tokens_per_s
+    flops = GPTShape.of(config, vocab_size).flops_per_token * tokens_per_s
     return Forecast(
         tokens_per_s=tokens_per_s,
         step_time_s=step_time_s,
@@ -205,15 +196,13 @@ def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Foreca
     )
 
 
-def forecast_check(config: Config, ranks: list[BenchFacts], found: Forecast) -> Check:
-    """The forecast as a line."""
+def describe(config: Config, ranks: list[BenchFacts], found: Forecast) -> str:
+    """The forecast, and how it was timed, for people."""
     timed = ranks[0]
     how = f"{timed.timed_steps} steps timed"
     if timed.timed_micro_batches < timed.micro_batches:
-        how += (
-            f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
-            "and reckoned up"
-        )
+        how += f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
+        how += "and extrapolated"
     parts = [
         f"{found.tokens_per_s:,.0f} tokens/s",
         f"{found.step_time_s * 1000:.0f} ms a step on {len(ranks)} workers",
@@ -221,4 +210,4 @@ def forecast_check(config: Config, ranks: list[BenchFacts], found: Forecast) -> 
         *([f"{size(found.peak_memory_bytes)} of GPU memory"] * bool(found.peak_memory_bytes)),
         f"{config.train.max_steps} steps in {duration(found.run_s)} without evaluations and checkpoints",
     ]
-    return passed("bench", f"{', '.join(parts)} ({how})")
+    return f"{', '.join(parts)} ({how})"

@@ -1,25 +1,29 @@
-"""One finding of the doctor: a line with a name, what was seen and, where it is wrong, what to do."""
+"""One finding of the doctor: a line with a name, what was seen and, if it is wrong, what to do."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, ParamSpec
 
-Status = Literal["PASS", "FAIL", "SKIP"]
+from raytrain_gpt.errors import RaytrainGptError
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Check:
-    """How one thing was found.
+    """What was found about one thing.
 
     Attributes:
-        name: Of the thing.
+        name: Name of the thing.
         status: PASS; FAIL: a run would stop, hang, be wrong, slow or open to others; SKIP: not looked at.
-        text: What was seen; of FAIL also what to do; of SKIP why.
+        text: What was seen; for FAIL also what to do; for SKIP why.
     """
 
     name: str
-    status: Status
+    status: Literal["PASS", "FAIL", "SKIP"]
     text: str
 
     @property
@@ -28,16 +32,31 @@ class Check:
         return f"{self.status} {self.name}: {' '.join(self.text.split())}"
 
 
-def passed(name: str, seen: str) -> Check:
-    """It is as it must be."""
-    return Check(name, "PASS", seen)
+class Failed(RaytrainGptError):
+    """What is wrong, and what to do."""
 
 
-def failed(name: str, wrong: str) -> Check:
-    """It is not, and what to do."""
-    return Check(name, "FAIL", wrong)
+class Skipped(RaytrainGptError):
+    """Why something was not looked at."""
 
 
-def skipped(name: str, why: str) -> Check:
-    """It was not looked at."""
-    return Check(name, "SKIP", why)
+def checks(name: str) -> Callable[[Callable[P, str]], Callable[P, Check]]:
+    """Make a function that returns what it saw return a `Check`.
+
+    An error that this package raises on purpose fails the check with its text: so the checks that a run
+    makes before it starts are the doctor's, too. `Skipped` skips it.
+    """
+
+    def decorate(look: Callable[P, str]) -> Callable[P, Check]:
+        @functools.wraps(look)
+        def found(*args: P.args, **kwargs: P.kwargs) -> Check:
+            try:
+                return Check(name, "PASS", look(*args, **kwargs))
+            except Skipped as why:
+                return Check(name, "SKIP", str(why))
+            except RaytrainGptError as error:
+                return Check(name, "FAIL", str(error))
+
+        return found
+
+    return decorate

@@ -6,6 +6,7 @@ answer to one call without and one with the token comes at once and says which i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
 from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock, token_file
-from raytrain_gpt.doctor.check import Check, failed, passed, skipped
+from raytrain_gpt.doctor.check import Check, Failed, Skipped, checks
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
@@ -32,9 +33,9 @@ class HeadFacts:
         error: Why there was no answer; empty: there was one.
         asks_for_token: It refuses a call without a token.
         sends_token: This process is set up to send one (RAY_AUTH_MODE=token).
-        token_from: Where this process's token comes from; empty: it has none.
+        token_from: File or variable of this process's token; empty: it has none.
         takes_token: The head takes that token.
-        ray_version: The head's; empty where it does not let us in.
+        ray_version: The head's version; empty: it does not let us in.
     """
 
     address: str
@@ -72,9 +73,9 @@ def ask_head(address: str) -> HeadFacts:
         return HeadFacts(address, error="that is no HOST:PORT")
     loader = AuthenticationTokenLoader.instance()
     token = loader.get_token_for_http_header(ignore_auth_mode=True).get("authorization", "")
+    asks_for_token, takes_token, version = False, False, ""
     with _channel(address) as channel:
         ask = channel.unary_unary(_CHECK_ALIVE, response_deserializer=CheckAliveReply.FromString)
-        asks_for_token, takes_token, version = False, False, ""
         try:
             version = ask(b"", timeout=ANSWER_WITHIN_S).ray_version
         except grpc.RpcError as error:
@@ -82,24 +83,22 @@ def ask_head(address: str) -> HeadFacts:
                 return HeadFacts(address, error=f"{error.code().name}: {error.details()}")
             asks_for_token = True
         if asks_for_token and token:
-            try:
+            with contextlib.suppress(grpc.RpcError):
                 metadata = (("authorization", token),)
                 version = ask(b"", timeout=ANSWER_WITHIN_S, metadata=metadata).ray_version
                 takes_token = True
-            except grpc.RpcError:
-                pass
     return HeadFacts(
         address,
         asks_for_token=asks_for_token,
         sends_token=is_token_auth_enabled(),
-        token_from=_token_source() if token else "",
+        token_from=str(token_file() or "RAY_AUTH_TOKEN") if token else "",
         takes_token=takes_token,
         ray_version=version,
     )
 
 
 def _channel(address: str) -> grpc.Channel:
-    """Without Ray's interceptor, which would add the token to every call."""
+    """A channel without Ray's interceptor, which would add the token to every call."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return grpc.insecure_channel(address)
     certificate, key, authority = load_certs_from_env()
@@ -107,66 +106,64 @@ def _channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(address, credentials)
 
 
-def _token_source() -> str:
-    return str(token_file() or "RAY_AUTH_TOKEN")
-
-
 def judge_head(head: HeadFacts) -> Check | None:
     """Why nobody could connect to this head, None if there is no reason."""
-    at = f"no cluster answers at {head.address}"
     if head.error:
-        return failed(
+        return Check(
             "cluster",
-            f"{at} ({head.error}); start it, open the port to this machine, or put RAY_ADDRESS right",
+            "FAIL",
+            f"no cluster answers at {head.address} ({head.error}); start it, open the port to this "
+            "machine, or correct RAY_ADDRESS",
         )
+    wrong = ""
     if head.asks_for_token and not head.token_from:
-        return failed(
-            "token",
-            f"the cluster at {head.address} asks for a token and there is none here; copy the head's "
-            "(~/.ray/auth_token, mode 0600) to this machine and set RAY_AUTH_MODE=token",
+        wrong = (
+            "asks for a token and there is none here; copy the head's (~/.ray/auth_token, mode 0600) to "
+            "this machine and set RAY_AUTH_MODE=token"
         )
-    if head.asks_for_token and not head.takes_token:
-        return failed(
-            "token",
-            f"the cluster at {head.address} refuses the token of {head.token_from}; check the token: "
-            "it must be the one that the head was started with",
+    elif head.asks_for_token and not head.takes_token:
+        wrong = (
+            f"refuses the token of {head.token_from}; check the token: it must be the one that the head "
+            "was started with"
         )
-    if head.asks_for_token and not head.sends_token:
-        return failed(
-            "token",
-            f"the cluster at {head.address} asks for a token and takes the one of {head.token_from}, "
-            "but Ray does not send it; set RAY_AUTH_MODE=token",
+    elif head.asks_for_token and not head.sends_token:
+        wrong = (
+            f"asks for a token and takes the one of {head.token_from}, but Ray does not send it; set "
+            "RAY_AUTH_MODE=token"
         )
+    if wrong:
+        return Check("token", "FAIL", f"the cluster at {head.address} {wrong}")
     if head.ray_version and head.ray_version != ray.__version__:
-        return failed(
+        return Check(
             "versions",
-            f"ray {head.ray_version} on the head at {head.address}, {ray.__version__} here; install "
-            "the same version on every node",
+            "FAIL",
+            f"ray {head.ray_version} on the head at {head.address}, {ray.__version__} here; install the "
+            "same version on every node",
         )
     return None
 
 
-def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> Check:
+@checks("token")
+def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> str:
     """Whether the cluster refuses strangers, and nobody else reads the token.
 
     Args:
-        head: Of a cluster that we are connected to.
+        head: Head of a cluster that we are connected to.
         files: (node, path, permission bits) of the token file of every node that has one.
         ours: This process started the cluster.
     """
     if head.error:
-        return skipped("token", f"{head.address} did not answer: {head.error}")
+        raise Skipped(f"{head.address} did not answer: {head.error}")
     if not head.asks_for_token:
         start = "stop it and start every node with RAY_AUTH_MODE=token and the same token"
-        return failed(
-            "token",
+        raise Failed(
             f"the cluster at {head.address} takes calls without a token: whoever reaches it runs code "
-            f"on it; {'unset RAY_AUTH_MODE' if ours else start}",
+            f"on it; {'unset RAY_AUTH_MODE' if ours else start}"
         )
     too_open = [
         f"{path} on {node} has mode {mode:04o}" for node, path, mode in files if mode & 0o077
     ]
     if too_open:
-        return failed("token", f"{', '.join(too_open)}: others can read it; chmod 600 it there")
+        raise Failed(f"{', '.join(too_open)}: others can read it; chmod 600 it there")
     where = f", {len(files)} token files are private" if files else ""
-    return passed("token", f"calls without a token are refused{where}")
+    return f"calls without a token are refused{where}"

@@ -1,6 +1,7 @@
-"""What every node of the cluster says of itself; no torch here, so that it answers soon.
+"""What every node of the cluster says about itself, and what that means for a run.
 
-One actor a node, which needs no CPU: it reads and writes what a run would from there, and tells its time.
+One actor per node, which needs no CPU, reads and writes what a run would from there, and tells its time.
+No torch here, so that it answers soon.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import platform
 import shutil
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,28 +24,38 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raytrain_gpt
 from raytrain_gpt.cluster.connection import token_file
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.shared_storage import (
+    ON_ALL_NODES,
+    RAY_FILES_BYTES,
+    ray_directory,
+    storage_problem,
+)
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
+from raytrain_gpt.doctor.check import Failed, checks
 from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
 
 NODE_WITHIN_S = 60.0
-"""A worker process on a busy node starts in seconds; whoever takes a minute is as good as gone."""
+"""A worker process on a busy node starts in seconds; one that takes a minute is as good as gone."""
 CLOCK_CALLS = 5
+MAX_CLOCK_SKEW_S = 1.0
+"""With NTP clocks differ by milliseconds, so a second means that it does not run. Rows of a run are in the
+order of their times, and a lease counts as given up 60 s after its holder's last time."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node found, `error` alone where it did not answer.
+    """What one node found; `error` alone if it did not answer.
 
     Attributes:
-        name: Address, with a piece of the node's id where several nodes have the same.
+        name: Address, with a part of the node's id if several nodes have the same.
         error: Why there are no other facts.
-        versions: Of what must be equal on all nodes.
+        versions: Versions of what must be equal on all nodes.
         storage_error: Why it cannot use `storage_path` with the driver; empty: it can.
-        data_error: Why it cannot read the data; empty: it can, or none was asked for.
+        data_error: Why it cannot read the data; empty: it can, or there is none.
         ray_dir: Where Ray keeps its files.
-        ray_dir_free_bytes: Free there.
         token_path: The token's file; empty: there is none.
         token_mode: Its permission bits.
         clock_offset_s: The node's clock minus the driver's.
@@ -63,21 +75,36 @@ class NodeFacts:
     clock_uncertainty_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class NodeProbe:
-    """What every node is to try.
+def ask_nodes(storage: Location | None, data: Mixture | None, seq_len: int) -> list[NodeFacts]:
+    """The facts of all nodes, gathered at the same time.
 
-    Attributes:
-        written: A file that the driver wrote in `storage_path`, alone in its directory; None: it could not.
-        text: Its content.
-        data: What is trained on, as the driver reads it; None: there is none.
+    Args:
+        storage: Of a `storage_probe`; None: the driver cannot write there.
+        data: As the driver reads it; None: there is none.
         seq_len: Tokens of context.
     """
-
-    written: Location | None
-    text: str
-    data: Mixture | None
-    seq_len: int
+    witnesses: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
+    for node, name in node_names().items():
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        witnesses[name] = NodeWitness.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+        answers[name] = witnesses[name].facts.remote(name, storage, data, seq_len)
+    deadline = time.monotonic() + NODE_WITHIN_S
+    found = []
+    for name, witness in witnesses.items():
+        try:
+            facts = ray.get(answers[name], timeout=max(1.0, deadline - time.monotonic()))
+            offset_s, uncertainty_s = _clock_offset(witness)
+        except ray.exceptions.GetTimeoutError:
+            found.append(NodeFacts(name, error=f"no answer within {NODE_WITHIN_S:g} s"))
+        except Exception as error:
+            found.append(NodeFacts(name, error=root_cause(error)))
+        else:
+            clock = {"clock_offset_s": offset_s, "clock_uncertainty_s": uncertainty_s}
+            found.append(replace(facts, **clock))
+    for witness in witnesses.values():
+        ray.kill(witness)
+    return found
 
 
 def node_names() -> dict[str, str]:
@@ -90,46 +117,19 @@ def node_names() -> dict[str, str]:
     }
 
 
-def ask_nodes(probe: NodeProbe) -> list[NodeFacts]:
-    """The facts of all nodes, gathered at the same time."""
-    probes: dict[str, Any] = {}
-    answers: dict[str, Any] = {}
-    names = node_names()
-    for node, name in names.items():
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        probes[node] = NodeWitness.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-        answers[node] = probes[node].facts.remote(name, probe)
-    deadline = time.monotonic() + NODE_WITHIN_S
+def _clock_offset(witness: Any) -> tuple[float, float]:
+    """The node's clock minus ours and half the round trip, from the fastest of a few calls."""
     found = []
-    for node, name in names.items():
-        try:
-            facts = ray.get(answers[node], timeout=max(1.0, deadline - time.monotonic()))
-            offset, uncertainty = _clock_offset(probes[node])
-        except ray.exceptions.GetTimeoutError:
-            found.append(NodeFacts(name, error=f"no answer within {NODE_WITHIN_S:g} s"))
-        except Exception as error:
-            found.append(NodeFacts(name, error=root_cause(error)))
-        else:
-            clock = {"clock_offset_s": offset, "clock_uncertainty_s": uncertainty}
-            found.append(NodeFacts(**{**vars(facts), **clock}))
-    for probe in probes.values():
-        ray.kill(probe)
-    return found
-
-
-def _clock_offset(probe: Any) -> tuple[float, float]:
-    """The node's clock minus ours and half the round trip, of the quickest of a few calls."""
-    best = (0.0, float("inf"))
     for _ in range(CLOCK_CALLS):
         before = time.time()
-        there = ray.get(probe.clock.remote(), timeout=NODE_WITHIN_S)
+        there = ray.get(witness.clock.remote(), timeout=NODE_WITHIN_S)
         after = time.time()
-        best = min(best, (there - (before + after) / 2, (after - before) / 2), key=lambda b: b[1])
-    return best
+        found.append((there - (before + after) / 2, (after - before) / 2))
+    return min(found, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
 
 
 def local_versions() -> dict[str, str]:
-    """Versions on this machine of all that must be the same everywhere."""
+    """Versions on this machine of what must be the same everywhere."""
     return {
         "Python": platform.python_version(),
         "ray": metadata.version("ray"),
@@ -139,7 +139,7 @@ def local_versions() -> dict[str, str]:
 
 
 def _code_hash() -> str:
-    """Of this package's source: two checkouts may have the same version."""
+    """A hash of this package's source: two checkouts may have the same version."""
     root = Path(raytrain_gpt.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -151,15 +151,16 @@ def _code_hash() -> str:
 class NodeWitness:
     """Runs on one node."""
 
-    def facts(self, name: str, probe: NodeProbe) -> NodeFacts:
-        """All but the clock."""
-        ray_dir = Path(ray._private.worker.global_worker.node.get_session_dir_path())
-        token = token_file()
+    def facts(
+        self, name: str, storage: Location | None, data: Mixture | None, seq_len: int
+    ) -> NodeFacts:
+        """All facts except the clock."""
+        ray_dir, token = ray_directory(), token_file()
         return NodeFacts(
             name=name,
             versions=local_versions(),
-            storage_error=_storage_error(probe),
-            data_error=_data_error(probe),
+            storage_error=storage_problem(storage) if storage else "",
+            data_error=data_problem(data, seq_len) if data else "",
             ray_dir=str(ray_dir),
             ray_dir_free_bytes=shutil.disk_usage(ray_dir).free,
             token_path=str(token or ""),
@@ -171,37 +172,99 @@ class NodeWitness:
         return time.time()
 
 
-def _storage_error(probe: NodeProbe) -> str:
-    """Why what the driver wrote is not seen here, or nothing can be written beside it."""
-    if probe.written is None:
-        return ""
+def data_problem(data: Mixture, seq_len: int) -> str:
+    """Why the first and the last sequence of a split cannot be read here; empty: they can."""
     try:
-        if probe.written.read_text() != probe.text:
-            return "it sees another file than the driver wrote"
-    except FileNotFoundError:
-        return "it does not see what the driver wrote"
-    except (OSError, RaytrainGptError) as error:
-        return f"it cannot read what the driver wrote: {error}"
-    try:
-        own = probe.written.parent / f"node-{ray.get_runtime_context().get_node_id()}"
-        own.write_text(probe.text)
-    except (OSError, RaytrainGptError) as error:
-        return f"it cannot write: {error}"
-    return ""
-
-
-def _data_error(probe: NodeProbe) -> str:
-    """Why the first and the last sequence of a split cannot be read here."""
-    if probe.data is None:
-        return ""
-    try:
-        for part in probe.data.parts:
+        for part in data.parts:
             if read_manifest(part.directory).hash != part.manifest.hash:
                 return f"it sees another dataset than the driver in {part.directory}"
         for split in SPLITS:
-            ends = np.cumsum(probe.data.num_sequences(split, probe.seq_len))
+            ends = np.cumsum(data.num_sequences(split, seq_len))
             first_and_last = np.unique([0, *ends[:-1], *(ends - 1)])
-            probe.data.read(split, probe.seq_len, first_and_last)
+            data.read(split, seq_len, first_and_last)
     except (OSError, RaytrainGptError) as error:
         return str(error)
     return ""
+
+
+@checks("nodes")
+def judge_answers(nodes: Sequence[NodeFacts]) -> str:
+    """Whether every node runs this package at all."""
+    silent = [f"{node.name} ({node.error})" for node in nodes if node.error]
+    if silent:
+        raise Failed(
+            f"{len(silent)} of {len(nodes)} nodes did not answer: {', '.join(silent)}; install this "
+            "package and its dependencies there, or take the node away"
+        )
+    return f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}"
+
+
+@checks("versions")
+def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str:
+    """Whether Python, Ray, torch and this package are the same on all nodes and the driver."""
+    everywhere = {"the driver": driver, **{n.name: n.versions or {} for n in nodes}}
+    differences = []
+    for what in driver:
+        found: dict[str, list[str]] = {}
+        for place, versions in everywhere.items():
+            found.setdefault(versions.get(what, "missing"), []).append(place)
+        if len(found) > 1:
+            places = [f"{version} on {', '.join(where)}" for version, where in found.items()]
+            differences.append(f"{what} {' but '.join(places)}")
+    if differences:
+        raise Failed(f"{'; '.join(differences)}; install the same version on every node")
+    return ", ".join(f"{what} {version}" for what, version in driver.items())
+
+
+@checks("clocks")
+def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
+    """Whether all clocks, the driver's too, show the same time within `MAX_CLOCK_SKEW_S`."""
+    # A clock is somewhere within its uncertainty: only what is surely apart is wrong.
+    lowest = min([0.0, *(n.clock_offset_s + n.clock_uncertainty_s for n in nodes)])
+    highest = max([0.0, *(n.clock_offset_s - n.clock_uncertainty_s for n in nodes)])
+    each = ", ".join(
+        f"{n.name} {n.clock_offset_s:+.3f} ± {n.clock_uncertainty_s:.3f} s" for n in nodes
+    )
+    if highest - lowest > MAX_CLOCK_SKEW_S:
+        raise Failed(
+            f"they differ by {highest - lowest:.1f} s, more than {MAX_CLOCK_SKEW_S:g} s; against the "
+            f"driver's: {each}; run NTP (chrony, systemd-timesyncd) on every node"
+        )
+    return f"against the driver's: {each}"
+
+
+@checks("storage")
+def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -> str:
+    """Whether all nodes write where the driver does, and the driver itself can (`driver_error`)."""
+    if driver_error:
+        raise Failed(driver_error)
+    wrong = ", ".join(f"{n.name}: {n.storage_error}" for n in nodes if n.storage_error)
+    if wrong:
+        raise Failed(f"storage_path {storage} is not shared by all nodes: {wrong}; {ON_ALL_NODES}")
+    return f"{storage} is written and read by {len(nodes)} nodes"
+
+
+@checks("data")
+def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
+    """Whether all nodes read the dataset that the driver has `seen`."""
+    wrong = ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error)
+    if wrong:
+        raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
+    return f"{data_path} is read by {len(nodes)} nodes: {seen}"
+
+
+@checks("ray_disk")
+def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
+    """Whether Ray has room for its own files on every node: a full disk there hangs a run."""
+    full = [
+        f"{n.name} has {size(n.ray_dir_free_bytes)} free in {n.ray_dir}"
+        for n in nodes
+        if n.ray_dir_free_bytes < RAY_FILES_BYTES
+    ]
+    if full:
+        raise Failed(
+            f"{', '.join(full)}; Ray needs {size(RAY_FILES_BYTES)} for its own files: make room there, "
+            "or start Ray with another --temp-dir"
+        )
+    least = min(nodes, key=lambda node: node.ray_dir_free_bytes)
+    return f"at least {size(least.ray_dir_free_bytes)} free ({least.name})"

@@ -1,162 +1,147 @@
-"""An estimate from what was asked: the facts gathered, the lines that are printed."""
+"""The `estimate` command: facts are gathered, and the estimate is printed as lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.gpu_specs import DEVICES, Device, device_of, devices_called
+from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, gpu_spec, gpu_specs_matching
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.estimate.cost_model import ASSUMED_MFU, Estimate, Facts, estimate
+from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import amount, duration, size
 from raytrain_gpt.train.preflight import absolute_paths
 
-GPT2_VOCAB_SIZE = 50_257
+SPEED_SOURCES = {
+    "probe": "measured by the probe",
+    "given": "from the step time given",
+    "table": "from the device's peak and an assumed MFU, not measured",
+}
 
 Log = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class EstimateOptions:
-    """What the command line says besides the configuration; None: nothing."""
+def answer(
+    config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
+) -> tuple[Config, Estimate]:
+    """The configuration, fitted to the cluster if that was probed, and the estimate.
 
-    device: str | None
-    probe: bool
-    step_time_s: float | None
-    mfu: float | None
-    train_tokens: int | None
-    vocab_size: int | None
-    price_per_hour: float | None
-    spot_price_per_hour: float | None
-
-
-def answer(config: Config, asked: EstimateOptions, log: Log) -> tuple[Config, Estimate]:
-    """The configuration as far as it was decided, and the estimate.
+    Args:
+        config: May hold `auto` and relative paths.
+        given: What the user says; it goes before what is found.
+        log: Gets the probe's console lines.
+        device: Part of the name of a GPU in the table.
+        probe: Time a few real steps.
 
     Raises:
-        UserError: the configuration cannot be, or the device is not known.
+        UserError: the configuration is not possible, or the device is not in the table.
     """
-    device = _device(asked.device)
+    gpu = None if device is None else _device(device)
     tokens_per_s, num_workers = None, config.cluster.num_workers
-    if asked.probe:
-        from raytrain_gpt.estimate.speed_probe import probe
+    if probe:
+        from raytrain_gpt.estimate.speed_probe import probe_speed
 
-        found = probe(config, log)
-        config, num_workers = found.plan.config, found.plan.world_size
-        tokens_per_s = found.forecast.tokens_per_s
-        device = device or device_of(found.device_name)
+        plan, tokens_per_s, device_name = probe_speed(config, log)
+        config, num_workers = plan.config, plan.world_size
+        gpu = gpu or gpu_spec(device_name)
     else:
         config = absolute_paths(config)
-    vocab_size, train_tokens = asked.vocab_size, asked.train_tokens
+    vocab_size, train_tokens = given.vocab_size, given.train_tokens
     if data_is_there(config):
         data = data_of(config)
         vocab_size = data.vocab_size if vocab_size is None else vocab_size
         train_tokens = data.split_tokens("train") if train_tokens is None else train_tokens
-    precision, uses_gpu = config.train.precision, config.cluster.use_gpu
-    # The probe has decided use_gpu, on a device that the table may not have.
-    on_gpu = uses_gpu is True if asked.probe else device is not None and uses_gpu is not False
-    facts = Facts(
-        vocab_size=GPT2_VOCAB_SIZE if vocab_size is None else vocab_size,
+    precision, use_gpu = config.train.precision, config.cluster.use_gpu
+    # A probe has decided use_gpu, on a device that need not be in the table.
+    on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
+    facts = replace(
+        given,
+        vocab_size=vocab_size,
         num_workers=1 if num_workers == "auto" else num_workers,
         bf16=precision in ("bf16", "fp16") or (precision == "auto" and on_gpu),
-        device=device,
+        device=gpu,
         train_tokens=train_tokens,
-        step_time_s=asked.step_time_s,
         tokens_per_s=tokens_per_s,
-        mfu=ASSUMED_MFU if asked.mfu is None else asked.mfu,
-        price_per_hour=asked.price_per_hour,
-        spot_price_per_hour=asked.spot_price_per_hour,
     )
     return config, estimate(config, facts)
 
 
-def _device(words: str | None) -> Device | None:
-    if words is None:
-        return None
-    found = devices_called(words)
+def _device(text: str) -> GpuSpec:
+    found = gpu_specs_matching(text)
     if len(found) != 1:
-        known = ", ".join(d.name.removeprefix("NVIDIA ") for d in found or DEVICES)
+        known = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found or GPU_SPECS)
         what = "is not in the table" if not found else "may be several"
-        raise ConfigError(f"device {words} {what}; name one of: {known}; or use --probe on it")
+        raise ConfigError(f"device {text} {what}; name one of: {known}; or use --probe on it")
     return found[0]
 
 
 def lines(config: Config, found: Estimate) -> list[str]:
     """The estimate for people."""
     m, train, seq_len = config.model, config.train, config.data.seq_len
+    num_checkpoints = train.keep_checkpoints + 2  # the best one, and one that is being written
+    epochs = ""
+    if found.steps_per_epoch == 0:
+        epochs = ", an epoch has less than one step"
+    elif found.steps_per_epoch is not None:
+        epochs = f", {found.steps_per_epoch:,} steps an epoch"
+        epochs += f", {found.max_steps / found.steps_per_epoch:.2f} epochs"
     out = [
         f"model    {amount(found.num_parameters)} parameters: {m.num_layers} layers, {m.num_heads} heads, "
         f"{m.embd_size} channels, context {seq_len}",
         f"batch    {train.global_batch_tokens:,} tokens a step = {found.num_workers} workers × "
         f"{found.micro_batches_per_step} micro-batches × {found.micro_batch_sequences} × {seq_len}",
-        f"work     {found.max_steps:,} steps, {amount(found.total_tokens)} tokens"
-        + _epochs(found)
-        + f", {found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
+        f"work     {found.max_steps:,} steps, {amount(found.total_tokens)} tokens{epochs}, "
+        f"{found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
         _memory_line(found),
         f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "
-        f"{size(found.checkpoint_bytes * (train.keep_checkpoints + 2))} of them",
+        f"{size(found.checkpoint_bytes * num_checkpoints)} of them",
     ]
-    if found.largest and found.device is not None:
-        fits = [
+    if found.device is not None:
+        fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
             for fit in found.largest
-        ]
+        )
         out.append(
             f"fits     {found.device.name}, largest micro_batch_sequences (with "
-            f"activation_checkpointing full): {', '.join(fits)}"
+            f"activation_checkpointing full): {fits}"
         )
     return out + _time_lines(found)
-
-
-def _epochs(found: Estimate) -> str:
-    if found.steps_per_epoch is None:
-        return ""
-    if found.steps_per_epoch == 0:
-        return ", an epoch has less than one step"
-    epochs = found.max_steps / found.steps_per_epoch
-    return f", {found.steps_per_epoch:,} steps an epoch, {epochs:.2f} epochs"
 
 
 def _memory_line(found: Estimate) -> str:
     memory, mode = found.memory, found.activation_checkpointing
     recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
-    parts = (
+    line = (
         f"memory   {size(memory.total)} a device: weights {size(memory.weights)}, gradients "
         f"{size(memory.gradients)}, AdamW {size(memory.moments)}, activations "
         f"{size(memory.activations)}{recomputed}, logits {size(memory.logits)}"
     )
-    if found.fits is None or found.device is None:
-        return parts
-    verdict = "fits" if found.fits else f"DOES NOT FIT; {_way_out(found)}"
-    return f"{parts} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
-
-
-def _way_out(found: Estimate) -> str:
-    if found.micro_batch_sequences > 1:
-        return "lower micro_batch_sequences"
-    if found.activation_checkpointing != "full":
-        return "set activation_checkpointing to full"
-    return "take a smaller model, or parallel fsdp with more num_workers"
+    if found.device is None:
+        return line
+    if found.fits:
+        verdict = "fits"
+    elif found.micro_batch_sequences > 1:
+        verdict = "DOES NOT FIT; lower micro_batch_sequences"
+    elif mode != "full":
+        verdict = "DOES NOT FIT; set activation_checkpointing to full"
+    else:
+        verdict = "DOES NOT FIT; use a smaller model, or parallel fsdp with more num_workers"
+    return f"{line} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
 
 
 def _time_lines(found: Estimate) -> list[str]:
-    if found.speed is None or found.train_s is None or found.step_time_s is None:
+    if found.speed is None or found.train_s is None:
         way = "name a --device" if found.device is None else "set --precision to bf16"
         return [f"time     not known: {way}, give --step_time_s, or measure with --probe"]
     speed = found.speed
-    how = {
-        "probe": "measured by the probe",
-        "given": "from the step time given",
-        "table": "from the device's peak and an assumed MFU, not measured",
-    }[speed.source]
     mfu = "" if speed.mfu is None else f", mfu {speed.mfu:.1%}"
     out = [
-        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {found.step_time_s:.3g} s a step{mfu} ({how})",
+        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {found.step_time_s:.3g} s a step{mfu} "
+        f"({SPEED_SOURCES[speed.source]})",
         f"time     {duration(found.train_s)} of steps ({found.train_s / 86400:.1f} days, "
         f"{found.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
     ]
     prices = (("on demand", found.price), ("spot", found.spot_price))
-    told = [f"{price:,.2f} {name}" for name, price in prices if price is not None]
-    return [*out, *([f"price    {', '.join(told)}"] if told else [])]
+    told = ", ".join(f"{price:,.2f} {name}" for name, price in prices if price is not None)
+    return [*out, f"price    {told}"] if told else out

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.doctor.bench import Forecast, forecast
+from raytrain_gpt.doctor.bench import forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.auto_memory import fit_memory
 from raytrain_gpt.train.launch import cluster_for
+from raytrain_gpt.train.memory_fit import fit_memory
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What the timed steps gave.
+def probe_speed(config: Config, log: Callable[[str], None]) -> tuple[RunPlan, float, str]:
+    """Time steps of a configuration's own loop on its own data; nothing trained is kept.
 
-    Attributes:
-        plan: Configuration, workers, and what each does in a step.
-        forecast: Of the run.
-        device_name: Of rank 0's device.
-    """
-
-    plan: RunPlan
-    forecast: Forecast
-    device_name: str
-
-
-def probe(config: Config, log: Callable[[str], None]) -> Probe:
-    """Time steps of a configuration's own loop, on its own data; trains nothing that is kept.
-
-    Args:
-        config: May hold `auto` and relative paths.
-        log: Gets console lines.
+    Returns:
+        The plan that was timed, tokens/s over all workers, and the name of rank 0's device.
 
     Raises:
         UserError: the configuration, data or cluster cannot be used.
-        TrainingFailed: the steps did not end, as where memory is short.
+        TrainingFailed: the steps did not finish, for example for lack of memory.
         Interrupted: Ctrl+C or SIGTERM.
     """
     stopped = StopSignals("interrupted; nothing is left behind")
@@ -57,5 +40,5 @@ def probe(config: Config, log: Callable[[str], None]) -> Probe:
             f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
             "raytrain-gpt doctor"
         )
-    found = forecast(fitted, data.vocab_size, group.bench)
-    return Probe(plan, found, group.devices[0].device)
+    tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
+    return plan, tokens_per_s, group.devices[0].device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch

@@ -11,7 +11,7 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
 from raytrain_gpt.core.generate import sample_tokens

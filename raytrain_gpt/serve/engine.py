@@ -18,7 +18,7 @@ from functools import cached_property
 
 import tiktoken
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import DecodingBatch, Drawn
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import token_bytes

@@ -7,7 +7,7 @@ import os
 
 from pydantic import Field
 
-from raytrain_gpt.config.options import Options
+from raytrain_gpt.config.call_options import Options
 
 KEY_VARIABLE = "RAYTRAIN_GPT_API_KEY"
 

@@ -12,7 +12,8 @@ from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
-from raytrain_gpt.core.memory_fit import USABLE_FRACTION, Fit
+from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -27,7 +28,6 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.auto_memory import counted_fit
 from raytrain_gpt.train.launch import DEFAULT_DATA
 
 GPT2_VOCAB_SIZE = 50257
@@ -103,7 +103,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, _vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
-    fit = _counted(config, shape, precision, device)
+    fit = _memory_fit(config, shape, precision, device)
     # Any id of a document's end will do: the tokens below are one document.
     last_id = shape.vocab_size - 1
     model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)
@@ -127,12 +127,16 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
     return steps * tokens.numel() / elapsed
 
 
-def _counted(config: SizedConfig, shape: GPTShape, precision: str, device: torch.device) -> Fit:
+def _memory_fit(
+    config: SizedConfig, shape: GPTShape, precision: str, device: torch.device
+) -> MemoryFit:
     num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
     limit_bytes = math.inf
     if on_gpu:
         limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
-    return counted_fit(config, num_workers, shape, precision != "fp32", limit_bytes, on_gpu)
+    memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
+    search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
+    return search.largest(limit_bytes) or search.least()
 
 
 def _vocab_size(config: Config) -> int:

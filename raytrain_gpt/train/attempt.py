@@ -18,7 +18,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.data import ExecutionOptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
@@ -32,6 +31,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
+from raytrain_gpt.train.worker_group import worker_group
 from raytrain_gpt.train.worker_spec import WorkerSpec
 
 POLL_S = 0.5
@@ -136,31 +136,16 @@ class Attempt:
 
     def _trainer(self) -> ray.train.torch.TorchTrainer:
         config, ingest = self.spec.plan.config, self.spec.ingest
-        filesystem, path = (self.spec.run_dir / "ray").ray_filesystem()
         steps_done = self.spec.resumed.state.step if self.spec.resumed else 0
-        return ray.train.torch.TorchTrainer(
+        return worker_group(
             self.train_loop,
-            train_loop_config=self.spec,
+            self.spec,
+            config.cluster,
+            self.spec.plan.world_size,
+            name=f"{self.spec.attempt:03d}",
+            directory=self.spec.run_dir / "ray",
+            dataset=ingest_dataset(ingest, config.train.max_steps - steps_done),
             torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=self.spec.plan.world_size,
-                use_gpu=config.cluster.use_gpu,
-                resources_per_worker=config.cluster.worker_resources,
-            ),
-            run_config=ray.train.RunConfig(
-                name=f"{self.spec.attempt:03d}",
-                storage_filesystem=filesystem,
-                storage_path=path,
-                failure_config=ray.train.FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=0
-                ),
-            ),
-            datasets={"train": ingest_dataset(ingest, config.train.max_steps - steps_done)},
-            # Here and not on the dataset's context, which Ray Train overwrites. Without it blocks go
-            # to whoever asks first: four runs had four orders.
-            dataset_config=ray.train.DataConfig(
-                execution_options=ExecutionOptions(preserve_order=True)
-            ),
         )
 
     def _fit_and_watch(self, trainer: Any) -> Exception | None:

@@ -9,7 +9,7 @@ from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_f
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.train.auto_memory import AUTO_FIELDS
+from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
 
 def find_resume(

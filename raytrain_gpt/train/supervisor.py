@@ -44,8 +44,8 @@ from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import Attempt, End
-from raytrain_gpt.train.auto_memory import fit_memory
 from raytrain_gpt.train.last_evaluations import finish_evaluations
+from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.policy import (
     AttemptResult,
     Counters,

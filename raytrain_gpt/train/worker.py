@@ -11,8 +11,7 @@ import ray.train.torch
 import torch
 
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.core.device import seed_everything
-from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.device import peak_flops, seed_everything
 from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.core.schedule import learning_rate
@@ -89,7 +88,7 @@ class Worker:
             spec.rows_before,
             self.collectives,
             self.feed,
-            flops_per_token=flops_per_token(self.setup.raw_model.shape),
+            flops_per_token=self.setup.raw_model.shape.flops_per_token,
             peak_flops=peak_flops(name, self.setup.precision),
             device=device,
             slowed=self.profile.slowed,

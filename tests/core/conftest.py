@@ -14,15 +14,6 @@ from raytrain_gpt.core.model import GPT, GPTShape
 TINY = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors are fastest, and their sums the same everywhere, on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def shape() -> GPTShape:
     """A tiny shape: 100 tokens, padded to 128."""

@@ -19,7 +19,7 @@ from raytrain_gpt.core.loop import Autocast, MicroBatch, settle_gradient_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import gathered_weights, model_to_evaluate, shard, whole
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, model_to_evaluate, shard
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
@@ -127,7 +127,7 @@ class Trained:
     def weights(self) -> dict[str, Tensor]:
         """Whole, on every rank."""
         named = self.raw_model.named_parameters()
-        return {name: whole(parameter.detach()).clone() for name, parameter in named}
+        return {name: full_tensor(parameter.detach()).clone() for name, parameter in named}
 
     def steps_done(self) -> set[float]:
         """The optimizer's own count, of each parameter."""

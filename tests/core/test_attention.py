@@ -209,9 +209,33 @@ def test_one_graph_is_compiled_for_all_layouts(
             torch.testing.assert_close(ours, theirs)
 
 
-def test_block_sparse_attention_is_the_masked_one() -> None:
-    """Without gradients, which it has on GPUs only; of several blocks, the last one not full."""
-    starts = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
+BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
+"""Of several blocks, the last one not full."""
+
+
+def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    blocks = block_sparse_attention(BLOCK_STARTS).keywords["block_mask"]
+    at = torch.arange(300)
+    sees = (at[None, :] <= at[:, None]) & (at[None, None, :] >= BLOCK_STARTS[:, :, None])
+    size = attention.SPARSE_BLOCK_TOKENS
+    padded = torch.nn.functional.pad(sees, (0, -300 % size, 0, -300 % size))
+    kept = padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).any(-1).any(2)
+    assert not kept.all()
+    assert torch.equal(blocks.to_dense()[:, 0].bool(), kept)
+
+
+@pytest.mark.models
+def test_block_sparse_attention_is_the_masked_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, which takes a C++ compiler a while, and without gradients, which it has on GPUs only."""
+    compiled = attention._compiled
+    # The mask is made the same without a compiler.
+    monkeypatch.setattr(
+        attention, "_compiled", lambda f: compiled(f) if f.__name__ == "flex_attention" else f
+    )
+    starts = BLOCK_STARTS
     GENERATOR.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 300, 16, generator=GENERATOR)
     expected = masked_attention(starts, q.dtype, 0.0)(q, k, v)

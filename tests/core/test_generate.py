@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate
 from raytrain_gpt.core.generate import DecodingBatch, Drawn, draw, sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape

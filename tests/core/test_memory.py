@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.memory import training_memory
+from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPTShape
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
@@ -35,7 +35,7 @@ def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) 
 def test_activations_are_those_that_a_real_forward_pass_keeps(
     num_sequences: int, bf16: bool
 ) -> None:
-    counted = training_memory(SHAPE, num_sequences, bf16, "none")
+    counted = MemoryModel(SHAPE, bf16).predict(num_sequences, "none")
     kept = kept_bytes(SHAPE, num_sequences, bf16, "none")
     assert counted.activations == pytest.approx(kept, rel=0.005)
 
@@ -51,14 +51,14 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
         kept_bytes(deeper, 40, bf16, mode) - kept_bytes(SHAPE, 40, bf16, mode)
         for mode in ("none", recompute)
     )
-    counted = training_memory(SHAPE, 40, bf16, recompute)
+    counted = MemoryModel(SHAPE, bf16).predict(40, recompute)
     expected = kept_bytes(SHAPE, 40, bf16, recompute) + every - kept
     assert counted.activations == pytest.approx(expected, rel=0.01)
 
 
 def test_the_more_is_recomputed_the_less_is_kept() -> None:
     none, selective, full = (
-        training_memory(GPT2, 8, True, mode) for mode in ("none", "selective", "full")
+        MemoryModel(GPT2, True).predict(8, mode) for mode in ("none", "selective", "full")
     )
     inputs = 12 * 8 * 1024 * 768 * 4
     assert inputs < full.activations < inputs + none.activations / 6
@@ -67,15 +67,15 @@ def test_the_more_is_recomputed_the_less_is_kept() -> None:
 
 
 def test_the_state_is_16_bytes_a_parameter() -> None:
-    memory = training_memory(SHAPE, 1, True, "none")
+    memory = MemoryModel(SHAPE, True).predict(1, "none")
     assert memory.weights + memory.gradients + memory.moments == 16 * SHAPE.num_parameters
 
 
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
-    few, many, more = (training_memory(GPT2, n, True, "none").logits for n in (1, 8, 80))
+    few, many, more = (MemoryModel(GPT2, True).predict(n, "none").logits for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
     of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (2 + 4 + 4)
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
-    compiled = training_memory(GPT2, 80, True, "none", compiled=True).logits
+    compiled = MemoryModel(GPT2, True, compiled=True).predict(80, "none").logits
     assert compiled > 80 * 1024 * 50_304 * 2 * 2

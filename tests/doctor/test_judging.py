@@ -12,23 +12,32 @@ import numpy as np
 import pytest
 import ray
 
+from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.doctor import driver_checks, node_checks
+from raytrain_gpt.doctor import driver_checks, node_probe
 from raytrain_gpt.doctor.bench import (
     BENCH_S,
     BenchFacts,
+    describe,
     forecast,
-    forecast_check,
     plan_of_timing,
     whole_step_s,
 )
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.head_probe import HeadFacts, ask_head, judge_head, judge_token
-from raytrain_gpt.doctor.node_probe import NodeFacts, NodeProbe, _data_error, local_versions
-from raytrain_gpt.doctor.rank_checks import judge_all_reduce, judge_devices, judge_sequences
-from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, RankIds
+from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, local_versions
+from raytrain_gpt.doctor.rank_probe import (
+    AllReduceFacts,
+    DeviceFacts,
+    GroupFacts,
+    RankIds,
+    judge_all_reduce,
+    judge_devices,
+    judge_sequences,
+)
+from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
 
@@ -97,19 +106,17 @@ def test_strangers_and_other_users_are_kept_out() -> None:
 
 def test_a_node_that_does_not_answer() -> None:
     gone = NodeFacts("10.0.0.2", error="ModuleNotFoundError: No module named 'raytrain_gpt'")
-    fails(
-        node_checks.judge_answers([SOUND, gone]), "nodes", "1 of 2", "10.0.0.2 (Module", "install"
-    )
-    passes(node_checks.judge_answers([SOUND, OTHER]), "10.0.0.1, 10.0.0.2")
+    fails(node_probe.judge_answers([SOUND, gone]), "nodes", "1 of 2", "10.0.0.2 (Module", "install")
+    passes(node_probe.judge_answers([SOUND, OTHER]), "10.0.0.1, 10.0.0.2")
 
 
 @pytest.mark.parametrize("what", VERSIONS)
 def test_another_version_of_anything(what: str) -> None:
     other = replace(OTHER, versions={**VERSIONS, what: "9.9"})
-    check = node_checks.judge_versions([SOUND, other], VERSIONS)
+    check = node_probe.judge_versions([SOUND, other], VERSIONS)
     fails(check, "versions", f"{what} {VERSIONS[what]} on the driver, 10.0.0.1 but 9.9 on 10.0.0.2")
-    fails(node_checks.judge_versions([other, other], VERSIONS), "versions", "the driver but 9.9")
-    passes(node_checks.judge_versions([SOUND, OTHER], VERSIONS))
+    fails(node_probe.judge_versions([other, other], VERSIONS), "versions", "the driver but 9.9")
+    passes(node_probe.judge_versions([SOUND, OTHER], VERSIONS))
     assert set(local_versions()) == set(VERSIONS)
 
 
@@ -117,66 +124,98 @@ def test_a_clock_that_is_surely_wrong() -> None:
     def at(offset_s: float, uncertainty_s: float = 0.001) -> NodeFacts:
         return replace(OTHER, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
 
-    fails(
-        node_checks.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP"
-    )
-    fails(node_checks.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
-    passes(node_checks.judge_clocks([at(-0.4), at(0.4)]))
-    passes(node_checks.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow answer proves nothing
+    fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP")
+    fails(node_probe.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
+    passes(node_probe.judge_clocks([at(-0.4), at(0.4)]))
+    passes(node_probe.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow answer proves nothing
 
 
 def test_storage_that_is_not_shared() -> None:
     other = replace(OTHER, storage_error="it does not see what the driver wrote")
-    check = node_checks.judge_storage([SOUND, other], "/nfs/runs", "")
+    check = node_probe.judge_storage([SOUND, other], "/nfs/runs", "")
     fails(check, "storage", "/nfs/runs is not shared", "10.0.0.2: it does not see", "s3://")
-    check = node_checks.judge_storage([SOUND], "/nfs/runs", "Read-only file system")
-    fails(check, "storage", "the driver cannot write storage_path /nfs/runs: Read-only")
+    check = node_probe.judge_storage([SOUND], "/nfs/runs", "the driver cannot write /nfs/runs")
+    fails(check, "storage", "the driver cannot write /nfs/runs")
+
+
+def test_storage_that_the_driver_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    storage = Location.of(tmp_path / "file" / "runs")
+    with (
+        pytest.raises(ClusterError, match=f"cannot write storage_path {storage}: Not a directory"),
+        storage_probe(storage, storage),
+    ):
+        pass
 
 
 def test_data_and_disk_of_one_node() -> None:
     other = replace(OTHER, data_error="cannot read row group 3", ray_dir_free_bytes=10**8)
-    check = node_checks.judge_data([SOUND, other], "/nfs/data", "")
+    check = node_probe.judge_data([SOUND, other], "/nfs/data", "")
     fails(check, "data", "/nfs/data", "10.0.0.2: cannot read row group 3")
-    fails(node_checks.judge_ray_disk([SOUND, other]), "ray_disk", "10.0.0.2 has 100.0 MB free")
-    passes(node_checks.judge_ray_disk([SOUND, OTHER]), "1.0 GB")
+    fails(node_probe.judge_ray_disk([SOUND, other]), "ray_disk", "10.0.0.2 has 100.0 MB free")
+    passes(node_probe.judge_ray_disk([SOUND, OTHER]), "1.0 GB")
 
 
 GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a", "0,1")
 
 
+def on(devices: list[DeviceFacts], use_gpu: bool = True) -> GroupFacts:
+    return GroupFacts(len(devices), use_gpu, devices=devices)
+
+
 def test_ranks_without_a_gpu_and_two_on_one() -> None:
     second = replace(GPU, rank=1, uuid="GPU-b")
-    passes(judge_devices([GPU, second], use_gpu=True), "a GPU for each rank")
-    fails(
-        judge_devices([GPU, replace(GPU, rank=1)], use_gpu=True), "devices", "ranks 0, 1", "GPU-a"
-    )
+    passes(judge_devices(on([GPU, second])), "a GPU for each rank")
+    fails(judge_devices(on([GPU, replace(GPU, rank=1)])), "devices", "ranks 0, 1", "GPU-a")
     error = "torch 2.13.0+cpu sees no GPU"
     without = DeviceFacts(1, "10.0.0.2", "cpu", "", None, error)
-    check = judge_devices([GPU, without], use_gpu=True)
+    check = judge_devices(on([GPU, without]))
     fails(check, "devices", "no GPU for rank 1 on 10.0.0.2", error, "not set", "nvidia-smi")
-    passes(judge_devices([without], use_gpu=False), "CPUs")
+    assert judge_all_reduce(on([GPU, without])).status == "SKIP"
+    passes(judge_devices(on([without], use_gpu=False)), "CPUs")
+
+
+def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
+    """What failed is said once; what follows from it is skipped."""
+    group = GroupFacts(2, use_gpu=False, error="TimeoutError: nobody there")
+    fails(judge_devices(group), "devices", "did not connect", "TimeoutError", "_SOCKET_IFNAME")
+    assert judge_all_reduce(group).status == "SKIP"
+    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    group = replace(group, devices=[GPU, replace(GPU, rank=1)])
+    fails(judge_all_reduce(group), "all_reduce", "did not finish: TimeoutError", "_SOCKET_IFNAME")
+    assert judge_sequences(group, ingest, range(3)).status == "SKIP"
+    group = replace(group, all_reduce=[reduced("gloo", 0.1)] * 2)
+    fails(judge_sequences(group, ingest, range(3)), "sequences", "reading did not finish: Timeout")
+    assert judge_sequences(group, None, range(3)).status == "SKIP"
+    assert judge_all_reduce(replace(group, world_size=1)).status == "SKIP"
 
 
 def reduced(backend: str, seconds: float, wrong: int = 0) -> AllReduceFacts:
     return AllReduceFacts(backend, wrong, {1_000_000: 0.001, 100_000_000: seconds})
 
 
+def after_reducing(ranks: list[AllReduceFacts], num_nodes: int) -> GroupFacts:
+    devices = [replace(GPU, rank=rank, node=f"{rank % num_nodes}") for rank in range(len(ranks))]
+    return GroupFacts(len(ranks), use_gpu=False, devices=devices, all_reduce=ranks)
+
+
 @pytest.mark.parametrize(
     ("backend", "nodes", "least"),
-    [("gloo", 1, 0.1), ("gloo", 8, 0.1), ("nccl", 1, 2.0), ("nccl", 2, 1.0), ("nccl", 8, 1.0)],
+    [("gloo", 1, 0.1), ("gloo", 4, 0.1), ("nccl", 1, 2.0), ("nccl", 2, 1.0), ("nccl", 4, 1.0)],
 )
 def test_an_all_reduce_as_slow_as_a_slower_link(backend: str, nodes: int, least: float) -> None:
     """The slowest of four ranks counts, and its link carries 1.5 times the tensor's bytes."""
     limit_s = 0.1 / least * 1.5
     good, slow = reduced(backend, 0.99 * limit_s), reduced(backend, 1.01 * limit_s)
-    passes(judge_all_reduce([good] * 4, nodes), f"4 ranks over {backend}", "1 MB 1.00 GB/s")
-    check = judge_all_reduce([good, good, slow, good], nodes)
+    check = judge_all_reduce(after_reducing([good] * 4, nodes))
+    passes(check, f"4 ranks over {backend}", "1 MB 1.00 GB/s")
+    check = judge_all_reduce(after_reducing([good, good, slow, good], nodes))
     fails(check, "all_reduce", "slow", f"below {least:g} GB/s", "SOCKET_IFNAME")
 
 
 def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:
     ranks = [reduced("nccl", 0.001), reduced("nccl", 9.0, wrong=3)]
-    fails(judge_all_reduce(ranks, 1), "all_reduce", "3 sums are wrong")
+    fails(judge_all_reduce(after_reducing(ranks, 1)), "all_reduce", "3 sums are wrong")
 
 
 @pytest.fixture
@@ -195,13 +234,17 @@ def test_a_node_reads_every_dataset_of_a_mixture(dataset: Path, tmp_path: Path) 
     other = tmp_path / "other"
     shutil.copytree(dataset, other)
     parts = [(Location.of(path), Fraction(1, 2)) for path in (dataset, other)]
-    errand = NodeProbe(written=None, text="", data=read_mixture(parts), seq_len=32)
-    assert _data_error(errand) == ""
+    data = read_mixture(parts)
+    assert data_problem(data, 32) == ""
     for shard in other.glob("train-*.parquet"):
         shard.unlink()
-    assert f"cannot read row group 0 of {other}" in _data_error(errand)
+    assert f"cannot read row group 0 of {other}" in data_problem(data, 32)
     (other / "manifest.json").unlink()
-    assert f"{other} has no manifest.json" in _data_error(errand)
+    assert f"{other} has no manifest.json" in data_problem(data, 32)
+
+
+def given(*ranks: RankIds) -> GroupFacts:
+    return GroupFacts(len(ranks), use_gpu=False, sequences=list(ranks))
 
 
 def planned(ingest: IngestSpec) -> list[RankIds]:
@@ -213,23 +256,26 @@ def planned(ingest: IngestSpec) -> list[RankIds]:
 
 def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     good, other = planned(ingest)
-    passes(judge_sequences([good, other], ingest, range(3)), "2 ranks read 46 sequences")
+    passes(judge_sequences(given(good, other), ingest, range(3)), "2 ranks read 46 sequences")
     fails(
-        judge_sequences([good, good], ingest, range(3)),
+        judge_sequences(given(good, good), ingest, range(3)),
         "sequences", "5 sequences of the validation", "more than once", "ranks 0, 1",
     )  # fmt: skip
     same = replace(other, train={**other.train, 1: good.train[1]})
-    check = judge_sequences([good, same], ingest, range(3))
+    check = judge_sequences(given(good, same), ingest, range(3))
     fails(check, "sequences", "6 sequences of global batch 1", "by ranks 0, 1")
     early = replace(other, train={**other.train, 1: other.train[2]})
-    check = judge_sequences([good, early], ingest, range(3))
+    check = judge_sequences(given(good, early), ingest, range(3))
     fails(check, "sequences", "6 of 12 sequences of global batch 1 were read by no rank")
     fewer = replace(other, train={0: other.train[0], 1: other.train[1]})
-    check = judge_sequences([good, fewer], ingest, range(3))
+    check = judge_sequences(given(good, fewer), ingest, range(3))
     fails(check, "sequences", "6 of 12 sequences of global batch 2")
     more = replace(other, train={**other.train, 0: np.append(other.train[0], 10**6)})
     fails(
-        judge_sequences([good, more], ingest, range(3)), "sequences", "0 of 12", "1 are not of it"
+        judge_sequences(given(good, more), ingest, range(3)),
+        "sequences",
+        "0 of 12",
+        "1 are not of it",
     )
 
 
@@ -244,9 +290,9 @@ def test_a_sequence_that_a_mixture_has_twice_in_a_batch_is_as_planned(
     batches = [ingest.order().batch_ids(batch) for batch in range(3)]
     assert any(len(np.unique(batch)) < len(batch) for batch in batches)
     good, other = planned(ingest)
-    passes(judge_sequences([good, other], ingest, range(3)), "each as planned")
+    passes(judge_sequences(given(good, other), ingest, range(3)), "each as planned")
     again = replace(other, train={**other.train, 0: good.train[0]})
-    fails(judge_sequences([good, again], ingest, range(3)), "sequences", "more than once")
+    fails(judge_sequences(given(good, again), ingest, range(3)), "sequences", "more than once")
 
 
 def test_a_step_of_many_micro_batches_is_reckoned_from_shorter_ones() -> None:
@@ -267,10 +313,9 @@ def test_the_slowest_rank_decides_when_it_is_done() -> None:
     found = forecast(config, 257, ranks)
     assert (found.tokens_per_s, found.step_time_s, found.run_s) == (2048, 2.0, 1200)
     assert found.mfu is not None
-    check = forecast_check(config, ranks, found)
-    passes(
-        check, "2,048 tokens/s", "600 steps in 20m 0s", "2 instead of 64 micro-batches", "2.0 GB"
-    )
+    line = describe(config, ranks, found)
+    for words in ("2,048 tokens/s", "600 steps in 20m 0s", "2 instead of 64 micro", "2.0 GB"):
+        assert words in line
     unknown = [ranks[0], replace(ranks[1], peak_flops=None)]
     assert forecast(config, 257, unknown).mfu is None
 
@@ -283,6 +328,6 @@ def test_a_firewall_that_drops_what_fetches_a_tokenizer(
         monkeypatch.setattr(driver_checks, "FETCH_WITHIN_S", 0.5)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        check = driver_checks.check_named_tokenizer("p50k_base")
+        check = driver_checks.check_tokenizer("p50k_base", None)
     fails(check, "tokenizer", "p50k_base", "not there within 0.5 s", "TIKTOKEN_CACHE_DIR")
-    passes(driver_checks.check_named_tokenizer("bytes"))
+    passes(driver_checks.check_tokenizer("bytes", None))

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.core.gpu_specs import device_of
+from raytrain_gpt.core.device import gpu_spec
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
-from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+from raytrain_gpt.estimate.estimate import answer, lines
 
-H200 = device_of("NVIDIA H200")
-FACTS = Facts(
-    vocab_size=50_257,
-    num_workers=1,
-    bf16=True,
-    device=None,
-    train_tokens=10**10,
-    step_time_s=None,
-    tokens_per_s=None,
-    mfu=0.4,
-    price_per_hour=None,
-    spot_price_per_hour=None,
-)
-ASKED = EstimateOptions(None, False, None, None, None, None, None, None)
+H200 = gpu_spec("NVIDIA H200")
+FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
 CONFIG = load_preset("gpt2-124m")
 
 
@@ -70,7 +59,7 @@ def test_prices_are_device_hours_times_rates() -> None:
 def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None:
     assert H200 is not None
     assert estimate(CONFIG, FACTS).largest == []
-    small, large = device_of("NVIDIA L4"), H200
+    small, large = gpu_spec("NVIDIA L4"), H200
     assert small is not None
     on_small, on_large = (
         estimate(CONFIG, replace(FACTS, device=device)).largest for device in (small, large)
@@ -98,20 +87,20 @@ def test_auto_is_counted_for_the_device() -> None:
     auto = CONFIG.updated({"micro_batch_sequences": "auto", "activation_checkpointing": "auto"})
     chosen = {}
     for name in ("L4", "h200"):
-        _, found = answer(auto, replace(ASKED, device=name), print)
+        _, found = answer(auto, Facts(), print, name)
         assert found.fits
         chosen[name] = found.micro_batch_sequences
         assert 512 % found.micro_batch_sequences == 0
     assert 1 < chosen["L4"] < chosen["h200"]
-    _, found = answer(auto, replace(ASKED, device="L4", vocab_size=10**9), print)
+    _, found = answer(auto, Facts(vocab_size=10**9), print, "L4")
     assert found.fits is False
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (1, "full")
-    _, found = answer(auto, ASKED, print)
+    _, found = answer(auto, Facts(), print)
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (2, "none")
 
 
 def test_sharding_makes_room_for_larger_models() -> None:
-    small = device_of("NVIDIA L4")
+    small = gpu_spec("NVIDIA L4")
     shared = CONFIG.updated({"parallel": "fsdp"})
     whole, alone, among_8 = (
         estimate(config, replace(FACTS, device=small, num_workers=num_workers))
@@ -125,13 +114,13 @@ def test_sharding_makes_room_for_larger_models() -> None:
 
 
 def test_the_answer_says_what_is_not_known() -> None:
-    config, found = answer(CONFIG, ASKED, print)
+    config, found = answer(CONFIG, Facts(), print)
     printed = "\n".join(lines(config, found))
     assert "time     not known: name a --device" in printed
-    slow = answer(CONFIG.updated({"precision": "fp32"}), replace(ASKED, device="h200"), print)
+    slow = answer(CONFIG.updated({"precision": "fp32"}), Facts(), print, "h200")
     assert "time     not known: set --precision to bf16" in "\n".join(lines(*slow))
     assert "124.5M parameters" in printed
-    config, found = answer(CONFIG, replace(ASKED, device="h200", price_per_hour=3.0), print)
+    config, found = answer(CONFIG, Facts(price_per_hour=3.0), print, "h200")
     printed = "\n".join(lines(config, found))
     assert "not measured" in printed
     assert "fits NVIDIA H200" in printed
@@ -139,10 +128,8 @@ def test_the_answer_says_what_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("facts", "words"),
     [
-        ({"device": "H100"}, "may be several"),
-        ({"device": "voodoo"}, "is not in the table"),
         ({"step_time_s": 0.0}, "step_time_s=0 is not a number above 0"),
         ({"step_time_s": float("inf")}, "step_time_s=inf is not a number"),
         ({"step_time_s": float("nan")}, "step_time_s=nan is not a number"),
@@ -151,9 +138,16 @@ def test_the_answer_says_what_is_not_known() -> None:
         ({"vocab_size": 0}, "vocab_size=0 is not a number above 0"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
+def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        answer(CONFIG, replace(ASKED, **changes), print)
+        Facts(**facts)
+
+
+def test_a_device_must_be_one_of_the_table() -> None:
+    with pytest.raises(ConfigError, match="may be several"):
+        answer(CONFIG, Facts(), print, "H100")
+    with pytest.raises(ConfigError, match="is not in the table"):
+        answer(CONFIG, Facts(), print, "voodoo")
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.estimate.estimate import EstimateOptions, answer, lines
+from raytrain_gpt.estimate.cost_model import Facts
+from raytrain_gpt.estimate.estimate import answer, lines
 from raytrain_gpt.storage.location import Location
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
@@ -18,9 +19,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 def test_a_probe_times_steps_of_the_run_and_keeps_nothing(
     cluster: str, make_config: Callable[..., Any], dataset: Path, tmp_path: Path
 ) -> None:
-    asked = EstimateOptions(None, True, None, None, None, None, None, None)
     config = make_config(num_workers=2, storage_path=str(tmp_path / "runs"))
-    config, found = answer(config, asked, print)
+    config, found = answer(config, Facts(), print, probe=True)
     assert found.num_workers == 2
     assert found.speed is not None
     assert found.speed.source == "probe"

@@ -5,6 +5,5 @@ from tests.core.conftest import (  # noqa: F401, fixtures are found by name
     micro_batches,
     model,
     new_model,
-    one_thread,
     shape,
 )

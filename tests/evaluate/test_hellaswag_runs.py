@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
@@ -31,15 +30,6 @@ SEQ_LEN = 256
 Answers = dict[int, tuple[int, int]]
 """Place of an example -> endings with the smallest summed loss and with the smallest per token."""
 RunCli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many forwards of a tiny model are fastest on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made_lines() -> Iterator[str]:
@@ -115,6 +105,8 @@ def last_evaluation(run: RunSummary) -> Row:
 @pytest.fixture(scope="module")
 def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What `transformers` answers on the export."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: it takes seconds
+
     assert run.checkpoint is not None
     export = tmp_path_factory.mktemp("export") / "hf"
     export_checkpoint(str(run.checkpoint.path), export, "fp32", print)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE

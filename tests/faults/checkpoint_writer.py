@@ -1,11 +1,9 @@
 """A process that trains a small GPT and writes checkpoints, for tests that kill it. No Ray.
 
-    echo go | python -m tests.faults.checkpoint_writer RUN_DIR --max_steps 40 [--wait]
-
 It goes on from the newest good checkpoint, after the same cleaning as before an attempt of a run. All
 ranks train the same replica on the same made batches, so the weights depend on the step alone, and
-each writes its part. With everything imported it waits for a line on stdin before it looks at RUN_DIR.
-One line on stdout for each thing as it happens:
+each writes its part. When all is built it waits for a message before it looks at the run's directory.
+It sends one line for each thing as it happens:
 
     from step=8 · step=9 · begin step=12 · committed step=12 write_s=0.0312 · skipped: …
 """
@@ -14,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,9 @@ SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=256, seq_len=16, vocab_siz
 """3.3M parameters, 39 MB a checkpoint: long enough to write that a kill finds it half done."""
 
 
-def main() -> None:
+def write_checkpoints(arguments: list[str], go: Connection, said: Connection) -> None:
     """Train from the newest good checkpoint to the last step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("run_dir")
     parser.add_argument("--max_steps", type=int, required=True)
     parser.add_argument("--mark", default="001", help="of this attempt")
@@ -45,12 +44,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world_size", type=int, default=1)
     parser.add_argument("--rendezvous", help="a file that is not there yet; two ranks need it")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    say = said.send
     torch.set_num_threads(1)
     model = GPT(SHAPE)
     model.init_weights(0)
     optimizer = build_optimizer(model, OptimSection())
-    input()
+    go.recv()
     if args.world_size > 1:
         dist.init_process_group(
             "gloo",
@@ -60,7 +60,7 @@ def main() -> None:
         )
     ranks = Collectives(args.rank, args.world_size)
     catalog = Catalog(Location.of(args.run_dir))
-    first_step = go_on(catalog, ranks, model, optimizer)
+    first_step = go_on(catalog, ranks, model, optimizer, say)
     say(f"from step={first_step}")
     saver = CheckpointWriter(catalog, args.mark, ranks, model, optimizer, KEEP)
     for result in train_steps(
@@ -79,25 +79,31 @@ def main() -> None:
         say(f"step={result.step}")
         (writing,) = ranks.any(saver.writing)
         if saver.in_flight and not writing:
-            collect(saver)
+            say(collected(saver))
         if result.step % EVERY_STEPS == 0:
             if saver.in_flight:
-                collect(saver)
+                say(collected(saver))
             say(f"begin step={result.step}")
             saver.begin(state(result.step, ranks), {"rows.jsonl": f'{{"step": {result.step}}}\n'})
             if args.wait:
-                collect(saver)
+                say(collected(saver))
     if saver.in_flight:
-        collect(saver)
+        say(collected(saver))
     if args.world_size > 1:
         dist.destroy_process_group()
 
 
-def go_on(catalog: Catalog, ranks: Collectives, model: GPT, optimizer: torch.optim.AdamW) -> int:
+def go_on(
+    catalog: Catalog,
+    ranks: Collectives,
+    model: GPT,
+    optimizer: torch.optim.AdamW,
+    say: Callable[[str], None],
+) -> int:
     """Load the newest good checkpoint, the same on all ranks: its step, 0 without one."""
     newest = None
     if ranks.rank == 0:
-        newest = catalog.newest_good(lambda line: say(line))
+        newest = catalog.newest_good(say)
         catalog.clean(good_until=newest.state.step if newest else 0)
     newest = ranks.gathered(newest)[0]
     if newest is None:
@@ -134,16 +140,7 @@ def state(step: int, ranks: Collectives) -> CheckpointState:
     )
 
 
-def collect(saver: CheckpointWriter) -> None:
-    """Wait for the checkpoint in flight and say that it is there."""
+def collected(saver: CheckpointWriter) -> str:
+    """Wait for the checkpoint in flight; the line that says that it is there."""
     saved = saver.collect()
-    say(f"committed step={saved.state.step} write_s={saved.write_s:.4f}")
-
-
-def say(line: str) -> None:
-    """One line, at once: the one who reads it may kill at it."""
-    print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return f"committed step={saved.state.step} write_s={saved.write_s:.4f}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import random
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +17,13 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, read_checkpoint
 from raytrain_gpt.storage.location import Location
-from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP
+from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP, write_checkpoints
 
 pytestmark = pytest.mark.faults
 
-ROOT = Path(__file__).parents[2]
+FORKS = multiprocessing.get_context("forkserver")
+"""Writers are forked from a process that has imported all they need, which is most of their time."""
+FORKS.set_forkserver_preload(["tests.faults.checkpoint_writer", "torch._dynamo"])
 ROUNDS = 20
 MUST_BE_WRITING = 5
 """Rounds that must have been hit while writing; of delays drawn over the writing most are."""
@@ -32,28 +34,30 @@ class Writer:
     """A process of `checkpoint_writer`, which stands by until `go`, and the lines it has said."""
 
     def __init__(self, run_dir: Path, max_steps: int, *arguments: str) -> None:
-        module = [sys.executable, "-m", "tests.faults.checkpoint_writer"]
-        self._process = subprocess.Popen(
-            [*module, str(run_dir), "--max_steps", str(max_steps), *arguments],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [str(run_dir), "--max_steps", str(max_steps), *arguments]
+        go, self._go = FORKS.Pipe(duplex=False)
+        self._said, said = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=write_checkpoints, args=(command, go, said))
+        self._process.start()
+        go.close()
+        said.close()
         self.pid = self._process.pid
         self.lines: list[str] = []
 
     def go(self) -> None:
         """Let it begin."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.close()
+        self._go.send("go")
+
+    def _read(self) -> Iterator[str]:
+        """What it says, to its end."""
+        with contextlib.suppress(EOFError, OSError):  # in the midst of a line, if it was killed
+            while True:
+                self.lines.append(self._said.recv())
+                yield self.lines[-1]
 
     def read_until(self, kind: str, times: int = 1) -> None:
         """Read until a line of this kind has come so many times."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(line.strip())
+        for line in self._read():
             times -= line.startswith(kind)
             if times == 0:
                 return
@@ -66,9 +70,11 @@ class Writer:
 
     def ended(self) -> int:
         """Exit code, once it has ended; by then all its lines are read."""
-        assert self._process.stdout is not None
-        self.lines += [line.strip() for line in self._process.stdout]
-        return self._process.wait(WITHIN_S)
+        for _ in self._read():
+            pass
+        self._process.join(WITHIN_S)
+        assert self._process.exitcode is not None
+        return int(self._process.exitcode)
 
     def finished(self) -> int:
         """Exit code of one that is let run to its end."""

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow
@@ -23,6 +22,8 @@ pytestmark = pytest.mark.faults
 def test_rows_wait_for_a_server_that_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow import MlflowClient  # here: it takes seconds
+
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 1.0)
     uri = f"http://127.0.0.1:{free_port()}"

@@ -17,7 +17,7 @@ import httpx2
 import psutil
 import pytest
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.serve.options import KEY_VARIABLE
 from raytrain_gpt.serve.replica import load_weights

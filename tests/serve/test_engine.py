@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
 from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions

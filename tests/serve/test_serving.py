@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
-import openai
 import psutil
 import pytest
 
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from tests.cluster.test_security import LOOPBACK
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint, write_damaged
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, MAX_BATCH, Server
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.serve
 
@@ -43,6 +45,8 @@ def text(drawn: bytes) -> str:
 
 
 def client(server: Server) -> openai.AsyncOpenAI:
+    import openai  # here: it takes seconds
+
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -79,6 +83,8 @@ def test_a_hundred_streams_at_once_are_each_as_if_alone(server: Server) -> None:
 
 
 def test_the_official_client_is_answered(server: Server) -> None:
+    import openai
+
     step = server.facts()["step"]
 
     async def run() -> None:

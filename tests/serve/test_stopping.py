@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, HASHES_FILE, STATE_FILE
-from raytrain_gpt.config.options import SamplingOptions
+from raytrain_gpt.config.call_options import SamplingOptions
 from tests.serve.conftest import MAX_BATCH, WITHIN_S, Server
 
 pytestmark = pytest.mark.serve

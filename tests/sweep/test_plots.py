@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from raytrain_gpt.sweep import drawing
 from raytrain_gpt.sweep.plots import (
@@ -22,6 +18,11 @@ from raytrain_gpt.sweep.plots import (
     upper_limit,
 )
 from raytrain_gpt.sweep.trials import State, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 BUDGET = 1_000_000
 LRS, BATCHES = (3e-4, 1e-3, 3e-3), (4096, 16384)
@@ -140,6 +141,8 @@ def test_the_best_is_ringed_and_named() -> None:
 
 
 def test_a_stopped_trial_is_hollow_and_on_no_line() -> None:
+    from matplotlib.colors import to_hex  # here: it takes seconds
+
     figure = loss(grid(t002=(3.1, BUDGET // 2, None)))
     points = lines(figure.axes[0], "point")
     hollow = [p for p in points if to_hex(p.get_markerfacecolor()) == "#ffffff"]
@@ -203,6 +206,8 @@ def test_points_are_not_joined_where_another_leaf_varies_freely() -> None:
 
 
 def test_curves_fade_where_stopped_and_the_best_is_bold() -> None:
+    from matplotlib.colors import to_hex  # here: it takes seconds
+
     figure = curves(grid(t002=(3.5, BUDGET // 2, None), t003=(3.6, BUDGET // 5, "failed")))
     by_name = {line.get_gid(): line for line in lines(figure.axes[0], "trial")}
     assert len(by_name) == 6

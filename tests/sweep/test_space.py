@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -197,6 +199,16 @@ def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(
         parse_domain("min_lr", {"expression": text})
 
 
+@pytest.fixture
+def recursion_limit() -> Iterator[None]:
+    """Python's own, which a library that was imported before may have raised."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize(
     ("text", "words"),
     [

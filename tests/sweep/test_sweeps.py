@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
@@ -58,6 +57,8 @@ def running(run_dir: str) -> tuple[float, float]:
 def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     make_sweep: MakeSweep, tmp_path: Path, run_cli: Callable[..., Any]
 ) -> None:
+    from mlflow import MlflowClient  # here: it takes seconds
+
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     sweep = make_sweep(
         "halving",

@@ -231,6 +231,7 @@ def test_runs_and_samples_can_be_shown(
     assert drawn[0].count("To be") == 5
 
 
+@pytest.mark.models
 def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     cluster: str, test_data: Path | None, tmp_path: Path
 ) -> None:

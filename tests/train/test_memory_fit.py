@@ -13,23 +13,18 @@ from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.memory import training_memory
-from raytrain_gpt.core.memory_fit import Fit
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.memory_search import MemoryFit
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train import auto_memory
-from raytrain_gpt.train.auto_memory import (
+from raytrain_gpt.train import memory_fit
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
-    counted_fit,
+    cpu_limit_bytes,
+    describe,
     fit_memory,
     kept_fit,
-    on_cpu,
 )
-from raytrain_gpt.train.auto_memory import (
-    decided as decided_words,
-)
-from raytrain_gpt.train.launch import train
 
 VOCAB_SIZE = 257
 
@@ -72,8 +67,8 @@ BEFORE = RunPlan.of(config(), 2, 4, "selective").config
 @pytest.mark.parametrize(
     ("changes", "world_size", "kept"),
     [
-        ({}, 2, Fit(4, "selective", 0)),
-        ({"micro_batch_sequences": 4}, 2, Fit(4, "selective", 0)),
+        ({}, 2, MemoryFit(4, "selective")),
+        ({"micro_batch_sequences": 4}, 2, MemoryFit(4, "selective")),
         ({"micro_batch_sequences": 6}, 2, None),
         ({"activation_checkpointing": "full"}, 2, None),
         ({}, 1, None),
@@ -84,7 +79,7 @@ BEFORE = RunPlan.of(config(), 2, 4, "selective").config
     ],
 )
 def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
-    changes: dict[str, object], world_size: int, kept: Fit | None
+    changes: dict[str, object], world_size: int, kept: MemoryFit | None
 ) -> None:
     assert kept_fit(config(**changes), world_size, state(BEFORE, num_workers=2)) == kept
 
@@ -103,7 +98,7 @@ def test_numbers_stay_and_nobody_is_asked() -> None:
 
 def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
     def limit(world_size: int, *found: Node) -> float:
-        return on_cpu(config(), world_size, VOCAB_SIZE, nodes(*found)).limit_bytes
+        return cpu_limit_bytes(config(), world_size, VOCAB_SIZE, nodes(*found))
 
     one = limit(1, Node(8, 0, 16e9))
     assert 12e9 < one < 14e9
@@ -111,8 +106,9 @@ def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
     assert limit(1, Node(8, 0, 16e9), Node(1, 0, 1e9)) == one  # too few CPUs for a worker
     assert limit(2, Node(8, 0, 16e9)) == pytest.approx(limit(1, Node(8, 0, 8e9)))
     assert limit(9, Node(8, 0, 16e9)) == limit(4, Node(8, 0, 16e9)) < 4e9
-    evaluated = on_cpu(config(eval_mode="async"), 1, VOCAB_SIZE, nodes(Node(8, 0, 16e9)))
-    assert evaluated.limit_bytes == limit(2, Node(8, 0, 16e9))
+    evaluating = config(eval_mode="async")
+    shared = cpu_limit_bytes(evaluating, 1, VOCAB_SIZE, nodes(Node(8, 0, 16e9)))
+    assert shared == limit(2, Node(8, 0, 16e9))
     assert math.isinf(limit(2, Node(8, 0)))
 
 
@@ -121,7 +117,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
 ) -> None:
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))
-    monkeypatch.setattr(auto_memory, "cluster_resources", lambda: there)
+    monkeypatch.setattr(memory_fit, "cluster_resources", lambda: there)
     train = fit_memory(config(), 2, VOCAB_SIZE, lines.append).config.train
     assert (train.micro_batch_sequences, train.activation_checkpointing) == (12, "none")
     assert lines[0].startswith(
@@ -137,24 +133,9 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     assert len(lines) == 1
 
 
-def test_counting_alone_gives_the_largest_that_fits_and_where_nothing_does_the_least() -> None:
-    sizes = {"num_layers": 8, "embd_size": 256, "seq_len": 128, "global_batch_tokens": 64 * 128}
-    wanted = config(use_gpu=True, **sizes)
-    shape = GPTShape.of(wanted, VOCAB_SIZE)
-    room_for_32 = training_memory(shape, 32, False, "none").total
-    for limit_bytes, expected in (
-        (math.inf, (64, "none")),
-        (room_for_32, (32, "none")),
-        (room_for_32 - 1, (16, "none")),
-        (0, (1, "full")),
-    ):
-        found = counted_fit(wanted, 1, shape, False, limit_bytes, on_gpu=True)
-        assert (found.sequences, found.activation_checkpointing) == expected
-
-
 def test_what_is_not_auto_is_not_said_to_be() -> None:
     half = config(micro_batch_sequences=6)
-    assert decided_words(half, 2, Fit(6, "none", 0)) == (
+    assert describe(half, 2, MemoryFit(6, "none")) == (
         "micro_batch_sequences 6 of 12, activation_checkpointing auto: none"
     )
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrain_gpt.core.flops import flops_per_token, peak_flops
+from raytrain_gpt.core.device import peak_flops
 from raytrain_gpt.core.model import GPT, GPTShape
 
 
@@ -20,13 +20,13 @@ def test_flops_are_those_of_the_matrix_products(sizes: tuple[int, int, int]) -> 
     attention = layers * 2 * d * 1024
     multiplications_forward = projections + attention
     forward_and_backward = 3 * 2 * multiplications_forward
-    assert flops_per_token(shape) == pytest.approx(forward_and_backward, rel=2e-3)
+    assert shape.flops_per_token == pytest.approx(forward_and_backward, rel=2e-3)
 
 
 def test_flops_of_the_124m_model() -> None:
     shape = GPTShape(12, 12, 768, 1024, 50_257)
     without_positions = 124_439_808 + 47 * 768 - 1024 * 768
-    assert flops_per_token(shape) == 6 * without_positions + 12 * 12 * 768 * 1024
+    assert shape.flops_per_token == 6 * without_positions + 12 * 12 * 768 * 1024
 
 
 def counted_flops(shape: GPTShape, num_sequences: int) -> int:
@@ -53,7 +53,7 @@ def test_flops_are_those_that_torch_counts(sizes: tuple[int, ...], num_sequences
     vectors = (13 * shape.num_layers + 2) * shape.embd_size
     num_tokens = num_sequences * shape.seq_len
     counted = counted_flops(shape, num_sequences)
-    assert counted == num_tokens * (flops_per_token(shape) - 6 * vectors)
+    assert counted == num_tokens * (shape.flops_per_token - 6 * vectors)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""The micro-batch that fits into a device's memory, and whether activations are recomputed for it.
+
+1. Candidates are the divisors of a rank's share of the batch: with each of them a step has the same
+   sequences, only their sums are taken in another order.
+2. `MemoryModel` predicts what a candidate needs; on a GPU `measure` takes real steps with it.
+3. `largest` takes the largest candidate that fits, and recomputes only if too little fits without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raytrain_gpt.config.resolved import ActivationCheckpointing
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.loop import train_steps
+from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.optim import build_optimizer
+
+MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+"""Of activation checkpointing, from the fastest to the one that needs least memory."""
+USABLE_FRACTION = 0.92
+"""Of a device's memory: on a GPU CUDA, NCCL and gaps between tensors take the rest."""
+ENOUGH_TOKENS = 2048
+"""In a micro-batch on a GPU. With fewer, weights are read and gradients accumulated so often that it may
+pay to recompute activations for more; by calculation, not measured."""
+MOST_CPU_TOKENS = 2048
+"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/memory.md)."""
+
+Needed = Callable[[int, ActivationCheckpointing], float]
+"""Bytes that training needs for a number of sequences and a mode; infinite: it ran out of memory."""
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A micro-batch, what is recomputed for it, and the bytes it needs; 0: nobody asked."""
+
+    sequences: int
+    activation_checkpointing: ActivationCheckpointing
+    needed_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class MemorySearch:
+    """Finds what fits for a run whose `auto` is still open.
+
+    Attributes:
+        config: With `use_gpu` decided; a `micro_batch_sequences` that is not auto divides a rank's share.
+        world_size: Divides the batch.
+        memory: Predicts what a candidate needs.
+    """
+
+    config: Config
+    world_size: int
+    memory: MemoryModel
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences that a micro-batch may have, ascending."""
+        micro = self.config.train.micro_batch_sequences
+        if micro != "auto":
+            return [micro]
+        share = most = self.config.batch_sequences // self.world_size
+        if not self.config.cluster.use_gpu:
+            most = max(1, min(share, MOST_CPU_TOKENS // self.config.data.seq_len))
+        return [sequences for sequences in range(1, most + 1) if share % sequences == 0]
+
+    @property
+    def modes(self) -> tuple[ActivationCheckpointing, ...]:
+        """Modes of activation checkpointing that may be chosen, the fastest first."""
+        mode = self.config.train.activation_checkpointing
+        return MODES if mode == "auto" else (mode,)
+
+    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        """The bytes that a candidate is predicted to need."""
+        return self.memory.predict(sequences, mode).total
+
+    def least(self) -> MemoryFit:
+        """The candidate that needs least, fitting or not."""
+        sequences, mode = self.sizes[0], self.modes[-1]
+        return MemoryFit(sequences, mode, self.predict(sequences, mode))
+
+    def largest(self, limit_bytes: float, measured: Needed | None = None) -> MemoryFit | None:
+        """The first mode in which enough sequences fit, else the one in which most do; None: none fit.
+
+        Args:
+            limit_bytes: What training may use of the device's memory.
+            measured: Decides, and is asked as seldom as possible; None: the prediction decides.
+        """
+        enough = min(ENOUGH_TOKENS / self.config.data.seq_len, self.sizes[-1])
+        best: MemoryFit | None = None
+        for mode in self.modes:
+            found = self._largest(mode, limit_bytes, measured or self.predict)
+            if found is not None and (best is None or found.sequences > best.sequences):
+                best = found
+            if best is not None and best.sequences >= enough:
+                break
+        return best
+
+    def _largest(
+        self, mode: ActivationCheckpointing, limit_bytes: float, measured: Needed
+    ) -> MemoryFit | None:
+        # Down from the predicted size to one that fits, then up: a good prediction costs two measurements,
+        # each of which may compile. Halving alone would start in the middle.
+        sizes = self.sizes
+        needed = functools.cache(lambda at: measured(sizes[at], mode))
+        predicted = bisect_right(sizes, limit_bytes, key=lambda size: self.predict(size, mode)) - 1
+        at = max(0, predicted)
+        while at >= 0 and needed(at) > limit_bytes:
+            at -= 1
+        if at < 0:
+            return None
+        while at + 1 < len(sizes) and needed(at + 1) <= limit_bytes:
+            at += 1
+        return MemoryFit(sizes[at], mode, needed(at))
+
+    def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
+        """Peak bytes of a GPU's allocator while it takes steps of the run; 0 on a CPU, infinite: too many.
+
+        The second step starts with AdamW's moments and its second micro-batch with gradients, so two of
+        each need what all later ones need.
+        """
+        num_bytes = math.inf
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._take_steps(sequences, mode, device)
+            num_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        return num_bytes
+
+    def _take_steps(
+        self, sequences: int, mode: ActivationCheckpointing, device: torch.device
+    ) -> None:
+        config, vocab_size = self.config, self.memory.shape.vocab_size
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with device:
+            # Which token closes documents changes no size.
+            model = GPT.of(config, vocab_size, vocab_size - 1, mode)
+            ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
+        if config.train.compile:
+            model.compile()
+        # Among several ranks DDP keeps gradients in memory between steps.
+        passes = config.batch_sequences // sequences if self.world_size == 1 else 2
+        for _ in train_steps(
+            model,
+            build_optimizer(model, config.optim),
+            itertools.repeat((ids, ids)),
+            first_step=0,
+            max_steps=2,
+            micro_batches_per_step=min(2, passes),
+            learning_rate=lambda _: config.optim.peak_lr,
+            grad_clip=config.optim.grad_clip,
+            autocast=autocast_of(resolve_precision(config.train.precision, device), device),
+            seed=config.train.seed,
+            rank=0,
+        ):
+            pass

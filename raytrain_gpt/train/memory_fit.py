@@ -1,0 +1,211 @@
+"""What `auto` means for `micro_batch_sequences` and `activation_checkpointing`, decided before every attempt.
+
+- On GPUs a task with a worker's resources takes real steps to see what fits. One process cannot take a
+  step of sharded training; what fits is then predicted for the task's GPU.
+- On CPUs it is predicted for the memory that Ray knows of, shared among a node's workers.
+
+A run that resumes with as many workers keeps what its checkpoint was trained with, so that it ends
+bitwise like an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import ray
+import torch
+
+from raytrain_gpt.checkpoint.catalog import CheckpointState
+from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
+from raytrain_gpt.cluster.connection import cluster_resources
+from raytrain_gpt.cluster.failures import user_error_in
+from raytrain_gpt.config.batch import micro_batch_for
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.core.device import resolve_precision
+from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel
+from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.errors import ClusterError, Interrupted
+from raytrain_gpt.format import amount, size
+
+AUTO_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
+OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
+"""May change on resume; then another micro-batch may fit."""
+PROCESS_BYTES = 2**30
+"""Left for a worker's process on a CPU: Python, torch, Ray, batches."""
+POLL_S = 0.5
+PROBE_WITHIN_S = 1800.0
+"""Includes waiting for a worker's resources and a few compilations."""
+
+Log = Callable[[str], None]
+Decision = tuple[MemoryFit, str]
+"""What fits, and why, for people."""
+
+
+def fit_memory(
+    config: FittedConfig,
+    world_size: int,
+    vocab_size: int,
+    log: Log,
+    *,
+    resumed: CheckpointState | None = None,
+    stop: threading.Event | None = None,
+    is_trial: bool = False,
+) -> RunPlan:
+    """The plan of a run whose micro-batches fit the memory of its workers.
+
+    Args:
+        config: Fitted to the connected cluster.
+        world_size: Number of workers.
+        vocab_size: Vocabulary of the data's tokenizer.
+        log: Gets a line if anything was `auto`.
+        resumed: State of the checkpoint that the run resumes from.
+        stop: Set by a signal; ends a probe.
+        is_trial: Part of a sweep, whose trials share the nodes.
+
+    Raises:
+        ClusterError: not even one sequence fits.
+        Interrupted: `stop` was set during the probe.
+        ray.exceptions.RayError: the probe died, or got no resources.
+    """
+    config = config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+    micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
+    if micro != "auto" and mode != "auto":
+        return RunPlan.of(config, world_size, micro, mode)
+    if resumed is not None and (kept := kept_fit(config, world_size, resumed)):
+        fit, why = kept, f", as the checkpoint of step {resumed.step} had it"
+    elif config.cluster.use_gpu:
+        fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
+    else:
+        search = _search(config, world_size, vocab_size, torch.device("cpu"))
+        resources = cluster_resources()
+        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources, is_trial)
+        fit, why = _decide(search, limit_bytes, "a worker, counted")
+    log(describe(config, world_size, fit) + why)
+    return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
+
+
+def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
+    """What became of each `auto`, for people."""
+    micro_auto, mode_auto = (
+        " auto:" * (config.field_values()[name] == "auto") for name in AUTO_FIELDS
+    )
+    return (
+        f"micro_batch_sequences{micro_auto} {fit.sequences} of {config.batch_sequences // world_size}, "
+        f"activation_checkpointing{mode_auto} {fit.activation_checkpointing}"
+    )
+
+
+def kept_fit(config: FittedConfig, world_size: int, state: CheckpointState) -> MemoryFit | None:
+    """What the checkpoint was trained with; None if that no longer answers for this configuration."""
+    before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
+    same = all(before[name] == now[name] for name in OTHER_MEMORY_FIELDS)
+    same &= all(now[name] in ("auto", before[name]) for name in AUTO_FIELDS)
+    micro, mode = (before[name] for name in AUTO_FIELDS)
+    if not same or state.num_workers != world_size or config.batch_sequences // world_size % micro:
+        return None
+    return MemoryFit(micro, mode)
+
+
+def cpu_limit_bytes(
+    config: FittedConfig,
+    world_size: int,
+    vocab_size: int,
+    resources: Resources,
+    is_trial: bool = False,
+) -> float:
+    """What training may use of a worker's share of its node's memory; infinite if Ray knows no node's.
+
+    A trial's share is what it has when the other trials fill the nodes' CPUs.
+    """
+    cpus = config.cluster.cpus_per_worker
+    processes = math.inf if is_trial else world_size + num_async_evaluations(config)
+    shares = [
+        node.memory_bytes / min(processes, int(node.cpus // cpus))
+        for node in resources.nodes
+        if node.cpus >= cpus
+    ]
+    # Every worker copies the checkpoint that it writes into its own memory first.
+    copy_bytes = STATE_BYTES_PER_PARAMETER * GPTShape.of(config, vocab_size).num_parameters
+    return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
+
+
+def _probe_gpu(
+    config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
+) -> Decision:
+    """What a task with a worker's resources found to fit its GPU."""
+    c = config.cluster
+    task = _fit_gpu.options(num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker).remote(
+        config, world_size, vocab_size
+    )
+    deadline = time.monotonic() + PROBE_WITHIN_S
+    while not ray.wait([task], timeout=POLL_S)[0]:
+        if stop.is_set():
+            ray.cancel(task, force=True)
+            raise Interrupted(
+                "interrupted during the GPU memory probe; run the same command to start again"
+            )
+        if time.monotonic() > deadline:
+            ray.cancel(task, force=True)
+            raise ray.exceptions.GetTimeoutError(
+                f"the GPU memory probe timed out after {PROBE_WITHIN_S:g} s"
+            )
+    try:
+        found: Decision = ray.get(task)
+        return found
+    except ray.exceptions.RayError as error:
+        raise user_error_in(error) or error from None
+
+
+@ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
+def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
+    """What fits this process's GPU; the process ends afterwards, which gives the memory back."""
+    device = torch.device("cuda")
+    fraction = USABLE_FRACTION * config.cluster.gpus_per_worker
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    limit_bytes = min(fraction * total_bytes, torch.cuda.mem_get_info(device)[0])
+    search = _search(config, world_size, vocab_size, device)
+    where = f"of {torch.cuda.get_device_name(device)}"
+    if search.memory.num_shards > 1:
+        return _decide(search, limit_bytes, f"{where}, counted")
+    return _decide(search, limit_bytes, f"{where}, tried", partial(search.measure, device=device))
+
+
+def _search(
+    config: FittedConfig, world_size: int, vocab_size: int, device: torch.device
+) -> MemorySearch:
+    bf16 = resolve_precision(config.train.precision, device) != "fp32"
+    shape = GPTShape.of(config, vocab_size)
+    return MemorySearch(config, world_size, MemoryModel.of(config, world_size, shape, bf16))
+
+
+def _decide(
+    search: MemorySearch, limit_bytes: float, where: str, measured: Needed | None = None
+) -> Decision:
+    """The largest fit, with its needs beside the limit.
+
+    Raises:
+        ClusterError: not even one sequence fits.
+    """
+    fit = search.largest(limit_bytes, measured)
+    if fit is not None:
+        room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
+        return fit, f" ({size(fit.needed_bytes)}{room} {where})"
+    least, shape, train = search.least(), search.memory.shape, search.config.train
+    ways = ["a smaller num_layers, embd_size or seq_len"]
+    if train.micro_batch_sequences != "auto":
+        ways.insert(0, "micro_batch_sequences to auto")
+    if train.parallel != "fsdp":
+        ways.append("parallel to fsdp with more num_workers")
+    raise ClusterError(
+        f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
+        f"{amount(shape.num_parameters)} parameters with activation_checkpointing="
+        f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, training may use "
+        f"{size(max(limit_bytes, 0))} {where}; set {' or '.join(ways)}, or use a device with more memory"
+    )

@@ -1,0 +1,222 @@
+"""The choice of a micro-batch: what fits, with as few measurements as possible, and the same maths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_gpt.config.resolved import ActivationCheckpointing
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core import memory_search
+from raytrain_gpt.core.loop import train_steps
+from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.memory_search import (
+    ENOUGH_TOKENS,
+    MODES,
+    MOST_CPU_TOKENS,
+    MemoryFit,
+    MemorySearch,
+)
+from raytrain_gpt.core.model import GPTShape
+
+VOCAB_SIZE = 257
+CPU = torch.device("cpu")
+PER_SEQUENCE: dict[ActivationCheckpointing, int] = {"none": 10, "selective": 6, "full": 3}
+STATE = 20
+
+
+def config(**values: object) -> Config:
+    sizes = {
+        "num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": 32,
+        "global_batch_tokens": 24 * 32, "micro_batch_sequences": "auto", "use_gpu": True,
+    }  # fmt: skip
+    return Config().updated({**sizes, **values})
+
+
+@dataclass(frozen=True)
+class Table(MemorySearch):
+    """A search on a device on which needs grow with the sequences; the prediction may be off.
+
+    Attributes:
+        wrong: Bytes that the prediction is below the truth.
+        asked: Candidates that were measured.
+    """
+
+    wrong: int = 0
+    asked: list[tuple[int, ActivationCheckpointing]] = field(default_factory=list)
+
+    def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        return self.needed(sequences, mode) - self.wrong
+
+    def needed(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        return STATE + sequences * PER_SEQUENCE[mode]
+
+    def ask(self, sequences: int, mode: ActivationCheckpointing) -> float:
+        self.asked.append((sequences, mode))
+        return self.needed(sequences, mode)
+
+
+def table(config: Config, world_size: int = 1, wrong: int = 0) -> Table:
+    return Table(config, world_size, model_of(config, world_size), wrong)
+
+
+def model_of(config: Config, world_size: int = 1) -> MemoryModel:
+    return MemoryModel.of(config, world_size, GPTShape.of(config, VOCAB_SIZE), bf16=True)
+
+
+def sizes(config: Config, world_size: int) -> list[int]:
+    return table(config, world_size).sizes
+
+
+def test_candidates_are_the_divisors_of_a_ranks_share() -> None:
+    assert sizes(config(), 1) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes(config(), 2) == [1, 2, 3, 4, 6, 12]
+    assert sizes(config(), 24) == [1]
+    assert sizes(config(micro_batch_sequences=4), 2) == [4]
+
+
+def test_a_cpu_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence() -> None:
+    batch = 64 * MOST_CPU_TOKENS
+    for seq_len, largest in ((MOST_CPU_TOKENS // 16, 16), (MOST_CPU_TOKENS, 1), (batch, 1)):
+        on_cpu = config(use_gpu=False, seq_len=seq_len, global_batch_tokens=batch)
+        assert sizes(on_cpu, 1)[-1] == largest
+        assert sizes(on_cpu.updated({"use_gpu": True}), 1)[-1] == batch // seq_len
+
+
+def auto(share: int, enough: int) -> Config:
+    """A batch of so many sequences, of which so many are enough without recomputing."""
+    seq_len = ENOUGH_TOKENS // enough
+    return config(
+        seq_len=seq_len, global_batch_tokens=share * seq_len, activation_checkpointing="auto"
+    )
+
+
+@given(
+    share=st.integers(1, 64),
+    limit=st.integers(0, 700),
+    wrong=st.integers(-300, 300),
+    enough=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
+)
+def test_the_largest_that_fits_is_found_however_wrong_the_prediction(
+    share: int, limit: int, wrong: int, enough: int
+) -> None:
+    search = table(auto(share, enough), wrong=wrong)
+    found = search.largest(limit, search.ask)
+    largest = {
+        mode: max((n for n in search.sizes if search.needed(n, mode) <= limit), default=0)
+        for mode in MODES
+    }
+    expected = next((m for m in MODES if largest[m] >= min(enough, share)), None)
+    if expected is None:
+        expected = max(MODES, key=lambda mode: largest[mode])
+    if not largest[expected]:
+        assert found is None
+    else:
+        needed_bytes = search.needed(largest[expected], expected)
+        assert found == MemoryFit(largest[expected], expected, needed_bytes)
+    assert len(search.asked) == len(set(search.asked))
+
+
+def test_more_memory_is_never_used_for_fewer_sequences_at_the_same_recomputing() -> None:
+    search = table(auto(24, 4))
+    found = [search.largest(limit) for limit in range(300)]
+    assert found[0] is None
+    for little, much in itertools.pairwise(f for f in found if f is not None):
+        assert MODES.index(much.activation_checkpointing) <= MODES.index(
+            little.activation_checkpointing
+        )
+        if much.activation_checkpointing == little.activation_checkpointing:
+            assert much.sequences >= little.sequences
+    assert found[-1] == MemoryFit(24, "none", 260)
+
+
+def test_a_right_prediction_costs_two_measurements() -> None:
+    search = table(auto(16, 4))
+    assert search.largest(70, search.ask) == MemoryFit(4, "none", 60)
+    assert search.asked == [(4, "none"), (8, "none")]
+
+
+def test_recomputing_only_where_too_little_fits_without() -> None:
+    config = auto(24, 4)
+    assert [table(config).largest(limit) for limit in (22, 23, 43, 44, 59, 60)] == [
+        None,
+        MemoryFit(1, "full", 23),
+        MemoryFit(6, "full", 38),
+        MemoryFit(4, "selective", 44),
+        MemoryFit(6, "selective", 56),
+        MemoryFit(4, "none", 60),
+    ]
+    fixed = config.updated({"activation_checkpointing": "none"})
+    assert table(fixed).largest(44) == MemoryFit(2, "none", 40)
+
+
+def test_what_is_predicted_grows_and_the_least_is_what_fits_last() -> None:
+    wanted = config(activation_checkpointing="auto")
+    search = MemorySearch(wanted, 1, model_of(wanted))
+    for mode in MODES:
+        needs = [search.predict(n, mode) for n in search.sizes]
+        assert needs == sorted(needs)
+    least = search.least()
+    assert search.largest(least.needed_bytes) == least
+    assert search.largest(least.needed_bytes - 1) is None
+
+
+def test_prediction_alone_gives_the_largest_that_fits() -> None:
+    values = {"num_layers": 8, "embd_size": 256, "seq_len": 128, "global_batch_tokens": 64 * 128}
+    wanted = config(activation_checkpointing="auto", **values)
+    search = MemorySearch(wanted, 1, model_of(wanted))
+    room_for_32 = search.predict(32, "none")
+    for limit_bytes, sequences in ((math.inf, 64), (room_for_32, 32), (room_for_32 - 1, 16)):
+        found = search.largest(limit_bytes)
+        assert found == MemoryFit(sequences, "none", search.predict(sequences, "none"))
+    least = search.least()
+    assert search.largest(0) is None
+    assert (least.sequences, least.activation_checkpointing) == (1, "full")
+
+
+@pytest.mark.parametrize(("room", "tries"), [(4, [4, 6]), (12, [4, 6, 12]), (2, [4, 3, 2])])
+def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
+    room: int, tries: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real steps on the CPU, with an end of memory at some size."""
+    seen: list[int] = []
+
+    def steps(model: object, optimizer: object, batches: Iterator[Any], **rest: Any) -> Any:
+        seen.append(len(next(batches)[0]))
+        if seen[-1] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return train_steps(model, optimizer, batches, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory_search, "train_steps", steps)
+    search = table(config(), 2)
+    found = search.largest(STATE + 4 * PER_SEQUENCE["none"], partial(search.measure, device=CPU))
+    assert found == MemoryFit(room, "none", 0)
+    assert seen == tries
+
+
+def test_what_is_wrong_with_a_step_besides_memory_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def steps(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(memory_search, "train_steps", steps)
+    search = table(config())
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        search.largest(1000, partial(search.measure, device=CPU))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing) -> None:
+    """With accumulation, dropout and bf16."""
+    values = {"dropout": 0.1, "precision": "bf16"}
+    assert table(config(**values), 2).measure(3, mode, CPU) == 0
