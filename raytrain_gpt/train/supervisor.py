@@ -110,6 +110,7 @@ class Run:
 
     def go(self) -> RunSummary:
         """Check, resume, train, and end well."""
+        # What only reads is checked before the lease: a mistake must not disturb a run that holds it.
         ingest = self._ingest(None)
         preflight.check_data(ingest)
         self._choices = self._put_choices()
@@ -119,7 +120,7 @@ class Run:
             existing = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
-            self.output.sync.pull()
+            self.output.sync.pull()  # by the lease's holder alone: nobody else writes these files now
             if resumed is not None:
                 check_changes(self.config, self.data, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
@@ -238,12 +239,15 @@ class Run:
         Raises:
             ClusterError: another run took the name over.
         """
-        lease.verify()
+        lease.verify()  # it may have been lost while the run waited for nodes
         try:
             plan = self._plan(resumed)
-        except ray.exceptions.RayError as error:
+        except (
+            ray.exceptions.RayError
+        ) as error:  # the task that tries what fits died, e.g. preempted
             return End("failed", error)
         self.signals.defer()
+        # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
         self.catalog.clean(good_until=_step_of(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
         end = attempt.run()

@@ -1,0 +1,122 @@
+"""The end of a run with async evaluation: what is waited for, and how it ends when something is missing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train import last_evaluations
+from raytrain_gpt.train.last_evaluations import finish_evaluations
+from raytrain_gpt.train.run_output import RunOutput
+from tests.checkpoint.test_catalog import write
+from tests.runs import MakeConfig
+
+
+class FakeEvaluations:
+    """Evaluates what is due as soon as it is looked at, except for what fails."""
+
+    def __init__(self, due: list[Checkpoint], failing: bool) -> None:
+        self._due, self._failing, self.idle = due, failing, True
+
+    def due(self) -> list[Checkpoint]:
+        return self._due
+
+    def look(self) -> None:
+        self._due = self._due if self._failing else []
+
+    def hand_over(self, recorder: Any, log: Any) -> None:
+        """Nothing."""
+
+
+class End:
+    """The end of a run with checkpoints of steps 10 to 50, the last of which is due if it is to be."""
+
+    def __init__(
+        self, config: FittedConfig, run_dir: Location, *, due: bool, failing: bool
+    ) -> None:
+        for step in (10, 20, 30, 40, 50):
+            write(Catalog(run_dir), step)
+        self.newest = Catalog(run_dir).complete()[-1]
+        self.evaluations: Any = FakeEvaluations([self.newest] if due else [], failing)
+        self.lines: list[str] = []
+        self.output = RunOutput(run_dir, {}, self.lines.append)
+        self.stop = threading.Event()
+        self._config = config
+
+    def finish(self) -> bool:
+        signals: Any = SimpleNamespace(stop=self.stop, defer=lambda: None)
+        lease: Any = SimpleNamespace(check=lambda: None)
+        return finish_evaluations(
+            self.evaluations,
+            self._config,
+            self.newest,
+            lease,
+            self.output,
+            signals,
+            self.lines.append,
+        )
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How recorders were closed; an actor's calls are done at once."""
+    how: list[str] = []
+    recorder = SimpleNamespace(
+        take_news=SimpleNamespace(remote=lambda within_s: []),
+        close=SimpleNamespace(remote=lambda status, newest: how.append(status)),
+    )
+    there = SimpleNamespace(
+        get=lambda value: value, kill=lambda actor: None, exceptions=last_evaluations.ray.exceptions
+    )
+    monkeypatch.setattr(last_evaluations, "ray", there)
+    monkeypatch.setattr(last_evaluations, "start_recorder", lambda spec: recorder)
+    return how
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> FittedConfig:
+    return decided(FittedConfig, make_config(keep_checkpoints=2, eval_mode="async"), use_gpu=False)
+
+
+def test_nothing_is_waited_for_where_all_is_evaluated(
+    config: FittedConfig, tmp_path: Path, closed: list[str]
+) -> None:
+    end = End(config, Location.of(tmp_path), due=False, failing=False)
+    assert end.finish() is False
+    assert (closed, end.lines) == ([], [])
+    # What was kept for its evaluation alone is removed.
+    assert [c.state.step for c in Catalog(end.output.run_dir).complete()] == [40, 50]
+
+
+def test_the_last_evaluation_is_waited_for(
+    config: FittedConfig, tmp_path: Path, closed: list[str]
+) -> None:
+    end = End(config, Location.of(tmp_path), due=True, failing=False)
+    assert end.finish() is True
+    assert closed == ["FINISHED"]
+    assert end.lines[0] == "all steps are done; waiting for the evaluation of step 50"
+
+
+def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again(
+    config: FittedConfig, tmp_path: Path, closed: list[str]
+) -> None:
+    end = End(config, Location.of(tmp_path), due=True, failing=True)
+    with pytest.raises(TrainingFailed, match="step 50 is not evaluated; the same command tries it"):
+        end.finish()
+    assert closed == ["FINISHED"]
+
+
+def test_a_signal_ends_the_wait(config: FittedConfig, tmp_path: Path, closed: list[str]) -> None:
+    end = End(config, Location.of(tmp_path), due=True, failing=True)
+    end.stop.set()
+    with pytest.raises(Interrupted, match="the same command evaluates step 50"):
+        end.finish()
+    assert closed == ["KILLED"]

@@ -1,0 +1,72 @@
+"""What a run writes besides checkpoints, and what a recorder begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import METRICS_FILE
+from raytrain_gpt.train.run_output import RunOutput
+from tests.checkpoint.test_catalog import write
+from tests.runs import MakeConfig
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> FittedConfig:
+    return decided(FittedConfig, make_config(), use_gpu=False)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> RunOutput:
+    made = RunOutput(Location.of(tmp_path / "run"), {"sweep": "a"}, pytest.fail)
+    made.sync.work_dir.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def test_the_configuration_can_be_used_again(output: RunOutput, config: FittedConfig) -> None:
+    output.write_config(config)
+    written = load_config_file(output.sync.work_dir / "config.yaml")
+    assert written.model_dump() == config.model_dump()
+
+
+def test_every_attempt_has_a_number_that_ray_has_not_seen(output: RunOutput) -> None:
+    assert output.next_attempt(0) == 1
+    assert output.next_attempt(4) == 5
+    for name in ("001", "007", "other"):
+        (output.run_dir / "ray" / name / "file").write_text("")
+    assert output.next_attempt(2) == 8
+    assert output.next_attempt(9) == 10
+
+
+def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
+    output: RunOutput, config: FittedConfig
+) -> None:
+    for step in (10, 20):
+        write(Catalog(output.run_dir), step)
+    checkpoints = Catalog(output.run_dir).complete()
+    spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
+    assert (spec.step, spec.attempt, spec.mlflow_tags) == (20, None, {"sweep": "a"})
+    assert spec.saved_rows == [{"step": 10}, {"step": 20}]
+    assert spec.saved_samples == []
+
+
+def test_the_last_steps_are_those_of_the_file_and_of_the_checkpoints(output: RunOutput) -> None:
+    lines = [f'{{"step": {step}, "train/loss": {step}.5}}\n' for step in (1, 2, 3, 9)]
+    (output.sync.work_dir / METRICS_FILE).write_text("".join(lines))
+    saved = [{"step": 3, "event": "spike"}, {"step": 4, "train/loss": 4.5}]
+    found = output.last_steps(step=5, saved_rows=saved, number=3)
+    assert [row["step"] for row in found] == [2, 3, 4]  # 9 will be done again
+
+
+def test_a_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").mkdir()  # in the way
+    RunOutput(Location.of(tmp_path / "run"), {}, lines.append).write_report()
+    assert len(lines) == 1
+    assert lines[0].startswith("no report: ")
