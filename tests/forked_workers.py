@@ -140,8 +140,12 @@ def main() -> None:
     import gc
     import importlib
 
+    import ray
+
     for name in IMPORTED:
         importlib.import_module(name)
+    # Finds where the title stands in memory, which is before the variables; the children change those.
+    ray._raylet.setproctitle("forked_workers")
     gc.freeze()  # the children's collections touch nothing of this, so that it stays shared
     work(serve(listener))
 
