@@ -10,7 +10,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.serve.options import ServeOptions
+from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from raytrain_gpt.storage.location import Location

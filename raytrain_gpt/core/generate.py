@@ -164,7 +164,7 @@ class DecodingBatch:
         hidden = [*self._decode(), *self._recompute(), *self._prefill(new)]
         logits = F.linear(torch.cat(hidden), self._model.wte.weight).float()  # (N, V)
         uniforms = [sequence.generator.random() for sequence in sequences]
-        tokens = draw(
+        tokens = draw_tokens(
             logits[:, : self._model.shape.vocab_size], [s.options for s in sequences], uniforms
         )
         return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
@@ -294,7 +294,7 @@ def _max_sequences(shape: GPTShape, longest: int) -> int:
     return max(1, min(MAX_SEQUENCES, fit))
 
 
-def draw(
+def draw_tokens(
     logits: Tensor, options: Sequence[SamplingOptions], uniforms: Sequence[float]
 ) -> list[int]:
     """Sample one token per row, by inverting the cumulative distribution at a uniform number.
@@ -324,13 +324,13 @@ def draw(
             for row in rows
         ]
         group = logits if len(rows) == len(options) else logits[rows]
-        drawn = _draw(group, k, ranked, torch.tensor(numbers, device=logits.device))
+        drawn = _draw_group(group, k, ranked, torch.tensor(numbers, device=logits.device))
         for row, token in zip(rows, drawn.tolist(), strict=True):
             tokens[row] = token
     return tokens
 
 
-def _draw(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
+def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
     """One token per row, int64 (N,).
 
     Args:

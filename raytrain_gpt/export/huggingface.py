@@ -27,7 +27,7 @@ from raytrain_gpt.checkpoint.catalog import (
     Draft,
     resolve_checkpoint,
 )
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import FIELDS, Config, parse_config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -235,13 +235,10 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
 
 def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
     """The state of weights that no run has trained: no dataset, no step."""
+    sizes = {name: value for name, value in dataclasses.asdict(shape).items() if name in FIELDS}
     config = Config().updated(
         {
-            "num_layers": shape.num_layers,
-            "num_heads": shape.num_heads,
-            "embd_size": shape.embd_size,
-            "dropout": shape.dropout,
-            "seq_len": shape.seq_len,
+            **sizes,
             "data_path": "",
             "micro_batch_sequences": EVAL_SEQUENCES,
             "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,

@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
-from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES, ApiError, CompletionRequest, parse_request
 from raytrain_gpt.serve.response import Completion, encoded
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 
 RETRY_AFTER_S = 1
 BODY_WITHIN_S = 30.0

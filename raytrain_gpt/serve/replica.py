@@ -14,7 +14,7 @@ from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine, Weights
 from raytrain_gpt.serve.follow import best_usable
-from raytrain_gpt.serve.options import ServeOptions
+from raytrain_gpt.serve.serve_options import ServeOptions
 from raytrain_gpt.storage.location import Location, Place
 
 logger = logging.getLogger(__name__)

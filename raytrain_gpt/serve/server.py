@@ -26,8 +26,8 @@ from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
 from raytrain_gpt.serve.follow import Follower, best_usable, described
-from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.replica import Replica
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.storage.location import Location
 
 APP = "raytrain-gpt"
@@ -56,7 +56,7 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
         ClusterError: the machine has too few GPUs.
         Interrupted: Ctrl+C or SIGTERM.
     """
-    check_address(options)
+    check_can_listen(options)
     location = Location.of(path)
     checkpoint = best_usable(location, say) if options.follow else resolve_checkpoint(location)
     if options.follow and checkpoint.path == location:
@@ -96,7 +96,7 @@ def _follow(
         follower.look()
 
 
-def check_address(options: ServeOptions) -> None:
+def check_can_listen(options: ServeOptions) -> None:
     """Check that the address is free, and safe to listen on.
 
     Raises:

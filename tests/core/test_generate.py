@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate
-from raytrain_gpt.core.generate import DecodingBatch, Drawn, draw, sample_tokens
+from raytrain_gpt.core.generate import DecodingBatch, Drawn, draw_tokens, sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import RaisesLine
@@ -304,7 +304,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     rows = 10_000
     options = SamplingOptions(max_new_tokens=1, **{"top_k": None, **changes})
     uniforms = [(row + 0.5) / rows for row in range(rows)]
-    tokens = draw(LOGITS.expand(rows, -1), [options] * rows, uniforms)
+    tokens = draw_tokens(LOGITS.expand(rows, -1), [options] * rows, uniforms)
     shares = [tokens.count(token) / rows for token in (3, 20, 41, 60)]
     assert shares == pytest.approx(expected, abs=2e-4)
 
@@ -313,13 +313,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
 def test_a_number_next_to_1_does_not_lead_out_of_the_likely_tokens(way: str) -> None:
     options = SamplingOptions(max_new_tokens=1, **WAYS[way])
     for uniform in (math.nextafter(1, 0), 0.0):
-        (token,) = draw(LOGITS[None], [options], [uniform])
+        (token,) = draw_tokens(LOGITS[None], [options], [uniform])
         assert LOGITS[token] > -math.inf
 
 
 def test_a_model_that_is_not_finite_draws_tokens_that_exist() -> None:
     for value, way in itertools.product((math.nan, math.inf, -math.inf), WAYS.values()):
-        (token,) = draw(
+        (token,) = draw_tokens(
             torch.full((1, 100), value), [SamplingOptions(max_new_tokens=1, **way)], [0.5]
         )
         assert 0 <= token < 100
@@ -331,10 +331,10 @@ def test_options_of_others_do_not_change_a_row() -> None:
     options = [SamplingOptions(max_new_tokens=1, **way) for way in WAYS.values()]
     uniforms = [0.9, 0.7, 0.5, 0.3, 0.1]
     alone = [
-        draw(logits[i : i + 1], options[i : i + 1], uniforms[i : i + 1])[0]
+        draw_tokens(logits[i : i + 1], options[i : i + 1], uniforms[i : i + 1])[0]
         for i in range(len(WAYS))
     ]
-    assert draw(logits, options, uniforms) == alone
+    assert draw_tokens(logits, options, uniforms) == alone
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import pytest
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import DecodingBatch
-from raytrain_gpt.serve.options import KEY_VARIABLE
 from raytrain_gpt.serve.replica import load_weights
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE
 from tests.ports import free_port
 from tests.runs import command
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint

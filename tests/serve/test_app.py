@@ -15,9 +15,9 @@ import pytest
 from raytrain_gpt.serve import app
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
-from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES
 from raytrain_gpt.serve.replica import load_weights
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 from tests.serve.checkpoints import RUN_NAME, SEQ_LEN, write_checkpoint
 
 KEY = "a-key-of-the-server's"

@@ -16,8 +16,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
-from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.replica import load_weights
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 from tests.serve.browser import installed, launched
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, WITHIN_S, Server

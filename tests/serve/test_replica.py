@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ray.serve._private import replica as serve_replica
 
-from raytrain_gpt.serve.options import ServeOptions
 from raytrain_gpt.serve.replica import Replica
+from raytrain_gpt.serve.serve_options import ServeOptions
 from tests.serve.checkpoints import write_checkpoint
 
 

@@ -11,8 +11,8 @@ import pytest
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
-from raytrain_gpt.serve.options import KEY_VARIABLE, ServeOptions
-from raytrain_gpt.serve.server import check_address
+from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
+from raytrain_gpt.serve.server import check_can_listen
 from tests.conftest import RaisesLine
 
 
@@ -27,7 +27,7 @@ def taken() -> Iterator[int]:
 
 def test_a_port_that_is_taken_is_named(raises_line: RaisesLine, taken: int) -> None:
     with raises_line(ConfigError, f"127.0.0.1 port {taken}", "already in use", "--port"):
-        check_address(ServeOptions(port=taken))
+        check_can_listen(ServeOptions(port=taken))
 
 
 def test_others_may_reach_it_only_with_a_key(
@@ -36,13 +36,13 @@ def test_others_may_reach_it_only_with_a_key(
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::", "192.0.2.1", "a-machine"):
         with raises_line(ConfigError, f"host={host}", KEY_VARIABLE):
-            check_address(ServeOptions(host=host))
+            check_can_listen(ServeOptions(host=host))
     monkeypatch.setenv(KEY_VARIABLE, "some-key")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    check_address(ServeOptions(host="0.0.0.0", port=port))
-    check_address(ServeOptions(host="localhost", port=port))
+    check_can_listen(ServeOptions(host="0.0.0.0", port=port))
+    check_can_listen(ServeOptions(host="localhost", port=port))
 
 
 def test_replicas_answer_nobody_without_the_key_that_they_should_have(

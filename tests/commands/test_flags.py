@@ -1,0 +1,71 @@
+"""Parsers made from declared options: what is shown, and what a value becomes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions
+from raytrain_gpt.commands.inference import SampleOptions
+from raytrain_gpt.commands.train import RunsOptions, tune
+from raytrain_gpt.config.options import Options, SamplingOptions
+from raytrain_gpt.config.schema import FIELDS, EvalSection
+from raytrain_gpt.errors import ConfigError
+from tests.conftest import RaisesLine
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+def parsed(kind: type[Options], *argv: str, config: bool = False) -> Any:
+    """The options that arguments mean."""
+    found: list[Any] = []
+
+    def run(options: Any) -> None:
+        """Do nothing."""
+        found.append(options)
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    Command("it", kind, SECTIONS if config else {}, run).add_parser(parser.add_subparsers())
+    args = parser.parse_args(["it", *argv])
+    args.command(args)
+    return found[0]
+
+
+def test_flags_have_the_type_and_default_of_their_field() -> None:
+    options = parsed(SampleOptions, "runs/a", "--prompt", "null", "--top_k", "null", "--seed", "7")
+    assert (options.checkpoint, options.prompt, options.seed) == ("runs/a", "null", 7)
+    assert options.top_k is None, "null is no number"
+    assert parsed(SampleOptions, "runs/a").top_k == EvalSection().top_k
+    assert parsed(RunsOptions, "list", "--json").as_json
+    assert parsed(RunsOptions, "show", "a", "b").runs == ["a", "b"]
+
+
+def test_a_wrong_value_is_one_line_with_the_limit_and_the_help(raises_line: RaisesLine) -> None:
+    with raises_line(ConfigError, "top_p=1.5: must be less than or equal to 1 (Sample from"):
+        parsed(SampleOptions, "runs/a", "--top_p", "1.5")
+    with raises_line(ConfigError, "action=shew: must be 'list', 'show'"):
+        parsed(RunsOptions, "shew")
+    with raises_line(ConfigError, "seed=x: must be a valid integer"):
+        SamplingOptions(seed="x")
+
+
+def test_fields_of_the_configuration_win_over_the_preset_and_make_the_same_train_command() -> None:
+    argv = ["--preset", "quickstart", "--min_workers", "null", "--run_name", "a b"]
+    options = parsed(ConfigOptions, *argv[:4], "--max_steps", "7", config=True)
+    config = options.resolved()
+    assert (config.train.max_steps, config.cluster.min_workers) == (7, None)
+    command = parsed(ConfigOptions, *argv, config=True).train_command()
+    assert command == ("raytrain-gpt train --preset quickstart --min_workers null --run_name 'a b'")
+
+
+@pytest.mark.parametrize("command", ["train", "tune", "doctor", "estimate"])
+def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cli: RunCli) -> None:
+    code, shown, _ = run_cli(command, "--help")
+    assert code == 0
+    names = [name for fields in tune.groups.values() for name in fields]
+    for name in names if command == "tune" else FIELDS:
+        assert shown.count(f"  --{name} ") == 1, name
+    assert len(shown.split("\n\n")[0]) < 200
