@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def client(tmp_path: Path) -> MlflowClient:
 
 
 @pytest.fixture
-def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Track]:
+def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
     """Starts a tracker for the run `run`, as a start of the run does."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     (tmp_path / "run").mkdir()
@@ -32,7 +32,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Track]:
         uri, said = f"file:{tmp_path / 'mlruns'}", []
         return MLflow(tmp_path / "run", uri, "tests", None, step, parameters, {}, said.append)
 
-    yield start
+    return start
 
 
 def rows(first: int, last: int, loss: float = 1.0) -> list[Row]:
