@@ -34,7 +34,6 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     """What the sweep does when Ray Tune starts a trial, gets a report, or ends a trial.
 
     Args:
-        sweep: The sweep.
         history: Gets every event.
         barrier: Handle of the sweep's `ShutdownBarrier`.
         stop: Set by a signal.

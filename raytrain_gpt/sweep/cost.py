@@ -51,16 +51,16 @@ def cost_lines(sweep: Sweep) -> list[str]:
         lines = plan_table(tied, [config.train.max_steps for config in configs])
     else:
         lines = [f"{count} trials, whose values Optuna chooses from the losses of earlier ones"]
-    gpus = "" if c.use_gpu is False else f" (with GPUs: {c.gpus_per_worker:g} each)"
+    gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
-        f"a trial: {c.num_workers} workers × {c.cpus_per_worker} CPUs{gpus}, 1 CPU for its data | "
-        f"on this machine alone: {at_once} at once"
+        f"each trial: {trial_cpus(base)} CPUs ({c.num_workers} × {c.cpus_per_worker} for workers, "
+        f"{DATA_CPUS} for data){gpus} | on this machine alone: {at_once} at once"
     )
     full = count * sweep.budget_tokens
     least = halved_tokens(sweep, count)
     stops = (
-        "" if least == full else f"; {amount(least)} if all of them stopped as early as they can"
+        "" if least == full else f"; {amount(least)} if all trials are stopped as early as possible"
     )
     lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
     on_gpu = c.use_gpu is not False and torch.cuda.is_available()
@@ -75,9 +75,9 @@ def cost_lines(sweep: Sweep) -> list[str]:
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(
-        f"time: {duration(full / speed / at_once)} at most for the steps, at {speed:,.0f} tok/s a trial "
-        f"and {at_once} at full speed at once; measured here ({device.type}), start-up and "
-        "evaluations not counted"
+        f"time: at most {duration(full / speed / at_once)} for the steps, at {speed:,.0f} tok/s per trial "
+        f"(measured here, {device.type}) and {at_once} at full speed at once; without start-up and "
+        "evaluations"
     )
     return lines
 

@@ -54,18 +54,11 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep found.
-
-    Attributes:
-        directory: The sweep's directory.
-        trials: All trials that have started, by name.
-        best: The best one; None: no trial has a result.
-        files: Names of the result files in `directory`.
-    """
+    """What a sweep found: all trials that have started, the best one, and the result files' names."""
 
     directory: Location
     trials: list[Trial]
-    best: Trial | None
+    best: Trial
     files: tuple[str, ...]
 
 
@@ -92,10 +85,10 @@ class SweepRun:
     """Runs a sweep from wherever its history says it is.
 
     Args:
-        sweep: The sweep.
+        sweep: What to run.
         base: Its base as it was given, with absolute paths.
         fitted: The same with every `auto` of the cluster section decided.
-        directory: The sweep's directory.
+        directory: `<storage_path>/<sweep_name>`.
         log: Gets every console line.
     """
 
@@ -126,7 +119,7 @@ class SweepRun:
 
         Args:
             at_once: Trials at the same time.
-            signals: Ask it to stop.
+            signals: Its `stop` makes all trials save and stop.
             lease: On the sweep's name.
             train_loop: What every worker of every trial runs.
 

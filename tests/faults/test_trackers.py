@@ -37,6 +37,8 @@ def test_rows_wait_for_a_server_that_is_down(
     assert "does not answer" in lines.get(timeout=60)
 
     store = f"sqlite:///{tmp_path / 'server.db'}"
+    client = MlflowClient(store)
+    client.search_experiments()  # makes the tables, before the server would do so at the same time
     port = uri.rpartition(":")[2]
     argv = ["-m", "mlflow", "server", "--port", port, "--backend-store-uri", store]
     server = subprocess.Popen(
@@ -46,7 +48,6 @@ def test_rows_wait_for_a_server_that_is_down(
         stderr=subprocess.DEVNULL,
     )
     try:
-        client = MlflowClient(store)
 
         def logged() -> list[int]:
             assert server.poll() is None, "the server ended"

@@ -1,0 +1,57 @@
+"""What `tune --dry_run` says: the trials, their resources, tokens and hours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.sweep import cost
+from raytrain_gpt.sweep.cost import cost_lines, halved_tokens
+from raytrain_gpt.sweep.spec import Sweep
+
+
+def sweep(**changes: Any) -> Sweep:
+    """Nine trials of 90 steps of 512 tokens."""
+    fields: dict[str, Any] = {
+        "sweep_name": "rates",
+        "base": {"preset": "quickstart"},
+        "overrides": {
+            **{"global_batch_tokens": 512, "seq_len": 64, "micro_batch_sequences": 8},
+            **{"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False, "warmup_steps": 5},
+        },
+        "space": {"peak_lr": {"grid": [n * 1e-3 for n in range(1, 10)]}},
+        "budget_tokens": 90 * 512,
+        "report_every_tokens": 10 * 512,
+    }
+    return Sweep.model_validate({**fields, **changes})
+
+
+ASHA = {"kind": "asha", "grace_tokens": 10 * 512, "reduction_factor": 3}
+
+
+def test_halving_saves_what_stopped_trials_do_not_train() -> None:
+    assert halved_tokens(sweep(), 9) == 9 * 90 * 512
+    # Nine trials come to the first rung, three to the second, one to the end.
+    assert halved_tokens(sweep(scheduler=ASHA), 9) == (9 * 10 + 3 * 20 + 1 * 60) * 512
+
+
+def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "measured_tokens_per_s", lambda config, device: 1024.0)
+    lines = cost_lines(sweep(scheduler=ASHA, max_concurrent_trials=1))
+    assert lines[0].split() == ["trial", "peak_lr", "steps"]
+    assert lines[9].split() == ["008", "9e-3", "90"]
+    each, tokens, time = lines[10:]
+    assert each == (
+        "each trial: 2 CPUs (1 × 1 for workers, 1 for data) | on this machine alone: 1 at once"
+    )
+    assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
+    assert time.startswith("time: at most 6m 45s for the steps, at 1,024 tok/s per trial")
+
+
+def test_optunas_trials_are_counted_and_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "measured_tokens_per_s", lambda config, device: 1024.0)
+    space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}}
+    assert cost_lines(sweep(space=space, searcher="optuna", num_trials=5))[0].startswith(
+        "5 trials, whose values Optuna chooses"
+    )
