@@ -256,7 +256,7 @@ def test_two_windows_of_steps_before_are_as_good_as_all(length: int) -> None:
     """So many a run that goes on gives: what is bad among them has good ones before it, or is past."""
     count = 3 * WINDOW
     good = noisy(lambda step: 3 + 0 * step, count, 0.01, seed=11)
-    for at in range(0, count - length, 5):
+    for at in range(0, count - length, 11):
         losses = good.copy()
         losses[at : at + length] = 30.0
         before = as_rows(numbered(losses))
