@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ import ray
 import tiktoken
 import torch
 from hypothesis import settings
-from ray._private import ray_constants
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
@@ -24,7 +22,6 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests import forked_workers
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
@@ -118,19 +115,14 @@ def cluster(s3: S3Server) -> Iterator[str]:
 
     Its processes have the variables for the object store, which must be set before it starts.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="fork-", dir="/tmp") as directory,
-        forked_workers.worker_server(Path(directory)) as variables,
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_workers.__file__)
-            for name, value in {**WITHOUT_METRICS, **variables}.items():
-                patch.setenv(name, value)
-            context = ray.init(
-                "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
-            )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in WITHOUT_METRICS.items():
+            patch.setenv(name, value)
+        context = ray.init(
+            "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
+        )
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)
