@@ -34,13 +34,9 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     """What the sweep does when Ray Tune starts a trial, gets a report, or ends a trial.
 
     Args:
-        sweep: The sweep.
-        history: Gets every event.
         barrier: Handle of the sweep's `ShutdownBarrier`.
         stop: Set by a signal.
         tied_values: Searched values of a trial -> all its values.
-        lease: On the sweep's name.
-        log: Gets the table of trials.
     """
 
     def __init__(

@@ -54,49 +54,36 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep found.
-
-    Attributes:
-        directory: The sweep's directory.
-        trials: All trials that have started, by name.
-        best: The best one; None: no trial has a result.
-        files: Names of the result files in `directory`.
-    """
+    """What a sweep found: all trials that have started, by name, and the best one."""
 
     directory: Location
     trials: list[Trial]
-    best: Trial | None
+    best: Trial
     files: tuple[str, ...]
+    """Names of the result files in `directory`."""
 
 
 @dataclass
 class _Remaining:
-    """What is left of a sweep.
-
-    Attributes:
-        scheduler: Ray Tune's, told the reports so far.
-        names: Trials, in the order in which they start.
-        values: Each trial's values; empty where a searcher chooses them.
-        searcher: Ray Tune's, if one chooses the values.
-        begun: See `SweepContext`.
-    """
+    """What is left of a sweep."""
 
     scheduler: Any
+    """Ray Tune's, told the reports so far."""
     names: list[str]
+    """Trials, in the order in which they start."""
+    begun: dict[str, tuple[int, str | None]]
+    """See `SweepContext`."""
     values: list[Values] = field(default_factory=list)
+    """Each trial's values; empty where a searcher chooses them."""
     searcher: Any = None
-    begun: dict[str, tuple[int, str | None]] = field(default_factory=dict)
 
 
 class SweepRun:
     """Runs a sweep from wherever its history says it is.
 
     Args:
-        sweep: The sweep.
         base: Its base as it was given, with absolute paths.
         fitted: The same with every `auto` of the cluster section decided.
-        directory: The sweep's directory.
-        log: Gets every console line.
     """
 
     def __init__(
@@ -122,13 +109,7 @@ class SweepRun:
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
     ) -> SweepSummary:
-        """Run what is left of the sweep.
-
-        Args:
-            at_once: Trials at the same time.
-            signals: Ask it to stop.
-            lease: On the sweep's name.
-            train_loop: What every worker of every trial runs.
+        """Run what is left of the sweep, `at_once` trials at the same time.
 
         Raises:
             Interrupted: a signal came, and all trials have saved.
@@ -206,7 +187,7 @@ class SweepRun:
             started = [name for name in known if name in names]
             names = started + [name for name in names if name not in known]
             searcher = optuna_search(sweep, history)
-            return _Remaining(scheduler, names, searcher=searcher, begun=begun)
+            return _Remaining(scheduler, names, begun, searcher=searcher)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         if pbt and names:
             scheduler = Population(sweep, pbt)
@@ -214,7 +195,7 @@ class SweepRun:
             for name, report in reports.items():
                 values[name] = {leaf: report["values"][leaf] for leaf in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))
-        return _Remaining(scheduler, names, [values[name] for name in names], begun=begun)
+        return _Remaining(scheduler, names, begun, [values[name] for name in names])
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials where a crash came between the last report and the end."""
@@ -251,7 +232,6 @@ class SweepRun:
         )
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
-        """Write the results."""
         from raytrain_gpt.sweep.plots import sweep_plots  # here: matplotlib is slow to import
 
         sweep, trials = self._sweep, self._history.trials()

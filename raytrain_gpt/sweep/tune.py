@@ -48,9 +48,7 @@ def run_sweep(
     """Run all trials of a sweep that have not ended.
 
     Args:
-        sweep: The sweep.
         goes_on: Continue the sweep if it has started before; else that is an error.
-        log: Gets every console line.
         train_loop: What every worker of every trial runs; tests inject faults here.
 
     Raises:

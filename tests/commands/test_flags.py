@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from raytrain_gpt.config.options import Options, SamplingOptions
+from raytrain_gpt.config.call_options import Options, SamplingOptions
 
 from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions
 from raytrain_gpt.commands.inference import SampleOptions
