@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,14 +26,14 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
 from raytrain_gpt.sweep.history import ENDED, History
-from raytrain_gpt.sweep.parent_run import ParentRun
 from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
-from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
+from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.trackers import mlflow_store
 from raytrain_gpt.train.supervisor import TrainLoop
 
@@ -50,6 +52,48 @@ _TUNE_ENVIRONMENT = {
 }
 
 Values = dict[str, Any]
+
+
+class ParentRun:
+    """The sweep's own MLflow run, over all its restarts; the parent of every trial's run.
+
+    A tracking server that does not answer costs the sweep one line on the console, nothing else.
+    """
+
+    def __init__(
+        self, sweep: Sweep, base: Config, directory: Location, log: Callable[[str], None]
+    ) -> None:
+        self._log = log
+        self._run: MLflowRun | None = None
+        uri, artifacts = mlflow_store(base)
+        if uri is None:
+            return
+        try:
+            experiment, fields = base.tracking.experiment, sweep.model_dump()
+            self._run = MLflowRun(directory, uri, experiment, artifacts, fields, {})
+        except Exception as error:  # no error of a tracker may end the sweep
+            log(f"MLflow at {uri} has no run of this sweep: {error}")
+
+    @property
+    def child_tags(self) -> dict[str, str]:
+        """Tags of a trial's MLflow run."""
+        return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
+
+    def close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
+        """End the run as FINISHED, FAILED or KILLED; `files` (name -> content) are its artifacts."""
+        if self._run is None:
+            return
+        client, run_id = self._run.client, self._run.run_id
+        try:
+            for name, value in metrics.items():
+                client.log_metric(run_id, name, value)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+                for name, content in files.items():
+                    Path(directory, name).write_bytes(content)
+                client.log_artifacts(run_id, directory)
+            client.set_terminated(run_id, status)
+        except Exception as error:
+            self._log(f"MLflow did not take the results of this sweep: {error}")
 
 
 @dataclass(frozen=True)
@@ -136,9 +180,10 @@ class SweepRun:
             train_loop=train_loop,
         )
         signals.defer()
+        callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
         status = "FAILED"
         try:
-            self._tune(remaining, context, self._callback(barrier, signals, lease), at_once)
+            self._tune(remaining, context, callback, at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
                 raise Stopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
@@ -155,14 +200,6 @@ class SweepRun:
             if status != "FINISHED":
                 parent.close(status, {}, {})
         return self._finish(parent)
-
-    def _callback(self, barrier: Any, signals: StopSignals, lease: Lease) -> SweepCallback:
-        def tied(values: Values) -> Values:
-            return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
-
-        return SweepCallback(
-            self._sweep, self._history, barrier, signals.stop, tied, lease, self._log
-        )
 
     def _remaining(self) -> _Remaining:
         sweep, history = self._sweep, self._history

@@ -119,11 +119,7 @@ class TrialRun:
     """
 
     def __init__(
-        self,
-        config: FittedConfig,
-        context: SweepContext,
-        origin: str | None,
-        reported_tokens: int,
+        self, config: FittedConfig, context: SweepContext, origin: str | None, reported_tokens: int
     ) -> None:
         self._config, self._context, self._origin = config, context, origin
         self._objective = context.sweep.objective

@@ -39,11 +39,7 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
 
 
 def run_sweep(
-    sweep: Sweep,
-    *,
-    goes_on: bool,
-    log: Callable[[str], None],
-    train_loop: TrainLoop = train_worker,
+    sweep: Sweep, *, goes_on: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 

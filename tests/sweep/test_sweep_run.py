@@ -10,8 +10,8 @@ from mlflow import MlflowClient
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.parent_run import ParentRun
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.sweep_run import ParentRun
 from tests.ports import free_port
 
 
