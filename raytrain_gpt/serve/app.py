@@ -39,13 +39,8 @@ _PAGE_POLICY = (
 def build_app(engine: Engine, options: ServeOptions, needs_key: bool) -> Starlette:
     """The application of a replica.
 
-    Args:
-        engine: Generates the responses.
-        options: Limits of requests, and the address that callers use.
-        needs_key: Refuse to start without an API key in the environment.
-
     Raises:
-        ConfigError: a key is needed, and this process has none.
+        ConfigError: `needs_key`, and there is no API key in this process's environment.
     """
     interface = _Interface(engine, options, needs_key)
     routes = [
