@@ -86,19 +86,14 @@ class ConfigOptions(Options):
 
 @dataclass(frozen=True)
 class Command(Generic[OptionsT]):
-    """A command of the command line, whose parser is made from the fields of its options.
-
-    Attributes:
-        name: What the user types.
-        options: Its flags and arguments.
-        groups: Further fields by group of the help; the given ones become `options.fields`, as text.
-        run: Called with the options. Its docstring is the help.
-    """
+    """A command of the command line, whose parser is made from the fields of its options."""
 
     name: str
     options: type[OptionsT]
     groups: Groups
+    """Further fields by group of the help; the given ones become `options.fields`, as text."""
     run: Callable[[OptionsT], None]
+    """Called with the options. Its docstring is the help."""
 
     def add_parser(self, commands: Any) -> None:
         """Add it to the subparsers of the command line."""

@@ -49,13 +49,8 @@ def evaluate(options: EvalOptions) -> None:
     """Validation loss and HellaSwag score of a checkpoint."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
-    path, metrics = evaluate_checkpoint(
-        options.checkpoint,
-        say,
-        data=options.data,
-        eval_tokens=options.eval_tokens,
-        hellaswag=options.hellaswag,
-    )
+    how = options.model_dump(exclude={"checkpoint", "as_json"})
+    path, metrics = evaluate_checkpoint(options.checkpoint, say, **how)
     _say_metrics(path, metrics)
     if options.as_json:
         say(json.dumps({"checkpoint": str(path), **metrics}))

@@ -68,9 +68,7 @@ class _Interface:
             )
         own_names = {"localhost", "127.0.0.1", "[::1]", options.host.lower()}
         self._hosts = own_names if options.is_loopback else None
-        self._page = (
-            resources.files("raytrain_gpt").joinpath("serve", "page.html").read_text("utf-8")
-        )
+        self._page = resources.files("raytrain_gpt.serve").joinpath("page.html").read_text("utf-8")
 
     async def page(self, request: Request) -> Response:
         self._check_host(request)

@@ -98,5 +98,5 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         known = self._history.trials()
         names = {trial.name for trial in known}
         waiting = [str(trial) for trial in trials if trial.status == TuneTrial.PENDING]
-        known += [Trial.pending(name) for name in waiting if name not in names]
+        known += [Trial(name) for name in waiting if name not in names]
         self._log(progress_table(known, self._sweep.objective, self._sweep.budget_tokens))

@@ -278,7 +278,11 @@ class SweepRun:
         best, metrics = best_trial(trials, budget_tokens), {}
         if best is not None:
             values = {leaf: best.values[leaf] for leaf in sweep.searched}
-            config = trial_config(sweep, self._base, values).updated(self._given_values())
+            config = trial_config(sweep, self._base, values)
+            # Leaves that the sweep changes for its own sake are as base and overrides have them.
+            given = sweep.base.load().field_values() | sweep.overrides
+            own = ("num_workers", "cpus_per_worker", "spike_detection")
+            config = config.updated({name: given[name] for name in own})
             files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
@@ -290,8 +294,3 @@ class SweepRun:
             errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
             raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
         return SweepSummary(self._directory, trials, best, tuple(files))
-
-    def _given_values(self) -> Values:
-        """Leaves that the sweep changes for its own sake, as base and overrides have them."""
-        given = self._sweep.base.load().field_values() | self._sweep.overrides
-        return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}
