@@ -75,12 +75,8 @@ class ConfigOptions(Options):
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
-        given = {"preset": self.preset, "config": self.config}
-        given = {name: value for name, value in given.items() if value is not None}
-        values = {**given, **self.fields}.items()
-        flags = [
-            f"--{name} {shlex.quote('null' if value is None else value)}" for name, value in values
-        ]
+        given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
+        flags = [f"--{name} {shlex.quote('null' if v is None else v)}" for name, v in given.items()]
         return " ".join(["raytrain-gpt train", *flags])
 
 
