@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
-from raytrain_gpt.commands import cluster, data, estimate, inference, models, train
+from raytrain_gpt.commands import cluster, data, inference, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 from raytrain_gpt.redact import redacted
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
-        *(data.prepare, data.data, estimate.estimate, train.train, train.tune, train.runs),
-        *(inference.evaluate, inference.sample, inference.serve, models.export, models.import_),
-        *(cluster.doctor, cluster.node),
+        *(data.prepare, data.data, train.estimate, train.train, train.tune, train.runs),
+        *(inference.evaluate, inference.sample, inference.serve),
+        *(inference.export, inference.import_, cluster.doctor, cluster.node),
     ):
         command.add_parser(commands)
     return parser

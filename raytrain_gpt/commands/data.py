@@ -92,9 +92,8 @@ def data(options: DataOptions) -> None:
                 if not options.as_json:
                     say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
             say(f"all {len(manifest.shards)} shards of {directory} are intact")
-        facts = describe_dataset(directory, manifest, say) | {
-            "verified": options.action == "verify"
-        }
+        described = describe_dataset(directory, manifest, say)
+        facts = described | {"verified": options.action == "verify"}
     say(_train_line(options.directory))
     if options.as_json:
         say(json.dumps(facts))

@@ -75,30 +75,21 @@ class ConfigOptions(Options):
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
-        given = {"preset": self.preset, "config": self.config}
-        given = {name: value for name, value in given.items() if value is not None}
-        values = {**given, **self.fields}.items()
-        flags = [
-            f"--{name} {shlex.quote('null' if value is None else value)}" for name, value in values
-        ]
+        given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
+        flags = [f"--{name} {shlex.quote('null' if v is None else v)}" for name, v in given.items()]
         return " ".join(["raytrain-gpt train", *flags])
 
 
 @dataclass(frozen=True)
 class Command(Generic[OptionsT]):
-    """A command of the command line, whose parser is made from the fields of its options.
-
-    Attributes:
-        name: What the user types.
-        options: Its flags and arguments.
-        groups: Further fields by group of the help; the given ones become `options.fields`, as text.
-        run: Called with the options. Its docstring is the help.
-    """
+    """A command of the command line, whose parser is made from the fields of its options."""
 
     name: str
     options: type[OptionsT]
     groups: Groups
+    """Further fields by group of the help; the given ones become `options.fields`, as text."""
     run: Callable[[OptionsT], None]
+    """Called with the options. Its docstring is the help."""
 
     def add_parser(self, commands: Any) -> None:
         """Add it to the subparsers of the command line."""

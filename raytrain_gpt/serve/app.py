@@ -39,13 +39,8 @@ _PAGE_POLICY = (
 def build_app(engine: Engine, options: ServeOptions, needs_key: bool) -> Starlette:
     """The application of a replica.
 
-    Args:
-        engine: Generates the responses.
-        options: Limits of requests, and the address that callers use.
-        needs_key: Refuse to start without an API key in the environment.
-
     Raises:
-        ConfigError: a key is needed, and this process has none.
+        ConfigError: `needs_key`, and there is no API key in this process's environment.
     """
     interface = _Interface(engine, options, needs_key)
     routes = [
@@ -73,9 +68,7 @@ class _Interface:
             )
         own_names = {"localhost", "127.0.0.1", "[::1]", options.host.lower()}
         self._hosts = own_names if options.is_loopback else None
-        self._page = (
-            resources.files("raytrain_gpt").joinpath("serve", "page.html").read_text("utf-8")
-        )
+        self._page = resources.files("raytrain_gpt.serve").joinpath("page.html").read_text("utf-8")
 
     async def page(self, request: Request) -> Response:
         self._check_host(request)

@@ -36,25 +36,19 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class Weights:
-    """A model that is served.
-
-    Attributes:
-        name: What requests call it.
-        step: Optimizer steps done.
-        val_loss: Nats per token; None if it was not evaluated.
-        loaded_at: Unix time.
-        model: On its device.
-        tokenizer: The model's.
-        hash: Identifies the checkpoint; empty without one.
-    """
+    """A model that is served."""
 
     name: str
+    """What requests call it."""
     step: int
     val_loss: float | None
+    """Nats per token; None if it was not evaluated."""
     loaded_at: int
+    """Unix time."""
     model: GPT
     tokenizer: tiktoken.Encoding
     hash: str = ""
+    """Identifies the checkpoint; empty without one."""
 
     @cached_property
     def max_prompt_bytes(self) -> int:
@@ -65,28 +59,22 @@ class Weights:
 
 @dataclass(eq=False)
 class Job:
-    """One sequence of a request.
-
-    Attributes:
-        weights: The model that continues it.
-        prompt: At least one token.
-        options: How tokens are drawn.
-        index: Index of the choice in the response; also selects its random stream.
-        drawn: Receives (index, result of a step), or (index, None) if the engine failed.
-    """
+    """One sequence of a request."""
 
     weights: Weights
     prompt: Sequence[int]
+    """At least one token."""
     options: SamplingOptions
     index: int
+    """Index of the choice in the response; also selects its random stream."""
     drawn: asyncio.Queue[tuple[int, Drawn | None]] = field(repr=False)
+    """Receives (index, result of a step), or (index, None) if the engine failed."""
 
 
 class Engine:
     """Runs jobs in a thread of its own.
 
     Args:
-        weights: Used by the first requests.
         loop: Event loop that reads the jobs' queues.
         max_batch: Sequences that are generated at the same time.
         max_queue: Sequences that may wait.
@@ -153,9 +141,8 @@ class Engine:
             try:
                 drawn: list[Drawn] | None = batch.step()
                 self._num_failed_steps = 0
-            except (
-                Exception
-            ):  # such as out of memory: these requests fail, the next ones may succeed
+            except Exception:
+                # Such as out of memory: these requests fail, the next ones may succeed.
                 logger.exception("a step failed")
                 drawn = None
                 self._num_failed_steps += 1

@@ -32,9 +32,7 @@ def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 def best_usable(path: Location, log: Callable[[str], None]) -> Checkpoint:
     """The best undamaged checkpoint of a run, or a checkpoint itself, with all its hashes verified.
 
-    Args:
-        path: A run or a checkpoint.
-        log: Receives a line for each damaged checkpoint.
+    `log` receives a line for each damaged checkpoint.
 
     Raises:
         CheckpointError: there is none, or all are damaged.
@@ -61,7 +59,6 @@ class Follower:
     """Keeps all replicas on the best checkpoint of a run.
 
     Args:
-        run_dir: The run.
         served: Hash of the checkpoint that was announced.
         call: Calls the method of `Replica` with this name on all replicas; returns their replies.
         say: Receives a line for each change, and for each checkpoint that cannot be served.

@@ -18,8 +18,7 @@ from raytrain_gpt.config.schema import suggestion
 
 MAX_BODY_BYTES = 1 << 20
 MAX_STOPS = 4
-_SHOWN_CHARACTERS = 80
-"""Length at which a wrong value is cut in an error message."""
+_SHOWN_CHARACTERS = 80  # of a wrong value in an error message
 
 _NEUTRAL: dict[str, Any] = {
     "echo": False,
@@ -41,11 +40,9 @@ class ApiError(HTTPException):
     """A refused request.
 
     Args:
-        status: HTTP status code.
         message: One line with what is wrong and what to do.
         param: The field of the request.
         code: OpenAI's name of the error, for programs.
-        headers: Further headers of the response.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class Replica:
 
     Args:
         path: A checkpoint, or a run: its best undamaged checkpoint, also after a restart.
-        options: Limits of requests.
         needs_key: Refuse to start without an API key.
     """
 

@@ -47,8 +47,6 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
 
     Args:
         path: A checkpoint, or a run: its best checkpoint, else its newest.
-        options: Where and how.
-        say: Receives console lines.
 
     Raises:
         ConfigError: the address cannot be used, or needs an API key.

@@ -18,8 +18,8 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.results import progress_table
-from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
+from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN, SweepContext
+from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
@@ -33,33 +33,26 @@ class Stopped(Exception):
 class SweepCallback(tune.Callback):  # type: ignore[misc]
     """What the sweep does when Ray Tune starts a trial, gets a report, or ends a trial.
 
-    Args:
-        history: Gets every event.
-        barrier: Handle of the sweep's `ShutdownBarrier`.
-        stop: Set by a signal.
-        tied_values: Searched values of a trial -> all its values.
-        lease: On the sweep's name.
-        log: Gets the table of trials.
+    It raises `Stopped` after `stop` was set.
     """
 
     def __init__(
         self,
-        sweep: Sweep,
+        context: SweepContext,
         history: History,
-        barrier: Any,
         stop: threading.Event,
-        tied_values: Callable[[dict[str, Any]], dict[str, Any]],
         lease: Lease,
         log: Callable[[str], None],
     ) -> None:
-        self._sweep, self._history, self._barrier, self._stop = sweep, history, barrier, stop
-        self._tied_values, self._lease, self._log = tied_values, lease, log
+        self._context, self._sweep, self._barrier = context, context.sweep, context.barrier
+        self._history, self._stop, self._lease, self._log = history, stop, lease, log
         self._changed, self._shown_at = False, 0.0
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
         with contextlib.suppress(ConfigError):  # the trial itself will fail with it
-            values = self._tied_values(values)
+            config = trial_config(self._sweep, self._context.base, values)
+            values = tied_values(self._sweep, values, config)
         self._add("started", trial, values=values)
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
@@ -105,5 +98,5 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         known = self._history.trials()
         names = {trial.name for trial in known}
         waiting = [str(trial) for trial in trials if trial.status == TuneTrial.PENDING]
-        known += [Trial.pending(name) for name in waiting if name not in names]
+        known += [Trial(name) for name in waiting if name not in names]
         self._log(progress_table(known, self._sweep.objective, self._sweep.budget_tokens))

@@ -13,7 +13,7 @@ from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch
+from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -67,11 +67,8 @@ def cost_lines(sweep: Sweep) -> list[str]:
     device = torch.device("cuda" if on_gpu else "cpu")
     # Trials that share a GPU share its speed.
     share = c.gpus_per_worker if on_gpu else 1
-    speed = (
-        share
-        * c.num_workers
-        * measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
-    )
+    measured = one_worker_for_auto(configs[0]) if configs else base
+    speed = share * c.num_workers * measured_tokens_per_s(measured, device)
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(
@@ -103,14 +100,19 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, _vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
-    fit = _memory_fit(config, shape, precision, device)
+    num_workers, on_gpu, limit_bytes = config.cluster.num_workers, device.type == "cuda", math.inf
+    if on_gpu:
+        limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
+    search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
+    fit = search.largest(limit_bytes) or search.least()
     # Any id of a document's end will do: the tokens below are one document.
     last_id = shape.vocab_size - 1
     model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = autocast_of(precision, device)
-    num = fit.sequences if device.type == "cuda" else 1
+    num = fit.sequences if on_gpu else 1
     tokens = torch.zeros(num, config.data.seq_len, dtype=torch.int64, device=device)
 
     def step() -> None:
@@ -125,18 +127,6 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
         step()
         steps += 1
     return steps * tokens.numel() / elapsed
-
-
-def _memory_fit(
-    config: SizedConfig, shape: GPTShape, precision: str, device: torch.device
-) -> MemoryFit:
-    num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
-    limit_bytes = math.inf
-    if on_gpu:
-        limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
-    memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
-    search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
-    return search.largest(limit_bytes) or search.least()
 
 
 def _vocab_size(config: Config) -> int:

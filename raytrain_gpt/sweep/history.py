@@ -43,7 +43,7 @@ class History:
         trials: dict[str, Trial] = {}
         for event in self.events:
             name = event["trial"]
-            trials[name] = _after(trials.get(name) or Trial.pending(name), event)
+            trials[name] = _after(trials.get(name) or Trial(name), event)
         return sorted(trials.values(), key=lambda trial: trial.name)
 
     def last_report(self, trial: str) -> Event | None:

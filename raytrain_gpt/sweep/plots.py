@@ -40,13 +40,9 @@ def sweep_plots(
 ) -> dict[str, bytes]:
     """File name -> PNG of every picture for which there is data; none before the first evaluation.
 
-    `loss_by_lr.png`, `curves.png` and, for two leaves with few values, `heat_map.png`.
-
-    Args:
-        trials: All trials.
-        searched: The leaves that were searched, without those tied to them; at least one.
-        objective: Name of the metric that is minimised.
-        budget_tokens: Tokens of a trial that is not stopped.
+    `loss_by_lr.png`, `curves.png` and, for two leaves with few values, `heat_map.png`. `searched` has
+    at least one leaf, and none that is tied to others; `budget_tokens` are those of a trial that is
+    not stopped.
     """
     trials = [trial for trial in trials if trial.values]  # pending ones may have none yet
     if all(trial.score is None or not trial.curve for trial in trials):

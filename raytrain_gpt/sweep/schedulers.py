@@ -59,9 +59,8 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
         super().on_trial_add(tune_controller, _Named(str(trial)))
 
-    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> str:
-        action: str = super().on_trial_result(tune_controller, _Named(str(trial)), result)
-        return action
+    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> Any:
+        return super().on_trial_result(tune_controller, _Named(str(trial)), result)
 
     def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: Any) -> None:
         super().on_trial_complete(tune_controller, _Named(str(trial)), result)
@@ -119,9 +118,8 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         super().on_trial_add(tune_controller, trial)
         self._trial_state[trial].last_perturbation_time = self._synced_tokens
 
-    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> str:
-        action: str = super().on_trial_result(_WithoutEnded(tune_controller), trial, result)
-        return action
+    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> Any:
+        return super().on_trial_result(_WithoutEnded(tune_controller), trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
         """Skip the comparison if all others are waiting for this trial."""
@@ -147,7 +145,6 @@ class _WithoutEnded:
         return getattr(self._controller, name)
 
     def get_live_trials(self) -> list[TuneTrial]:
-        """Trials that may still report."""
         return [t for t in self._controller.get_live_trials() if not t.is_finished()]
 
 

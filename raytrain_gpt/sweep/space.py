@@ -62,7 +62,6 @@ class Choice(Searched):
     choice: tuple[Any, ...]
 
     def at(self, fraction: float) -> Any:
-        """The value at a fraction of the domain, from 0 to 1."""
         return self.choice[min(int(fraction * len(self.choice)), len(self.choice) - 1)]
 
 
@@ -72,7 +71,6 @@ class Uniform(Searched):
     uniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
-        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.uniform
         return min(low + fraction * (high - low), high)
 
@@ -83,7 +81,6 @@ class LogUniform(Searched):
     loguniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
-        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.loguniform
         return min(low * math.exp(fraction * math.log(high / low)), high) if fraction < 1 else high
 
@@ -94,7 +91,6 @@ class RandInt(Searched):
     randint: tuple[int, int]
 
     def at(self, fraction: float) -> int:
-        """The value at a fraction of the domain, from 0 to 1."""
         low, high = self.randint
         return min(low + int(fraction * (high - low + 1)), high)
 
@@ -151,7 +147,7 @@ class Expression(_Domain):
 
 
 Drawn = Choice | Uniform | LogUniform | RandInt
-"""Domains that have a value at any fraction from 0 to 1."""
+"""Domains that have a value `at` any fraction of them, from 0 to 1."""
 Domain = Grid | Drawn | Expression
 
 KINDS: dict[str, type[Domain]] = {

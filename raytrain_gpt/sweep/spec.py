@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
 from raytrain_gpt.config.schema import FIELDS, Config, suggestion
@@ -186,7 +185,6 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
     """The sweep of a file.
 
     Args:
-        path: The sweep file.
         flags: Values as text that win over the file's: fields in SWEEP_FLAGS, or leaves, which
             become overrides. `null` is None.
 
@@ -220,9 +218,7 @@ def _line(error: ValidationError, path: Path) -> str:
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
-    fields: dict[str, FieldInfo] = {}
-    for part in (Asha, Pbt, Base, Sweep):
-        fields |= part.model_fields
+    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
     name = next((key for key in reversed(first["loc"]) if isinstance(key, str)), "a key")
     if first["type"] == "extra_forbidden":
         hint = "; it belongs below overrides or space" if name in FIELDS else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,14 +26,14 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
 from raytrain_gpt.sweep.history import ENDED, History
-from raytrain_gpt.sweep.parent_run import ParentRun
 from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
-from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, tied_values, trial_config
+from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.trackers import mlflow_store
 from raytrain_gpt.train.supervisor import TrainLoop
 
@@ -52,44 +54,80 @@ _TUNE_ENVIRONMENT = {
 Values = dict[str, Any]
 
 
+class ParentRun:
+    """The sweep's own MLflow run, over all its restarts; the parent of every trial's run.
+
+    A tracking server that does not answer costs the sweep one line on the console, nothing else.
+    """
+
+    def __init__(
+        self, sweep: Sweep, base: Config, directory: Location, log: Callable[[str], None]
+    ) -> None:
+        self._log = log
+        self._run: MLflowRun | None = None
+        uri, artifacts = mlflow_store(base)
+        if uri is None:
+            return
+        try:
+            experiment, fields = base.tracking.experiment, sweep.model_dump()
+            self._run = MLflowRun(directory, uri, experiment, artifacts, fields, {})
+        except Exception as error:  # no error of a tracker may end the sweep
+            log(f"MLflow at {uri} has no run of this sweep: {error}")
+
+    @property
+    def child_tags(self) -> dict[str, str]:
+        """Tags of a trial's MLflow run."""
+        return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
+
+    def close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
+        """End the run as FINISHED, FAILED or KILLED; `files` (name -> content) are its artifacts."""
+        if self._run is None:
+            return
+        client, run_id = self._run.client, self._run.run_id
+        try:
+            for name, value in metrics.items():
+                client.log_metric(run_id, name, value)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+                for name, content in files.items():
+                    Path(directory, name).write_bytes(content)
+                client.log_artifacts(run_id, directory)
+            client.set_terminated(run_id, status)
+        except Exception as error:
+            self._log(f"MLflow did not take the results of this sweep: {error}")
+
+
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep found: all trials that have started, the best one, and the result files' names."""
+    """What a sweep found: all trials that have started, by name, and the best one."""
 
     directory: Location
     trials: list[Trial]
     best: Trial
     files: tuple[str, ...]
+    """Names of the result files in `directory`."""
 
 
 @dataclass
 class _Remaining:
-    """What is left of a sweep.
-
-    Attributes:
-        scheduler: Ray Tune's, told the reports so far.
-        names: Trials, in the order in which they start.
-        values: Each trial's values; empty where a searcher chooses them.
-        searcher: Ray Tune's, if one chooses the values.
-        begun: See `SweepContext`.
-    """
+    """What is left of a sweep."""
 
     scheduler: Any
+    """Ray Tune's, told the reports so far."""
     names: list[str]
+    """Trials, in the order in which they start."""
+    begun: dict[str, tuple[int, str | None]]
+    """See `SweepContext`."""
     values: list[Values] = field(default_factory=list)
+    """Each trial's values; empty where a searcher chooses them."""
     searcher: Any = None
-    begun: dict[str, tuple[int, str | None]] = field(default_factory=dict)
 
 
 class SweepRun:
     """Runs a sweep from wherever its history says it is.
 
     Args:
-        sweep: What to run.
         base: Its base as it was given, with absolute paths.
         fitted: The same with every `auto` of the cluster section decided.
-        directory: `<storage_path>/<sweep_name>`.
-        log: Gets every console line.
     """
 
     def __init__(
@@ -115,13 +153,7 @@ class SweepRun:
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
     ) -> SweepSummary:
-        """Run what is left of the sweep.
-
-        Args:
-            at_once: Trials at the same time.
-            signals: Its `stop` makes all trials save and stop.
-            lease: On the sweep's name.
-            train_loop: What every worker of every trial runs.
+        """Run what is left of the sweep, `at_once` trials at the same time.
 
         Raises:
             Interrupted: a signal came, and all trials have saved.
@@ -148,9 +180,10 @@ class SweepRun:
             train_loop=train_loop,
         )
         signals.defer()
+        callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
         status = "FAILED"
         try:
-            self._tune(remaining, context, self._callback(barrier, signals, lease), at_once)
+            self._tune(remaining, context, callback, at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
                 raise Stopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
@@ -167,14 +200,6 @@ class SweepRun:
             if status != "FINISHED":
                 parent.close(status, {}, {})
         return self._finish(parent)
-
-    def _callback(self, barrier: Any, signals: StopSignals, lease: Lease) -> SweepCallback:
-        def tied(values: Values) -> Values:
-            return tied_values(self._sweep, values, trial_config(self._sweep, self._fitted, values))
-
-        return SweepCallback(
-            self._sweep, self._history, barrier, signals.stop, tied, lease, self._log
-        )
 
     def _remaining(self) -> _Remaining:
         sweep, history = self._sweep, self._history
@@ -199,7 +224,7 @@ class SweepRun:
             started = [name for name in known if name in names]
             names = started + [name for name in names if name not in known]
             searcher = optuna_search(sweep, history)
-            return _Remaining(scheduler, names, searcher=searcher, begun=begun)
+            return _Remaining(scheduler, names, begun, searcher=searcher)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         if pbt and names:
             scheduler = Population(sweep, pbt)
@@ -207,7 +232,7 @@ class SweepRun:
             for name, report in reports.items():
                 values[name] = {leaf: report["values"][leaf] for leaf in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))
-        return _Remaining(scheduler, names, [values[name] for name in names], begun=begun)
+        return _Remaining(scheduler, names, begun, [values[name] for name in names])
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials where a crash came between the last report and the end."""
@@ -244,7 +269,6 @@ class SweepRun:
         )
 
     def _finish(self, parent: ParentRun) -> SweepSummary:
-        """Write the results."""
         from raytrain_gpt.sweep.plots import sweep_plots  # here: matplotlib is slow to import
 
         sweep, trials = self._sweep, self._history.trials()
@@ -254,7 +278,11 @@ class SweepRun:
         best, metrics = best_trial(trials, budget_tokens), {}
         if best is not None:
             values = {leaf: best.values[leaf] for leaf in sweep.searched}
-            config = trial_config(sweep, self._base, values).updated(self._given_values())
+            config = trial_config(sweep, self._base, values)
+            # Leaves that the sweep changes for its own sake are as base and overrides have them.
+            given = sweep.base.load().field_values() | sweep.overrides
+            own = ("num_workers", "cpus_per_worker", "spike_detection")
+            config = config.updated({name: given[name] for name in own})
             files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
@@ -266,8 +294,3 @@ class SweepRun:
             errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
             raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
         return SweepSummary(self._directory, trials, best, tuple(files))
-
-    def _given_values(self) -> Values:
-        """Leaves that the sweep changes for its own sake, as base and overrides have them."""
-        given = self._sweep.base.load().field_values() | self._sweep.overrides
-        return {name: given[name] for name in ("num_workers", "cpus_per_worker", "spike_detection")}

@@ -55,23 +55,17 @@ def checkpoint_of(report: Report) -> str:
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What all trials of a sweep have in common.
-
-    Attributes:
-        sweep: The sweep's file.
-        base: Configuration of all trials, every `auto` decided and every path absolute.
-        mlflow_tags: Tags of every trial's MLflow run.
-        barrier: Handle of the sweep's `ShutdownBarrier`.
-        begun: Name of a trial that ran before -> tokens of its newest report and, if that belongs to
-            another run than the trial's first one, the checkpoint to continue from.
-        train_loop: What every worker runs.
-    """
+    """What all trials of a sweep have in common."""
 
     sweep: Sweep
     base: FittedConfig
+    """Configuration of all trials, every `auto` decided and every path absolute."""
     mlflow_tags: dict[str, str]
     barrier: Any
+    """Handle of the sweep's `ShutdownBarrier`."""
     begun: dict[str, tuple[int, str | None]]
+    """Name of a trial that ran before -> tokens of its newest report and, if that belongs to another
+    run than the trial's first one, the checkpoint to continue from."""
     train_loop: TrainLoop
 
 
@@ -120,17 +114,12 @@ class TrialRun:
 
     Args:
         config: The trial's configuration, with its run_name.
-        context: What all trials have in common.
         origin: Checkpoint of another run to continue from, or None.
         reported_tokens: The sweep knows the evaluations up to these tokens.
     """
 
     def __init__(
-        self,
-        config: FittedConfig,
-        context: SweepContext,
-        origin: str | None,
-        reported_tokens: int,
+        self, config: FittedConfig, context: SweepContext, origin: str | None, reported_tokens: int
     ) -> None:
         self._config, self._context, self._origin = config, context, origin
         self._objective = context.sweep.objective

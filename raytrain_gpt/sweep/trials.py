@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 State = Literal["pending", "running", "finished", "stopped", "failed"]
@@ -23,24 +23,19 @@ class Trial:
 
     name: str
     """Its number in the sweep, `000`."""
-    state: State
-    values: dict[str, Any]
+    state: State = "pending"
+    values: dict[str, Any] = field(default_factory=dict)
     """Leaf -> value of everything searched or tied to it, in the sweep file's order."""
-    objective: float | None
+    objective: float | None = None
     """The newest evaluation's value."""
-    tokens_seen: int
-    tokens_per_s: float | None
-    elapsed_s: float | None
-    run_dir: str
+    tokens_seen: int = 0
+    tokens_per_s: float | None = None
+    elapsed_s: float | None = None
+    run_dir: str = ""
     """Directory or URL of the run, or of its newest copy (population-based training)."""
-    error: str | None
-    curve: tuple[tuple[int, float | None], ...]
+    error: str | None = None
+    curve: tuple[tuple[int, float | None], ...] = ()
     """(tokens_seen, objective) of every evaluation; None or NaN where it was not finite."""
-
-    @classmethod
-    def pending(cls, name: str) -> Trial:
-        """A trial that has not started."""
-        return cls(name, "pending", {}, None, 0, None, None, "", None, ())
 
     @property
     def judged_tokens(self) -> int:

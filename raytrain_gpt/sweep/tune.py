@@ -39,18 +39,12 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
 
 
 def run_sweep(
-    sweep: Sweep,
-    *,
-    goes_on: bool,
-    log: Callable[[str], None],
-    train_loop: TrainLoop = train_worker,
+    sweep: Sweep, *, goes_on: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 
     Args:
-        sweep: What to run.
         goes_on: Continue the sweep if it has started before; else that is an error.
-        log: Gets every console line.
         train_loop: What every worker of every trial runs; tests inject faults here.
 
     Raises:

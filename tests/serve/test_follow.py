@@ -83,9 +83,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_read_again_after_a_pause(
     assert followed.loaded == ["step=00000015", "step=00000020"]
 
 
-def test_what_a_replica_cannot_load_is_tried_again_more_and_more_seldom(
-    followed: Followed,
-) -> None:
+def test_what_a_replica_cannot_load_is_tried_again_more_and_more_seldom(followed: Followed) -> None:
     write_checkpoint(followed.run_dir, 20, 2.5)
     followed.problems = [None, "no memory"]
     tries = []

@@ -1,4 +1,4 @@
-"""The cluster and data of the other tests, and small sweeps over them."""
+"""Small sweeps, some of them over the data of the other tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
 DECIDED = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
 
 WriteSweep = Callable[..., Path]
+
+
+def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
+    """A small sweep over a space."""
+    fields = {
+        "sweep_name": "small",
+        "base": {"preset": "quickstart"},
+        "overrides": {"num_workers": 1, "min_workers": None},
+        "space": space,
+        "budget_tokens": 81_920,
+        "report_every_tokens": 4096,
+    }
+    return Sweep.model_validate({**fields, **changes})
 
 
 @pytest.fixture

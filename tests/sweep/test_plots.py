@@ -104,7 +104,7 @@ def test_a_heat_map_needs_two_leaves_whose_values_come_again(
 
 
 def test_there_is_nothing_to_draw_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = [Trial.pending("000"), trial(1, {"peak_lr": 1e-3}, tokens=0, state="running")]
+    waiting = [Trial("000"), trial(1, {"peak_lr": 1e-3}, tokens=0, state="running")]
     assert pictures_of(waiting, ["peak_lr"], monkeypatch) == set()
     one = trial(1, {"peak_lr": 1e-3}, tokens=BUDGET // 10, state="running")
     assert pictures_of([waiting[0], one], ["peak_lr"], monkeypatch) == {LOSS, CURVES}

@@ -13,21 +13,14 @@ from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, tri
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import base_config
 
+from .conftest import sweep_of
+
 
 def sweep(overrides: dict[str, Any] | None = None, **more: Any) -> Sweep:
     """Eight learning rates."""
     rates = {"peak_lr": {"grid": [n * 1e-3 for n in range(1, 9)]}}
-    return Sweep.model_validate(
-        {
-            "sweep_name": "rates",
-            "base": {"preset": "quickstart"},
-            "overrides": {"num_workers": 1, "cpus_per_worker": 1, **(overrides or {})},
-            "space": rates,
-            "budget_tokens": 204_800,
-            "report_every_tokens": 20_480,
-            **more,
-        }
-    )
+    overrides = {"num_workers": 1, "cpus_per_worker": 1, **(overrides or {})}
+    return sweep_of(**{"space": rates, "overrides": overrides, **more})
 
 
 def at_once(one: Sweep, *nodes: Node) -> int:
@@ -71,10 +64,7 @@ def test_a_trial_that_never_fits_is_refused() -> None:
 
 def test_a_population_has_to_fit_as_a_whole() -> None:
     pbt = {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]}
-    space = {
-        "peak_lr": {"loguniform": [1e-3, 1e-2]},
-        "min_lr": {"expression": "peak_lr / 10"},
-    }
+    space = {"peak_lr": {"loguniform": [1e-3, 1e-2]}, "min_lr": {"expression": "peak_lr / 10"}}
     four = sweep(space=space, num_trials=4, scheduler=pbt)
     assert at_once(four, Node(8, 0)) == 4
     with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.* room for 3 "):

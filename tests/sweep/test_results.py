@@ -157,7 +157,7 @@ def test_the_progress_table_stays_short(number: int) -> None:
 
 
 def test_before_the_first_trial_starts_there_is_only_a_count() -> None:
-    waiting = [Trial.pending("000"), Trial.pending("001")]
+    waiting = [Trial("000"), Trial("001")]
     assert progress_table(waiting, "val/loss", BUDGET) == "2 trials: 2 pending"
 
 
@@ -211,7 +211,7 @@ def test_results_csv_reads_back() -> None:
 
 
 def test_results_csv_has_every_leaf_though_a_pending_trial_has_no_values() -> None:
-    some = [trial(0, schedule="wsd", compile=True), Trial.pending("001")]
+    some = [trial(0, schedule="wsd", compile=True), Trial("001")]
     rows = list(csv.DictReader(io.StringIO(results_csv(some, "val/loss", BUDGET))))
     assert (rows[0]["schedule"], rows[0]["compile"]) == ("wsd", "true")
     assert (rows[1]["schedule"], rows[1]["compile"]) == ("", "")

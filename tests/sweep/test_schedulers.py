@@ -15,7 +15,9 @@ from ray.tune.schedulers import TrialScheduler
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving
-from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
+from raytrain_gpt.sweep.spec import Asha, Pbt
+
+from .conftest import sweep_of
 
 BUDGET = 90
 
@@ -161,24 +163,15 @@ class Tune:
 @pytest.fixture
 def population() -> tuple[Population, Tune]:
     """Three trials that are compared at every 40 tokens."""
-    sweep = Sweep.model_validate(
-        {
-            "sweep_name": "three",
-            "base": {"preset": "quickstart"},
-            "space": {"peak_lr": {"uniform": [1e-3, 2e-3]}},
-            "budget_tokens": 120,
-            "report_every_tokens": 40,
-            "num_trials": 3,
-            "scheduler": {
-                "kind": "pbt",
-                "perturb_every_tokens": 40,
-                "mutate": ["peak_lr"],
-                "quantile_fraction": 0.5,
-            },
-        }
+    pbt = Pbt(kind="pbt", perturb_every_tokens=40, mutate=("peak_lr",), quantile_fraction=0.5)
+    sweep = sweep_of(
+        {"peak_lr": {"uniform": [1e-3, 2e-3]}},
+        budget_tokens=120,
+        report_every_tokens=40,
+        num_trials=3,
+        scheduler=pbt,
     )
-    assert isinstance(sweep.scheduler, Pbt)
-    scheduler = Population(sweep, sweep.scheduler)
+    scheduler = Population(sweep, pbt)
     scheduler._exploit = MagicMock()
     tune = Tune([Member(n, 1e-3) for n in range(3)])
     scheduler.tell([0])

@@ -146,10 +146,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     """One trial at a time, so that the order of reports, which halving depends on, is the same."""
     file = write_sweep(
         "killed",
-        {
-            "peak_lr": {"grid": [2e-3, 1e-5, 3e-3]},
-            "min_lr": {"expression": "peak_lr / 10"},
-        },
+        {"peak_lr": {"grid": [2e-3, 1e-5, 3e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
         steps=20,
         report=5,
         scheduler={"kind": "asha", "grace_tokens": 5 * BATCH_TOKENS, "reduction_factor": 2},
@@ -203,9 +200,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     assert (tmp_path / "runs" / "killed" / "results.csv").read_text() == before
 
 
-def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(
-    make_sweep: MakeSweep,
-) -> None:
+def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(make_sweep: MakeSweep) -> None:
     """The rates next to the good one are so small that nothing is learnt with them."""
 
     def planned(seed: int) -> Sweep:
@@ -283,11 +278,7 @@ def test_what_cannot_run_is_said_before_the_first_trial(
         {"peak_lr": {"uniform": [1e-3, 2e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
         **sizes,
         num_trials=4,
-        scheduler={
-            "kind": "pbt",
-            "perturb_every_tokens": 5 * BATCH_TOKENS,
-            "mutate": ["peak_lr"],
-        },
+        scheduler={"kind": "pbt", "perturb_every_tokens": 5 * BATCH_TOKENS, "mutate": ["peak_lr"]},
     )
     with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.*room for 3"):
         run_sweep(population, goes_on=False, log=print)

@@ -14,7 +14,7 @@ from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, changed_fields
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Drawn
-from raytrain_gpt.sweep.spec import Sweep, load_sweep
+from raytrain_gpt.sweep.spec import load_sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
     check_sweep,
@@ -22,6 +22,8 @@ from raytrain_gpt.sweep.trial_plan import (
     tied_values,
     trial_config,
 )
+
+from .conftest import sweep_of
 
 TUNE_CONFIGS = sorted((Path(__file__).parents[2] / "tune_configs").glob("*.yaml"))
 
@@ -31,23 +33,8 @@ BATCHES = {"grid": [1024, 2048]}
 PBT = {"kind": "pbt", "perturb_every_tokens": 8192, "mutate": ["peak_lr"]}
 
 
-def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
-    """A small sweep over a space."""
-    fields = {
-        "sweep_name": "small",
-        "base": {"preset": "quickstart"},
-        "overrides": {"num_workers": 1, "min_workers": None},
-        "space": space,
-        "budget_tokens": 81_920,
-        "report_every_tokens": 4096,
-    }
-    return Sweep.model_validate({**fields, **changes})
-
-
 def test_a_grid_is_crossed_in_the_order_of_the_file() -> None:
-    sweep = sweep_of(
-        {"seed": {"grid": [1, 2]}, "dropout": {"grid": [0.0, 0.1, 0.2]}, **TIED},
-    )
+    sweep = sweep_of({"seed": {"grid": [1, 2]}, "dropout": {"grid": [0.0, 0.1, 0.2]}, **TIED})
     expected = [
         {"seed": seed, "dropout": dropout}
         for seed, dropout in itertools.product([1, 2], [0, 0.1, 0.2])
@@ -67,8 +54,7 @@ def test_every_draw_is_tried_at_every_point_of_the_grid() -> None:
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever() -> None:
     sweep = sweep_of(
-        {"weight_decay": {"uniform": [0.0, 1.0]}, "num_layers": {"randint": [1, 100]}},
-        num_trials=3,
+        {"weight_decay": {"uniform": [0.0, 1.0]}, "num_layers": {"randint": [1, 100]}}, num_trials=3
     )
     trials = [(round(t["weight_decay"], 6), t["num_layers"]) for t in planned_trials(sweep)]
     assert trials == [(0.563722, 82), (0.487387, 79), (0.048115, 8)]

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.parent_run import ParentRun
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.sweep_run import ParentRun
 from tests.ports import free_port
+
+from .conftest import sweep_of
 
 
 @pytest.fixture
 def sweep() -> Sweep:
-    fields: dict[str, Any] = {
-        "sweep_name": "small",
-        "base": {"preset": "quickstart"},
-        "space": {"peak_lr": {"grid": [1e-3, 2e-3]}},
-        "budget_tokens": 40_960,
-        "report_every_tokens": 4096,
-    }
-    return Sweep.model_validate(fields)
+    return sweep_of({"peak_lr": {"grid": [1e-3, 2e-3]}}, budget_tokens=40_960)
 
 
 def test_a_sweep_that_continues_has_one_run_with_its_results(
