@@ -41,12 +41,10 @@ class TrainedRun:
     """A run after `train`.
 
     Attributes:
-        run_dir: Directory or URL of the run.
         step: Optimizer steps done.
         checkpoint: Directory or URL of the newest checkpoint.
         best: The checkpoint with the lowest validation loss; None if none was evaluated.
         val_loss: Last validation loss, nats per token; None without an evaluation.
-        report: The run's report.html.
         metrics: The rows of metrics.jsonl: training steps, evaluations and events.
     """
 
@@ -74,8 +72,6 @@ class TrainedRun:
         """Continuations of a prompt, the prompt included, by the best checkpoint, else the newest.
 
         Args:
-            prompt: Text to continue.
-            num_samples: How many.
             options: As of `raytrain-gpt sample`: max_new_tokens (here 100 by default), temperature, top_k,
                 top_p, seed.
 
@@ -159,12 +155,7 @@ def _log(config: Config) -> Callable[[str], None]:
 
 
 class RunDisplay:
-    """What a cell shows of a run, made from its console lines.
-
-    Args:
-        name: Name of the run.
-        max_steps: Until a console line has another number.
-    """
+    """What a cell shows of a run, made from its console lines."""
 
     def __init__(self, name: str, max_steps: int) -> None:
         self._name, self._step, self._max_steps = name, 0, max_steps

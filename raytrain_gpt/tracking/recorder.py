@@ -37,9 +37,7 @@ class RecorderSpec:
     """What a recorder needs to begin.
 
     Attributes:
-        sync: The local side of `run_dir`, on this node.
         mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
-        mlflow_tags: Tags of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
@@ -246,9 +244,7 @@ class Recorder:
         """Heartbeat of a rank; returns the orders it has not seen, after a while none.
 
         Args:
-            rank: The rank.
             progress: A count that grows as it works; one that stands still is a rank that hangs.
-            pid: Its process.
             node_id: Ray's id of its node.
             seen: How many orders it has seen.
         """
