@@ -350,10 +350,7 @@ def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
 def test_a_missing_file_is_named_when_they_are_fetched(remote_dir: Location) -> None:
     checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
     (checkpoint.path / "model.safetensors").remove()
-    with (
-        pytest.raises(CheckpointError, match=r"lacks model\.safetensors"),
-        checkpoint.files(),
-    ):
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"), checkpoint.files():
         pass
 
 

@@ -95,9 +95,7 @@ def test_a_run_that_evaluates_inline_again_keeps_nothing_that_waits(run_dir: Loc
     assert steps(catalog) == [40]
 
 
-def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(
-    run_dir: Location,
-) -> None:
+def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(run_dir: Location) -> None:
     """What a rollback leaves in an object store, where nothing is renamed."""
     catalog = Catalog(run_dir)
     before = write(catalog, 20)

@@ -499,9 +499,7 @@ def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Locatio
     both = threading.Barrier(2)
     object_lease.write_text(dead().to_text())
     check_one_of_two(
-        object_lease,
-        lambda _: both.wait(WAIT_S),
-        replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S),
+        object_lease, lambda _: both.wait(WAIT_S), replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S)
     )
 
 

@@ -25,11 +25,7 @@ from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import (
-    MANIFEST_FILE,
-    read_manifest,
-    read_row_group,
-)
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -370,10 +366,7 @@ def test_a_stalled_store_costs_only_time(
 
 
 def test_a_store_that_stays_frozen_is_given_up(
-    stored: S3Server,
-    remote: Location,
-    monkeypatch: pytest.MonkeyPatch,
-    raises_line: RaisesLine,
+    stored: S3Server, remote: Location, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
 ) -> None:
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 0.2)
     stored.freeze()
@@ -403,10 +396,7 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
 
 @pytest.mark.usefixtures("small_requests")
 def test_an_upload_goes_on_after_an_outage(
-    stored: S3Server,
-    remote: Location,
-    tmp_path: Path,
-    after: Callable[[Callable[[], None]], None],
+    stored: S3Server, remote: Location, tmp_path: Path, after: Callable[[Callable[[], None]], None]
 ) -> None:
     source = tmp_path / "big"
     source.write_bytes(np.random.default_rng(0).bytes(UPLOAD_BYTES))
@@ -589,10 +579,7 @@ def all_ids(manifest_counts: Ids) -> Ids:
 
 
 def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
-    stored: S3Server,
-    remote: Location,
-    tmp_path: Path,
-    after: Callable[[Callable[[], None]], None],
+    stored: S3Server, remote: Location, tmp_path: Path, after: Callable[[Callable[[], None]], None]
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[330, 100, 65], row_group_tokens=33)
     put_tree(tmp_path / "d", remote)

@@ -18,12 +18,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import MAX_POINTS, running_mean, thinned
-from raytrain_gpt.tracking.report import (
-    MAX_SAMPLE_SETS,
-    RunStory,
-    write_comparison,
-    write_report,
-)
+from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunStory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
 from raytrain_gpt.tracking.step_time import KINDS, TimeUse
 from raytrain_gpt.tracking.sync import RunSync
