@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
@@ -110,16 +112,17 @@ class Recorder:
             self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
         if spec.mlflow_uri:
-            self._mlflow = MLflow(
-                spec.sync.work_dir,
+            open_run = partial(
+                MLflowRun,
+                Location.of(spec.sync.work_dir),
                 spec.mlflow_uri,
                 spec.config.tracking.experiment,
                 spec.artifact_location,
-                spec.step,
                 spec.config.field_values(),
                 spec.mlflow_tags,
-                self._news.put,
+                starts_over=spec.step == 0,
             )
+            self._mlflow = MLflow(open_run, spec.sync.work_dir, spec.mlflow_uri, self._news.put)
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
