@@ -47,7 +47,6 @@ class RecorderSpec:
         saved_samples: (step, text) of the samples that they kept.
     """
 
-    run_dir: Location
     sync: RunSync
     config: Config
     mlflow_uri: str | None
