@@ -276,27 +276,18 @@ def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
     assert page(path).count("killed</td>") == 1
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [start("start", 0, 1.0)],
-        steps(1),
-        [start("start", 0, 1.0), *steps(7)],
-        [step_row(step, train__loss=None, optim__grad_norm=None) for step in range(1, 50)],
-        [*steps(40), eval_row(40, None)],
-        [eval_row(0, 3.0)],
-    ],
-    ids=[
-        "nothing",
-        "started",
-        "one step",
-        "no evaluation",
-        "null losses",
-        "null eval",
-        "only eval",
-    ],
-)
+UNFINISHED: dict[str, list[Row]] = {
+    "nothing": [],
+    "started": [start("start", 0, 1.0)],
+    "one step": steps(1),
+    "no evaluation": [start("start", 0, 1.0), *steps(7)],
+    "null losses": [step_row(s, train__loss=None, optim__grad_norm=None) for s in range(1, 50)],
+    "null eval": [*steps(40), eval_row(40, None)],
+    "only eval": [eval_row(0, 3.0)],
+}
+
+
+@pytest.mark.parametrize("rows", UNFINISHED.values(), ids=UNFINISHED)
 def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
     run = make_run(tmp_path / "run", rows)
     checked(write_report(run))
