@@ -40,6 +40,7 @@ from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 OUTAGE_S = 0.5
 BUCKET = "bucket"
 UPLOAD_BYTES, CHUNK_BYTES = 5 * 2**20, 2**20
+After = Callable[[Callable[[], None]], None]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 
 
 @pytest.fixture
-def after() -> Iterator[Callable[[Callable[[], None]], None]]:
+def after() -> Iterator[After]:
     """Calls a function in `OUTAGE_S`."""
     timers: list[threading.Timer] = []
 
@@ -322,7 +323,7 @@ USES = sorted(uses(Location("s3://none/none")))
 
 @pytest.mark.parametrize("use", USES)
 def test_a_short_outage_costs_only_time(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None], use: str
+    stored: S3Server, remote: Location, after: After, use: str
 ) -> None:
     file = remote / "file"
     file.write_bytes(b"content")
@@ -354,9 +355,7 @@ def test_no_secret_is_in_the_error(stored: S3Server, remote: Location) -> None:
     assert SECRET_KEY not in str(caught.value)
 
 
-def test_a_stalled_store_costs_only_time(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
-) -> None:
+def test_a_stalled_store_costs_only_time(stored: S3Server, remote: Location, after: After) -> None:
     remote.write_text("x")
     stored.freeze()
     after(stored.thaw)
@@ -396,7 +395,7 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
 
 @pytest.mark.usefixtures("small_requests")
 def test_an_upload_goes_on_after_an_outage(
-    stored: S3Server, remote: Location, tmp_path: Path, after: Callable[[Callable[[], None]], None]
+    stored: S3Server, remote: Location, tmp_path: Path, after: After
 ) -> None:
     source = tmp_path / "big"
     source.write_bytes(np.random.default_rng(0).bytes(UPLOAD_BYTES))
@@ -407,7 +406,7 @@ def test_an_upload_goes_on_after_an_outage(
 
 
 def test_an_open_file_is_read_on_after_an_outage(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
+    stored: S3Server, remote: Location, after: After
 ) -> None:
     remote.write_bytes(bytes(100))
     with remote.open() as file:
@@ -579,7 +578,7 @@ def all_ids(manifest_counts: Ids) -> Ids:
 
 
 def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
-    stored: S3Server, remote: Location, tmp_path: Path, after: Callable[[Callable[[], None]], None]
+    stored: S3Server, remote: Location, tmp_path: Path, after: After
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[330, 100, 65], row_group_tokens=33)
     put_tree(tmp_path / "d", remote)
