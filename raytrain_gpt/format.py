@@ -80,11 +80,8 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
 def event_line(row: dict[str, Any], max_steps: int, spike_zscore: float) -> str | None:
     """The console line of an event; None for those that say what is seen anyway.
 
-    Args:
-        row: The event's row.
-        max_steps: Steps of the run.
-        spike_zscore: Deviations above the mean that make a spike. A step whose loss is below that is
-            marked for its gradient norm alone, which a healthy run has too: it is not called a spike.
+    A step whose loss is fewer than `spike_zscore` deviations above the mean is marked for its gradient
+    norm alone, which a healthy run has too: it is not called a spike.
     """
     event = row["event"]
     if event == "spike" and (row["loss_zscore"] or 0) < spike_zscore:

@@ -20,14 +20,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.redact import redacted
-
-if TYPE_CHECKING:
-    from raytrain_gpt.tracking.summary import RunSummary
 
 SHOWN_LINES = 12
 _COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
@@ -41,12 +38,10 @@ class TrainedRun:
     """A run after `train`.
 
     Attributes:
-        run_dir: Directory or URL of the run.
         step: Optimizer steps done.
         checkpoint: Directory or URL of the newest checkpoint.
         best: The checkpoint with the lowest validation loss; None if none was evaluated.
         val_loss: Last validation loss, nats per token; None without an evaluation.
-        report: The run's report.html.
         metrics: The rows of metrics.jsonl: training steps, evaluations and events.
     """
 
@@ -74,8 +69,6 @@ class TrainedRun:
         """Continuations of a prompt, the prompt included, by the best checkpoint, else the newest.
 
         Args:
-            prompt: Text to continue.
-            num_samples: How many.
             options: As of `raytrain-gpt sample`: max_new_tokens (here 100 by default), temperature, top_k,
                 top_p, seed.
 
@@ -111,20 +104,15 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        from raytrain_gpt.tracking.summary import run_end  # here: seconds of import
+        from raytrain_gpt.checkpoint.catalog import Catalog  # here: seconds of import
+        from raytrain_gpt.tracking.report import REPORT_FILE
+        from raytrain_gpt.tracking.run_files import read_rows
+        from raytrain_gpt.tracking.summary import run_end
         from raytrain_gpt.train import launch
 
     log = _log(resolved)
     summary = launch.train(resolved, log)
     run_end(summary, log)
-    return _trained_run(summary)
-
-
-def _trained_run(summary: RunSummary) -> TrainedRun:
-    from raytrain_gpt.checkpoint.catalog import Catalog
-    from raytrain_gpt.tracking.report import REPORT_FILE
-    from raytrain_gpt.tracking.run_files import read_rows
-
     assert summary.checkpoint is not None, "a finished run has its last step's checkpoint"
     rows = read_rows(summary.sync.work_dir)
     losses = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
@@ -159,12 +147,7 @@ def _log(config: Config) -> Callable[[str], None]:
 
 
 class RunDisplay:
-    """What a cell shows of a run, made from its console lines.
-
-    Args:
-        name: Name of the run.
-        max_steps: Until a console line has another number.
-    """
+    """What a cell shows of a run, made from its console lines."""
 
     def __init__(self, name: str, max_steps: int) -> None:
         self._name, self._step, self._max_steps = name, 0, max_steps

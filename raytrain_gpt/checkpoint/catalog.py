@@ -57,9 +57,7 @@ class CheckpointState:
         order_hash: Rolling hash of the data delivered so far.
         val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
         config: The resolved configuration, section -> field -> value.
-        manifest_hash: Identifies the dataset.
-        vocab_hash: Identifies the tokenizer.
-        order_version: Version of the algorithm that orders the data.
+        manifest_hash, vocab_hash: Identify the dataset and the tokenizer.
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches left out after loss spikes.
         loss_scale: fp16's factor and the steps since it changed; None: another precision.
@@ -239,8 +237,6 @@ class Draft:
     """A checkpoint being written: any process adds files, one of them commits.
 
     Args:
-        directory: The directory of all checkpoints.
-        step: Updates done.
         mark: The same on all ranks, another one for every attempt, so that what a dying attempt still
             writes never gets into the next one's checkpoint.
     """
@@ -286,7 +282,6 @@ class Draft:
         """Make it a checkpoint; returns its directory.
 
         Args:
-            state: The content of `state.json`.
             entries: Name -> size and hash of every file that any process added.
             texts: More small files, name -> content.
 

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BACKGROUND_TIMEOUT_S = 1800.0
-
 
 class Collectives:
     """This process's rank, and collectives (gloo) that all ranks call in the same order.
 
     Args:
-        rank: Rank of this worker among `world_size`.
         background_timeout_s: How long the other ranks may keep one waiting in `background`.
 
     Attributes:
@@ -25,9 +22,7 @@ class Collectives:
             threads in one group would mix up their messages.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, background_timeout_s: float = BACKGROUND_TIMEOUT_S
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, background_timeout_s: float = 1800.0) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self.background = self

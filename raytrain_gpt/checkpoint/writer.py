@@ -44,11 +44,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run; all ranks call each method at the same step.
 
     Args:
-        catalog: The run's checkpoints.
         mark: The attempt's, the same on all ranks; see `Draft`.
         ranks: This worker among all; its background group is used.
-        model: The model.
-        optimizer: Over its parameters.
         keep: How many of the newest checkpoints to keep.
         may_write: Raises `ClusterError` when another run has taken this one's name; called before anything is
             written and again before it is final.
@@ -85,7 +82,6 @@ class CheckpointWriter:
         """Copy the state and start writing it; the one before must have been collected.
 
         Args:
-            state: The content of `state.json`.
             texts: More small files, name -> content; rank 0 writes them.
             prune: Whether to remove older checkpoints afterwards.
         """

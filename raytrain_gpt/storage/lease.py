@@ -150,7 +150,6 @@ def held_lease(
     """Hold a lease, beating in a thread; the caller should look at `Lease.lost` now and then.
 
     Args:
-        location: The lease file.
         what: What the lease is for, for messages: `run NAME`.
         log: Receives a line when a holder that is gone is replaced, and while waiting for that.
         times: Other values than the default are for tests.
@@ -204,7 +203,6 @@ class Lease:
     """A lease that is being taken or held; made by `held_lease`.
 
     Attributes:
-        token: Random, of this lease alone.
         lost: Set once somebody else has taken the lease over, or removed it.
     """
 

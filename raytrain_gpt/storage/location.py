@@ -57,7 +57,6 @@ class Location:
 
         Args:
             path: A location is returned unchanged.
-            retry_for_s: See the attribute.
             endpoint: None: AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL, read here so that the value
                 reaches processes in which they are not set.
 

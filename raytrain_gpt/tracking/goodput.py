@@ -76,10 +76,8 @@ class Goodput:
             attempt resumed. `evaluation`, `checkpoints`: while training stood still for them.
             `data_wait`: of steps that were kept. `other`: the rest, such as samples, profiles, steps that
             were never reported, evaluations thrown away, and a hang until it was seen.
-        num_attempts: All, over all sessions.
-        restarts: Attempts but for the first one.
-        restarts_by_cause: Their number for each end of the attempt before: an end event, `killed` for
-            none, `extended` for a finished run that was given more steps.
+        restarts_by_cause: Restarts for each end of the attempt before: an end event, `killed` for none,
+            `extended` for a finished run that was given more steps.
         lost_steps: Thrown away and done again.
         rolled_back_steps: Those of `lost_steps` that a rollback after bad steps threw away.
         bad_steps: Spikes and steps that were not finite, also in steps thrown away later.

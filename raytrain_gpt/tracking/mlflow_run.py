@@ -28,11 +28,9 @@ class MLflowRun:
 
     Args:
         directory: The run's or sweep's; its name is the name of the MLflow run.
-        uri: Tracking URI.
-        experiment: Name of the experiment, which is created if it is not there.
+        experiment: Created if it is not there.
         artifact_location: Where a new experiment keeps artifacts; None: the server decides.
         parameters: Logged under their names, unless they are there already.
-        tags: Of a new MLflow run.
         starts_over: Nothing is continued: if the MLflow run has other parameters, it keeps its own
             curve and a new one is created.
     """
@@ -77,11 +75,7 @@ def track_export(
 ) -> None:
     """Log an exported model as artifacts of its run, if that is tracked; never fails.
 
-    Args:
-        run_dir: The run's directory.
-        experiment: The run's experiment.
-        directory: The exported files.
-        log: Gets a line that says where they are, or why they are not logged.
+    `log` gets a line that says where they are, or why they are not logged.
     """
     try:
         if not (run_dir / TRACKING_FILE).is_file():

@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
@@ -37,9 +39,7 @@ class RecorderSpec:
     """What a recorder needs to begin.
 
     Attributes:
-        sync: The local side of `run_dir`, on this node.
         mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
-        mlflow_tags: Tags of a new MLflow run.
         artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
@@ -47,7 +47,6 @@ class RecorderSpec:
         saved_samples: (step, text) of the samples that they kept.
     """
 
-    run_dir: Location
     sync: RunSync
     config: Config
     mlflow_uri: str | None
@@ -112,16 +111,17 @@ class Recorder:
             self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
         if spec.mlflow_uri:
-            self._mlflow = MLflow(
-                spec.sync.work_dir,
+            open_run = partial(
+                MLflowRun,
+                Location.of(spec.sync.work_dir),
                 spec.mlflow_uri,
                 spec.config.tracking.experiment,
                 spec.artifact_location,
-                spec.step,
                 spec.config.field_values(),
                 spec.mlflow_tags,
-                self._news.put,
+                starts_over=spec.step == 0,
             )
+            self._mlflow = MLflow(open_run, spec.sync.work_dir, spec.mlflow_uri, self._news.put)
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
@@ -246,9 +246,7 @@ class Recorder:
         """Heartbeat of a rank; returns the orders it has not seen, after a while none.
 
         Args:
-            rank: The rank.
             progress: A count that grows as it works; one that stands still is a rank that hangs.
-            pid: Its process.
             node_id: Ray's id of its node.
             seen: How many orders it has seen.
         """

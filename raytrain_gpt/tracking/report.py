@@ -36,7 +36,6 @@ from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
-TEMPLATE_FILE = "report_template.html"
 MAX_SAMPLE_SETS = 8
 HELLASWAG_KEY = "hellaswag/acc_norm"
 HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
@@ -176,9 +175,7 @@ def write_report(sync: RunSync) -> Path:
 def write_comparison(syncs: list[RunSync], out: Path) -> Path:
     """Write a page with the curves of several runs laid over each other and return its path.
 
-    Args:
-        syncs: The runs; the data of all others is compared with the first one's.
-        out: The HTML file.
+    The data of all others is compared with the first one's.
     """
     runs = [RunStory(sync) for sync in syncs]
     if len({run.name for run in runs}) < len(runs):
@@ -240,14 +237,13 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
     environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
     environment.filters |= {"duration": duration, "short_duration": short_duration}
     environment.filters |= {"event_text": event_text}
-    now = _utc(datetime.now(UTC).timestamp())
-    html = environment.get_template(TEMPLATE_FILE).render(
+    html = environment.get_template("report_template.html").render(
         runs=runs,
         one="differing" not in more,
         charts=charts,
         bad_step_events=BAD_STEP_EVENTS,
         version=__version__,
-        now=now,
+        now=_utc(datetime.now(UTC).timestamp()),
         **more,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -52,13 +52,7 @@ def read_samples(run_dir: Path) -> list[tuple[int, str]]:
 
 
 def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
-    """Rows of a run that resumes at `step`: none above it, lost ones filled in, in order.
-
-    Args:
-        rows: What metrics.jsonl holds.
-        saved: Rows that the checkpoints kept.
-        step: Updates done.
-    """
+    """Rows of a run that resumes at `step`: none above it, lost ones filled in from `saved`, in order."""
 
     def key(row: Row) -> tuple[int, int]:
         return (row["step"], 0 if "train/loss" in row else 1)
@@ -69,7 +63,7 @@ def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
     return sorted([*kept.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
 
 
-def log_lines(row: Row) -> list[str]:
+def log_text(row: Row) -> str:
     """A row's lines in log.txt."""
     step, lines = row["step"], []
     if row.get("train/loss") is not None:
@@ -80,7 +74,7 @@ def log_lines(row: Row) -> list[str]:
         lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
     if "event" in row:
         lines.append(f"{step} {event_text(row)}")
-    return lines
+    return "".join(f"{line}\n" for line in lines)
 
 
 def event_text(row: Row) -> str:
@@ -105,7 +99,6 @@ class RunFiles:
     """Appends to a run's text files.
 
     Args:
-        run_dir: A local directory.
         step: Updates done; rows and samples above it are dropped.
         saved_rows: Rows that the checkpoints up to there kept.
         saved_samples: (step, text) of the samples that they kept.
@@ -138,7 +131,7 @@ class RunFiles:
         samples = sorted([*known_samples.items(), *self.found_samples])
         run_dir.mkdir(parents=True, exist_ok=True)
         Location.of(run_dir / METRICS_FILE).write_text("".join(map(_json_line, rows)))
-        Location.of(run_dir / LOG_FILE).write_text("".join(map(_log_text, rows)))
+        Location.of(run_dir / LOG_FILE).write_text("".join(map(log_text, rows)))
         Location.of(run_dir / SAMPLES_FILE).write_text("".join(_samples_text(*s) for s in samples))
         self.kept_rows = rows
 
@@ -146,7 +139,7 @@ class RunFiles:
         """Append rows to metrics.jsonl and log.txt."""
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
         with contextlib.suppress(OSError):  # the next start writes it again from the rows
-            _append(self._dir / LOG_FILE, "".join(map(_log_text, rows)))
+            _append(self._dir / LOG_FILE, "".join(map(log_text, rows)))
 
     def add_samples(self, step: int, text: str) -> None:
         """Append a set of samples."""
@@ -166,10 +159,6 @@ def _append(path: Path, text: str) -> None:
 
 def _json_line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _log_text(row: Row) -> str:
-    return "".join(f"{line}\n" for line in log_lines(row))
 
 
 def _samples_text(step: int, text: str) -> str:

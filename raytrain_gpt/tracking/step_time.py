@@ -73,8 +73,6 @@ class TimeUse:
     """What the time of some steps of one rank went to; seconds are of all these steps together.
 
     Attributes:
-        first_step: The first of them.
-        num_steps: How many.
         device: `cuda`: the time of a GPU; `cpu`: of the training thread.
         total_s: Length of the steps.
         kinds_s: Seconds for every name of `KINDS`; they add up to `total_s`.

@@ -25,7 +25,6 @@ class RunSummary:
     """How a run ended.
 
     Attributes:
-        sync: Where its small files are.
         step: Updates done.
         checkpoint: The newest one, or None.
         already_finished: All steps had been done by an earlier command.

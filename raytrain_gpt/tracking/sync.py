@@ -21,12 +21,7 @@ _PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE)
 
 
 class RunSync:
-    """The local side of a run's directory.
-
-    Attributes:
-        run_dir: The run's directory, local or in an object store.
-        work_dir: Where the small files are written, on this node.
-    """
+    """The local side of a run's directory: `work_dir`, on this node, has the small files."""
 
     def __init__(self, run_dir: Location) -> None:
         self.run_dir = run_dir

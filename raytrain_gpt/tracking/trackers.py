@@ -23,7 +23,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
 
@@ -96,37 +95,15 @@ class MLflow:
     """Sends a run's rows to one MLflow run, over all restarts, from a thread.
 
     Args:
-        run_dir: The run's directory.
-        uri: Tracking URI.
-        experiment: Experiment name.
-        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
-        step: Updates done; 0: the run starts from its beginning.
-        parameters: Leaf name -> value.
-        tags: Tags of a new MLflow run.
+        open_run: Connects; called again until the server answers.
+        run_dir: Has the files that are logged at the end.
         log: Gets a line when MLflow first fails.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        uri: str,
-        experiment: str,
-        artifact_location: str | None,
-        step: int,
-        parameters: dict[str, Any],
-        tags: dict[str, str],
-        log: Callable[[str], None],
+        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Callable[[str], None]
     ) -> None:
-        self._dir, self._uri, self._log = run_dir, uri, log
-        self._open: Callable[[], MLflowRun] = lambda: MLflowRun(
-            Location.of(run_dir),
-            uri,
-            experiment,
-            artifact_location,
-            parameters,
-            tags,
-            starts_over=step == 0,
-        )
+        self._open, self._dir, self._uri, self._log = open_run, run_dir, uri, log
         self._rows: list[Row] = []
         self._samples: list[tuple[int, str]] = []
         self._status: str | None = None

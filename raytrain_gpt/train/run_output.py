@@ -54,7 +54,6 @@ class RunOutput:
             self._log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
-            run_dir=self.run_dir,
             sync=self.sync,
             config=config,
             mlflow_uri=uri,

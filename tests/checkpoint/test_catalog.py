@@ -50,13 +50,9 @@ def rows(step: int) -> dict[str, str]:
     return {"rows.jsonl": json.dumps({"step": step}) + "\n"}
 
 
-def content(value: bytes) -> Callable[[Path], None]:
+def content(value: bytes) -> Callable[[Path], object]:
     """Writes it."""
-
-    def write(path: Path) -> None:
-        path.write_bytes(value)
-
-    return write
+    return lambda path: path.write_bytes(value)
 
 
 def write(
@@ -65,6 +61,20 @@ def write(
     draft = catalog.draft(step, mark)
     entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
     return draft.commit(state(step, val_loss), entries, rows(step))
+
+
+def written(run_dir: Location, *steps: int) -> Catalog:
+    """The catalog with checkpoints of these steps, written in this order."""
+    catalog = Catalog(run_dir)
+    for step in steps:
+        write(catalog, step)
+    return catalog
+
+
+def newest_step(catalog: Catalog, before_step: int | None = None) -> int | None:
+    """The step of the newest good checkpoint, none of which is damaged; None: there is none."""
+    newest = catalog.newest_good(pytest.fail, before_step)
+    return newest.state.step if newest else None
 
 
 def steps(catalog: Catalog) -> list[int]:
@@ -81,28 +91,20 @@ def files(path: Location) -> list[str]:
 
 
 def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
-    for step in (30, 10, 20):
-        write(catalog, step)
-    newest = catalog.newest_good(pytest.fail)
+    newest = written(run_dir, 30, 10, 20).newest_good(pytest.fail)
     assert newest is not None
     assert newest.state == state(30)
     assert newest.rows() == [{"step": 30}]
 
 
 def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
-    for step in (10, 20, 30):
-        write(catalog, step)
-    for before_step, found in ((31, 30), (30, 20), (11, 10)):
-        newest = catalog.newest_good(pytest.fail, before_step)
-        assert newest is not None
-        assert newest.state.step == found
-    assert catalog.newest_good(pytest.fail, before_step=10) is None
+    catalog = written(run_dir, 10, 20, 30)
+    for before_step, found in ((31, 30), (30, 20), (11, 10), (10, None)):
+        assert newest_step(catalog, before_step) == found
 
 
 def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
-    assert Catalog(run_dir).newest_good(pytest.fail) is None
+    assert newest_step(Catalog(run_dir)) is None
     assert Catalog(run_dir).best() is None
 
 
@@ -110,8 +112,7 @@ def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
     "damage", ["flip", "truncate", "remove", "remove hashes", "remove state", "flip hashes"]
 )
 def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage: str) -> None:
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
     path = write(catalog, 20)
     model = path / "model.safetensors"
     match damage:
@@ -156,7 +157,7 @@ def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> No
     assert entries["optim-0"] == FileEntry(len(MODEL), hashlib.sha256(MODEL).hexdigest())
     entries |= {"optim-1": second.add("optim-1", content(b"moments"))}
     assert steps(Catalog(run_dir)) == []
-    assert Catalog(run_dir).newest_good(pytest.fail) is None
+    assert newest_step(Catalog(run_dir)) is None
 
     path = first.commit(state(20), entries, rows(20))
     assert path == run_dir / "checkpoints" / "step=00000020"
@@ -183,8 +184,7 @@ def test_a_file_of_another_writer_that_never_came_is_noticed(
 
 
 def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
     draft, other = catalog.draft(20, "001"), catalog.draft(20, "001")
     draft.add("model.safetensors", content(MODEL))
     other.add("optim-1", content(MODEL))
@@ -197,15 +197,12 @@ def test_a_discarded_draft_leaves_nothing(run_dir: Location) -> None:
 def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     run_dir: Location,
 ) -> None:
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
     dying = catalog.draft(20, "001")
     dying.add("model.safetensors", content(b"of the dying attempt"))
     dying.add("optim-1", content(b"and of its other rank"))
     assert steps(catalog) == [10]
-    newest = catalog.newest_good(pytest.fail)
-    assert newest is not None
-    assert newest.state.step == 10
+    assert newest_step(catalog) == 10
 
     path = write(catalog, 20, mark="002")
     checkpoint = read_checkpoint(path)
@@ -230,23 +227,20 @@ def test_unfinished_directories_are_never_read_and_are_cleaned(tmp_path: Path) -
     whole = write(catalog, 10).path
     whole.rename(whole.with_name("unfinished-step=00000010"))
     assert steps(catalog) == []
-    assert catalog.newest_good(pytest.fail) is None
+    assert newest_step(catalog) is None
     catalog.clean(good_until=0)
     assert names(run_dir) == []
 
 
 def test_what_lies_above_the_resumed_step_is_set_aside(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
     damaged = write(catalog, 20)
     (damaged / "model.safetensors").write_bytes(b"damaged")
     write(catalog, 30)
     catalog.clean(good_until=10)
     assert steps(catalog) == [10]
     write(catalog, 20)
-    newest = catalog.newest_good(pytest.fail)
-    assert newest is not None
-    assert newest.state.step == 20
+    assert newest_step(catalog) == 20
     if run_dir.is_local:
         aside = ["broken-step=00000020", "broken-step=00000030"]
         assert names(run_dir) == [*aside, "step=00000010", "step=00000020"]
@@ -262,8 +256,7 @@ def test_setting_aside_twice_keeps_the_later_one(tmp_path: Path) -> None:
 
 
 def test_a_local_checkpoint_without_hashes_is_set_aside_too(tmp_path: Path) -> None:
-    catalog = Catalog(Location.of(tmp_path))
-    write(catalog, 10)
+    catalog = written(Location.of(tmp_path), 10)
     (write(catalog, 20) / "hashes.json").remove()
     catalog.clean(good_until=10)
     write(catalog, 20)
@@ -328,7 +321,7 @@ def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> N
     (path / "hashes.json").remove()
     assert (path / "state.json").is_file()
     assert steps(catalog) == []
-    assert catalog.newest_good(pytest.fail) is None
+    assert newest_step(catalog) is None
     with pytest.raises(CheckpointError, match=r"incomplete: it has no hashes\.json"):
         resolve_checkpoint(path)
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
@@ -350,10 +343,7 @@ def test_files_are_fetched_and_verified(remote_dir: Location) -> None:
 def test_a_missing_file_is_named_when_they_are_fetched(remote_dir: Location) -> None:
     checkpoint = read_checkpoint(write(Catalog(remote_dir), 20))
     (checkpoint.path / "model.safetensors").remove()
-    with (
-        pytest.raises(CheckpointError, match=r"lacks model\.safetensors"),
-        checkpoint.files(),
-    ):
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"), checkpoint.files():
         pass
 
 
@@ -377,8 +367,7 @@ def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
     bucket: Location, s3: S3Server
 ) -> None:
     run_dir = dataclasses.replace(bucket, retry_for_s=0.0) / "out-of-reach"
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
     draft = catalog.draft(20, "001")
     entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
     s3.stop()
@@ -425,16 +414,12 @@ def filled(path: Path) -> Path:
 
 def check_only(run_dir: Path, step: int) -> None:
     """That checkpoint is whole and the only thing there."""
-    catalog = Catalog(Location.of(run_dir))
-    newest = catalog.newest_good(pytest.fail)
-    assert newest is not None
-    assert newest.state.step == step
+    assert newest_step(Catalog(Location.of(run_dir))) == step
     assert names(Location.of(run_dir)) == [f"step={step:08d}"]
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(small_disk: Path) -> None:
-    catalog = Catalog(Location.of(small_disk))
-    write(catalog, 10)
+    catalog = written(Location.of(small_disk), 10)
     filler = filled(small_disk)
     draft = catalog.draft(20, "001")
     with pytest.raises(CheckpointError, match="no space left") as error:
@@ -449,8 +434,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(small_disk: Pa
 
 
 def test_a_disk_that_is_full_when_it_is_committed(small_disk: Path) -> None:
-    catalog = Catalog(Location.of(small_disk))
-    write(catalog, 10)
+    catalog = written(Location.of(small_disk), 10)
     draft = catalog.draft(20, "001")
     entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
     filled(small_disk)
@@ -471,8 +455,7 @@ def test_a_full_disk_that_safetensors_tells_in_its_own_words(small_disk: Path) -
 
 
 def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
-    write(catalog, 10)
+    catalog = written(run_dir, 10)
 
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
@@ -486,7 +469,7 @@ def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> Non
 
 
 def test_a_copy_of_a_run_has_its_checkpoints(tmp_path: Path) -> None:
-    write(Catalog(Location.of(tmp_path / "run")), 10)
+    written(Location.of(tmp_path / "run"), 10)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copied: Checkpoint = resolve_checkpoint(Location.of(tmp_path / "copy"))
     assert copied.path.path == tmp_path / "copy" / "checkpoints" / "step=00000010"

@@ -21,6 +21,7 @@ from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_sampl
 from tests.checkpoint.test_catalog import MODEL, STATE, content, names, steps
 
 BESIDE = Config().updated({"eval_mode": "async", "eval_every_steps": 20, "max_steps": 50})
+LEFT_OUT = EvaluationResult(None, left_out="no memory")
 
 
 def write(catalog: Catalog, step: int, mode: str = "async", model: bytes = MODEL) -> Checkpoint:
@@ -79,9 +80,7 @@ def test_what_waits_is_kept_until_it_is_evaluated_or_left_out(run_dir: Location)
     catalog.prune(keep=1)
     assert steps(catalog) == [40, 50]
     left_out = write(catalog, 60 * 20)
-    write_evaluation_result(
-        left_out.path, left_out.hash, EvaluationResult(None, left_out="no memory")
-    )
+    write_evaluation_result(left_out.path, left_out.hash, LEFT_OUT)
     write(catalog, 61 * 20)
     catalog.prune(keep=1)
     assert steps(catalog) == [40, 50, 61 * 20]
@@ -95,9 +94,7 @@ def test_a_run_that_evaluates_inline_again_keeps_nothing_that_waits(run_dir: Loc
     assert steps(catalog) == [40]
 
 
-def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(
-    run_dir: Location,
-) -> None:
+def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(run_dir: Location) -> None:
     """What a rollback leaves in an object store, where nothing is renamed."""
     catalog = Catalog(run_dir)
     before = write(catalog, 20)
@@ -105,9 +102,8 @@ def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(
         before.path.remove()
     again = write(catalog, 20, model=MODEL[::-1])
     assert again.hash != before.hash
-    write_evaluation_result(
-        again.path, before.hash, EvaluationResult({"step": 20, "val/loss": 1.0})
-    )
+    result = EvaluationResult({"step": 20, "val/loss": 1.0})
+    write_evaluation_result(again.path, before.hash, result)
     assert waiting(catalog) == [20]
     assert catalog.best() is None
 
@@ -131,9 +127,7 @@ def test_an_evaluation_does_not_bring_a_removed_checkpoint_back(tmp_path: Path) 
 def test_what_another_command_left_out_is_due_again(tmp_path: Path) -> None:
     catalog = Catalog(Location.of(tmp_path))
     checkpoint = write(catalog, 20)
-    write_evaluation_result(
-        checkpoint.path, checkpoint.hash, EvaluationResult(None, left_out="no memory")
-    )
+    write_evaluation_result(checkpoint.path, checkpoint.hash, LEFT_OUT)
     beside = AsyncEvaluation(BESIDE, catalog, None, threading.Event())
     try:
         (left_out,) = catalog.complete()

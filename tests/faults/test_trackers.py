@@ -6,10 +6,13 @@ import queue
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow
 from tests.ports import free_port
@@ -29,8 +32,11 @@ def test_rows_wait_for_a_server_that_is_down(
     uri = f"http://127.0.0.1:{free_port()}"
     lines: queue.Queue[str] = queue.Queue()
     rows: list[Row] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 41)]
-    (tmp_path / "run").mkdir()
-    tracker = MLflow(tmp_path / "run", uri, "down", None, 0, {"seed": 1}, {}, lines.put)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    place = Location.of(run_dir)
+    open_run = partial(MLflowRun, place, uri, "down", None, {"seed": 1}, {}, starts_over=True)
+    tracker = MLflow(open_run, run_dir, uri, lines.put)
     started = time.monotonic()
     tracker.add_rows(rows[:20])
     assert time.monotonic() - started < 1, "a tracker that is down must not hold up anybody"

@@ -113,6 +113,7 @@ class Process:
 
 
 Start = Callable[..., Process]
+Refused = Callable[..., None]
 
 
 @pytest.fixture
@@ -140,6 +141,17 @@ def start() -> Iterator[Start]:
 def location(tmp_path: Path) -> Location:
     """The lease file of a run that is not there yet."""
     return Location.of(tmp_path / "x" / LEASE_FILE)
+
+
+@pytest.fixture
+def refused(raises_line: RaisesLine) -> Refused:
+    """Checks that a lease is refused in one line with these words."""
+
+    def check(location: Location, *words: str, **options: Any) -> None:
+        with raises_line(ClusterError, *words), held_lease(location, "run x", **options):
+            pass
+
+    return check
 
 
 def elsewhere(**changes: Any) -> Holder:
@@ -182,12 +194,11 @@ def test_an_error_leaves_no_lease(location: Location) -> None:
 
 
 def test_a_process_of_this_host_is_refused_at_once(
-    location: Location, start: Start, raises_line: RaisesLine
+    location: Location, start: Start, refused: Refused
 ) -> None:
     holder = start(location)
     words = ["run x is in use", f"process {holder.pid} on", " UTC); stop that one first"]
-    with raises_line(ClusterError, *words), held_lease(location, "run x"):
-        pass
+    refused(location, *words)
     assert f"process {holder.pid} on" in str(live_holder(location))
     holder.go_on()
     holder.wait()
@@ -196,18 +207,16 @@ def test_a_process_of_this_host_is_refused_at_once(
 
 
 def test_a_frozen_process_of_this_host_keeps_its_lease(
-    location: Location, start: Start, raises_line: RaisesLine
+    location: Location, start: Start, refused: Refused
 ) -> None:
     holder = start(location, heartbeat_s=BETWEEN_BEATS_S)
     holder.stop()
-    with raises_line(ClusterError, f"process {holder.pid} on"), held_lease(location, "run x"):
-        pass
+    refused(location, f"process {holder.pid} on")
 
 
-def test_the_same_process_is_refused(location: Location, raises_line: RaisesLine) -> None:
+def test_the_same_process_is_refused(location: Location, refused: Refused) -> None:
     with held_lease(location, "run x") as lease:
-        with raises_line(ClusterError, f"process {os.getpid()} on"), held_lease(location, "run x"):
-            pass
+        refused(location, f"process {os.getpid()} on")
         assert not lease.lost.is_set()
         assert location.exists()
 
@@ -255,15 +264,15 @@ def test_of_ten_processes_at_once_one_gets_it(
 
 
 def test_a_process_elsewhere_that_beats_is_not_disturbed(
-    location: Location, start: Start, raises_line: RaisesLine
+    location: Location, start: Start, refused: Refused
 ) -> None:
     holder = start(location, elsewhere=True)
     lines: list[str] = []
-    with (
-        raises_line(ClusterError, f"in use (process {holder.pid} on elsewhere since"),
-        held_lease(location, "run x", lines.append, replace(TIMES, expiry_s=WATCHED_S)),
-    ):
-        pass
+    words, times = (
+        f"in use (process {holder.pid} on elsewhere since",
+        LeaseTimes(expiry_s=WATCHED_S),
+    )
+    refused(location, words, log=lines.append, times=times)
     assert "taking over in 6 s unless it shows signs of life" in lines[0]
     assert f"process {holder.pid} on elsewhere" in str(live_holder(location))
 
@@ -318,15 +327,14 @@ def test_a_damaged_lease_expires(location: Location, content: bytes) -> None:
 
 @pytest.mark.parametrize("left", [elsewhere().to_text(), "{"], ids=["elsewhere", "damaged"])
 def test_a_lease_that_changes_while_it_is_watched_is_in_use(
-    location: Location, raises_line: RaisesLine, left: str
+    location: Location, refused: Refused, left: str
 ) -> None:
     location.write_text(left)
 
     def move(_line: str) -> None:
         location.write_text(elsewhere(beat=1).to_text())
 
-    with raises_line(ClusterError, "in use (process"), held_lease(location, "run x", move, FAST):
-        pass
+    refused(location, "in use (process", log=move, times=FAST)
     assert token_in(location) == "another"
 
 
@@ -421,23 +429,18 @@ def test_a_lease_that_cannot_be_removed_is_told_and_hides_no_error(
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     (tmp_path / "file").touch()
     location = Location.of(tmp_path / "file" / "x" / LEASE_FILE)
-    with raises_line(ClusterError, f"cannot write {location}"), held_lease(location, "run x"):
-        pass
+    refused(location, f"cannot write {location}")
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "open", refuse)
     location, lines = Location.of(tmp_path / LEASE_FILE), list[str]()
-    with (
-        raises_line(ClusterError, str(location), "Read-only file system"),
-        held_lease(location, "run x", lines.append),
-    ):
-        pass
+    refused(location, str(location), "Read-only file system", log=lines.append)
     assert not lines
 
 
@@ -499,35 +502,26 @@ def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Locatio
     both = threading.Barrier(2)
     object_lease.write_text(dead().to_text())
     check_one_of_two(
-        object_lease,
-        lambda _: both.wait(WAIT_S),
-        replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S),
+        object_lease, lambda _: both.wait(WAIT_S), replace(FAST, settle_s=1.0, heartbeat_s=WAIT_S)
     )
 
 
 def test_in_an_object_store_a_killed_process_needs_no_hand(
-    object_lease: Location, start: Start, raises_line: RaisesLine
+    object_lease: Location, start: Start, refused: Refused
 ) -> None:
     here = start(object_lease)
-    with (
-        raises_line(ClusterError, f"(process {here.pid} on"),
-        held_lease(object_lease, "run x", times=FAST),
-    ):
-        pass
+    refused(object_lease, f"(process {here.pid} on", times=FAST)
     here.kill()
     with held_lease(object_lease, "run x", times=LeaseTimes(settle_s=0)):
         pass
 
 
 def test_in_an_object_store_a_beat_keeps_the_lease(
-    object_lease: Location, start: Start, raises_line: RaisesLine
+    object_lease: Location, start: Start, refused: Refused
 ) -> None:
     there = start(object_lease, elsewhere=True)
-    with (
-        raises_line(ClusterError, f"(process {there.pid} on elsewhere"),
-        held_lease(object_lease, "run x", times=LeaseTimes(expiry_s=WATCHED_S)),
-    ):
-        pass
+    words, times = f"(process {there.pid} on elsewhere", LeaseTimes(expiry_s=WATCHED_S)
+    refused(object_lease, words, times=times)
 
 
 def test_in_an_object_store_a_frozen_process_is_replaced_and_notices(

@@ -25,11 +25,7 @@ from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.preparation import start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import (
-    MANIFEST_FILE,
-    read_manifest,
-    read_row_group,
-)
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import prepare_here, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
@@ -42,37 +38,27 @@ from tests.data.shard_tools import TEXTS, made_text, write_dataset, write_jsonl,
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 OUTAGE_S = 0.5
-BUCKET = "bucket"
 UPLOAD_BYTES, CHUNK_BYTES = 5 * 2**20, 2**20
-
-
-@pytest.fixture(scope="module")
-def stored(s3: S3Server) -> S3Server:
-    s3.make_bucket(BUCKET)
-    return s3
+After = Callable[[Callable[[], None]], None]
 
 
 @pytest.fixture
-def remote(stored: S3Server, request: pytest.FixtureRequest) -> Iterator[Location]:
+def remote(s3: S3Server, remote_dir: Location) -> Iterator[Location]:
     """A place of the test's own in the object store, which is reached again afterwards."""
-    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
-    yield Location.of(f"s3://{BUCKET}/{name}", retry_for_s=30)
-    stored.start()
-    stored.thaw()
-    stored.accept_keys()
-
-
-@pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """A directory that is not there yet."""
-    if request.param == "local":
-        return Location.of(tmp_path / "place")
-    found: Location = request.getfixturevalue("remote")
-    return found
+    yield remote_dir
+    s3.start()
+    s3.thaw()
+    s3.accept_keys()
 
 
 @pytest.fixture
-def after() -> Iterator[Callable[[Callable[[], None]], None]]:
+def place(run_dir: Location) -> Location:
+    """A directory that is not there yet, on a disk and in the object store."""
+    return run_dir
+
+
+@pytest.fixture
+def after() -> Iterator[After]:
     """Calls a function in `OUTAGE_S`."""
     timers: list[threading.Timer] = []
 
@@ -326,12 +312,12 @@ USES = sorted(uses(Location("s3://none/none")))
 
 @pytest.mark.parametrize("use", USES)
 def test_a_short_outage_costs_only_time(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None], use: str
+    s3: S3Server, remote: Location, after: After, use: str
 ) -> None:
     file = remote / "file"
     file.write_bytes(b"content")
-    stored.stop()
-    after(stored.start)
+    s3.stop()
+    after(s3.start)
     started = time.monotonic()
     uses(file)[use]()
     assert time.monotonic() - started > OUTAGE_S / 2
@@ -340,50 +326,45 @@ def test_a_short_outage_costs_only_time(
 
 @pytest.mark.parametrize("use", USES)
 def test_a_long_outage_ends_in_one_line(
-    stored: S3Server, remote: Location, use: str, raises_line: RaisesLine
+    s3: S3Server, remote: Location, use: str, raises_line: RaisesLine
 ) -> None:
     file = replace(remote, retry_for_s=0.1) / "file"
     file.write_bytes(b"content")
-    stored.stop()
+    s3.stop()
     words = ("retry_for_s=0.1", "checkpoint is intact", "same command goes on", "connect")
     with raises_line(StorageError, remote.url, *words):
         uses(file)[use]()
 
 
-def test_no_secret_is_in_the_error(stored: S3Server, remote: Location) -> None:
-    stored.stop()
+def test_no_secret_is_in_the_error(s3: S3Server, remote: Location) -> None:
+    s3.stop()
     with pytest.raises(StorageError) as caught:
         replace(remote, retry_for_s=0).read_bytes()
     assert ACCESS_KEY not in str(caught.value)
     assert SECRET_KEY not in str(caught.value)
 
 
-def test_a_stalled_store_costs_only_time(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
-) -> None:
+def test_a_stalled_store_costs_only_time(s3: S3Server, remote: Location, after: After) -> None:
     remote.write_text("x")
-    stored.freeze()
-    after(stored.thaw)
+    s3.freeze()
+    after(s3.thaw)
     started = time.monotonic()
     assert remote.read_text() == "x"
     assert time.monotonic() - started > OUTAGE_S / 2
 
 
 def test_a_store_that_stays_frozen_is_given_up(
-    stored: S3Server,
-    remote: Location,
-    monkeypatch: pytest.MonkeyPatch,
-    raises_line: RaisesLine,
+    s3: S3Server, remote: Location, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
 ) -> None:
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 0.2)
-    stored.freeze()
+    s3.freeze()
     with raises_line(StorageError, remote.url, "retry_for_s=0.1", "Timeout"):
         replace(remote, retry_for_s=0.1).exists()
 
 
 @pytest.mark.usefixtures("small_requests")
 def test_an_upload_cut_off_anywhere_is_whole_or_absent(
-    stored: S3Server, remote: Location, tmp_path: Path
+    s3: S3Server, remote: Location, tmp_path: Path
 ) -> None:
     source = tmp_path / "big"
     source.write_bytes(np.random.default_rng(0).bytes(4 * UPLOAD_BYTES))
@@ -392,9 +373,9 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
         with ThreadPoolExecutor(1) as thread:
             upload = thread.submit(file.upload, source)
             time.sleep(0.05 * 2**i)  # not for synchronisation: any moment has to be good
-            stored.stop()
+            s3.stop()
             failed = upload.exception() is not None
-        stored.start()
+        s3.start()
         # The answer to the last request may be lost: a failed upload can still be there, but whole.
         assert file.exists() or failed
         if file.exists():
@@ -403,39 +384,36 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
 
 @pytest.mark.usefixtures("small_requests")
 def test_an_upload_goes_on_after_an_outage(
-    stored: S3Server,
-    remote: Location,
-    tmp_path: Path,
-    after: Callable[[Callable[[], None]], None],
+    s3: S3Server, remote: Location, tmp_path: Path, after: After
 ) -> None:
     source = tmp_path / "big"
     source.write_bytes(np.random.default_rng(0).bytes(UPLOAD_BYTES))
-    stored.stop()
-    after(stored.start)
+    s3.stop()
+    after(s3.start)
     (remote / "big").upload(source)
     assert (remote / "big").sha256() == Location.of(source).sha256()
 
 
 def test_an_open_file_is_read_on_after_an_outage(
-    stored: S3Server, remote: Location, after: Callable[[Callable[[], None]], None]
+    s3: S3Server, remote: Location, after: After
 ) -> None:
     remote.write_bytes(bytes(100))
     with remote.open() as file:
         assert file.read(10) == bytes(10)
-        stored.stop()
-        after(stored.start)
+        s3.stop()
+        after(s3.start)
         assert file.read() == bytes(90)
 
 
 def test_our_errors_come_out_of_arrow_as_they_are(
-    stored: S3Server, remote: Location, tmp_path: Path
+    s3: S3Server, remote: Location, tmp_path: Path
 ) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "p")
     file = replace(remote, retry_for_s=0) / "p"
     file.upload(tmp_path / "p")
     filesystem, path = file.ray_filesystem()
     with file.open() as opened:
-        stored.stop()
+        s3.stop()
         with pytest.raises(StorageError):
             pq.ParquetFile(opened)
         with pytest.raises(StorageError):
@@ -449,7 +427,7 @@ def test_our_errors_come_out_of_arrow_as_they_are(
 
 @pytest.mark.parametrize("use", sorted(set(USES) - {"remove"}))
 def test_a_missing_bucket_is_one_line_at_once(
-    stored: S3Server, use: str, raises_line: RaisesLine
+    s3: S3Server, use: str, raises_line: RaisesLine
 ) -> None:
     file = Location.of("s3://not-there/directory/file")
     with raises_line(ClusterError, "not-there", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"):
@@ -458,16 +436,16 @@ def test_a_missing_bucket_is_one_line_at_once(
 
 @pytest.mark.parametrize("use", USES)
 def test_wrong_keys_are_one_line_at_once_and_not_in_it(
-    stored: S3Server, remote: Location, use: str
+    s3: S3Server, remote: Location, use: str
 ) -> None:
     file = remote / "file"
     file.write_text("x")
-    stored.refuse_keys()
+    s3.refuse_keys()
     with pytest.raises(ClusterError) as caught:
         uses(file)[use]()
     message = str(caught.value)
     assert "\n" not in message
-    assert BUCKET in message
+    assert "bucket runs " in message
     assert "AWS_SECRET_ACCESS_KEY" in message
     assert SECRET_KEY not in message
     assert ACCESS_KEY not in message
@@ -589,17 +567,14 @@ def all_ids(manifest_counts: Ids) -> Ids:
 
 
 def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
-    stored: S3Server,
-    remote: Location,
-    tmp_path: Path,
-    after: Callable[[Callable[[], None]], None],
+    s3: S3Server, remote: Location, tmp_path: Path, after: After
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[330, 100, 65], row_group_tokens=33)
     put_tree(tmp_path / "d", remote)
     ids = all_ids(manifest.row_group_sequences("train", 8))
     expected = read_sequences(tmp_path / "d", manifest, "train", 8, ids)
-    stored.stop()
-    after(stored.start)
+    s3.stop()
+    after(s3.start)
     for found, wanted in zip(
         read_sequences(remote, manifest, "train", 8, ids), expected, strict=True
     ):
@@ -607,18 +582,18 @@ def test_sequences_of_a_stored_dataset_are_those_of_a_local_one(
 
 
 def test_reading_gives_up_after_a_long_outage(
-    stored: S3Server, remote: Location, tmp_path: Path
+    s3: S3Server, remote: Location, tmp_path: Path
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[66])
     put_tree(tmp_path / "d", remote)
     impatient = replace(remote, retry_for_s=0)
     read_row_group(impatient, manifest, manifest.shards[0], 0)
-    stored.stop()
+    s3.stop()
     with pytest.raises(StorageError):
         read_row_group(impatient, manifest, manifest.shards[0], 0)
     with pytest.raises(StorageError):
         read_manifest(impatient)
-    stored.start()
+    s3.start()
     (remote / MANIFEST_FILE).remove()
     with pytest.raises(DataError, match="not a finished dataset"):
         read_manifest(remote)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.conftest import RaisesLine
 from tests.data.shard_tools import write_dataset
 from tests.s3 import S3Server
 
-BUCKET = "stored-shards"
 SEQ_LEN = 8
 TRAIN = [330, 132, 33, 65, 231]
 """Tokens of each shard, in row groups of 33: 10, 4, 1, 2 and 7 of them."""
@@ -30,24 +28,12 @@ NUM_ROW_GROUPS = 24
 Read = Callable[..., Counter[str]]
 
 
-@pytest.fixture(scope="module")
-def stored(s3: S3Server) -> S3Server:
-    s3.make_bucket(BUCKET)
-    return s3
-
-
 @pytest.fixture
-def place(stored: S3Server, request: pytest.FixtureRequest) -> Location:
-    """A place of the test's own, of whose shards this process knows nothing yet."""
-    return Location.of(f"s3://{BUCKET}/{hashlib.sha256(request.node.name.encode()).hexdigest()}")
-
-
-@pytest.fixture
-def manifest(place: Location, tmp_path: Path) -> Manifest:
+def manifest(remote_dir: Location, tmp_path: Path) -> Manifest:
     """Of a dataset that is on the disk and in the store."""
     manifest = write_dataset(tmp_path / "d", train=TRAIN, row_group_tokens=33)
     for path in (tmp_path / "d").iterdir():
-        (place / path.name).upload(path)
+        (remote_dir / path.name).upload(path)
     return manifest
 
 
@@ -59,15 +45,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def read(stored: S3Server, place: Location, manifest: Manifest, tmp_path: Path) -> Read:
+def read(s3: S3Server, remote_dir: Location, manifest: Manifest, tmp_path: Path) -> Read:
     """Reads the train split, compares it with the disk's, and counts the store's requests."""
     num = int(manifest.row_group_sequences("train", SEQ_LEN).sum())
     ids = np.append(np.random.default_rng(0).permutation(num), -1)
     expected = read_sequences(tmp_path / "d", manifest, "train", SEQ_LEN, ids)
 
     def reading(cache_bytes: int = 0) -> Counter[str]:
-        with stored.recorded() as asked:
-            found = read_sequences(place, manifest, "train", SEQ_LEN, ids, cache_bytes)
+        with s3.recorded() as asked:
+            found = read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids, cache_bytes)
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
         return Counter(request.split()[0] for request in asked)
@@ -124,35 +110,35 @@ def test_what_is_on_a_disk_is_not_kept(manifest: Manifest, tmp_path: Path, cache
 
 
 def test_a_damaged_row_group_is_named_and_not_kept(
-    place: Location, manifest: Manifest, tmp_path: Path, cache: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, tmp_path: Path, cache: Path, raises_line: RaisesLine
 ) -> None:
     shard = tmp_path / "d" / "train-00000.parquet"
     chunk = pq.read_metadata(shard).row_group(6).column(0)
     content = bytearray(shard.read_bytes())
     start = chunk.data_page_offset
     content[start : start + chunk.total_compressed_size] = bytes(chunk.total_compressed_size)
-    (place / shard.name).write_bytes(bytes(content))
+    (remote_dir / shard.name).write_bytes(bytes(content))
     ids = np.arange(int(manifest.row_group_sequences("train", SEQ_LEN).sum()))
-    with raises_line(DataError, f"cannot read row group 6 of {place}/{shard.name}"):
-        read_sequences(place, manifest, "train", SEQ_LEN, ids, 10**6)
+    with raises_line(DataError, f"cannot read row group 6 of {remote_dir}/{shard.name}"):
+        read_sequences(remote_dir, manifest, "train", SEQ_LEN, ids, 10**6)
     assert not list(cache.rglob(f"{manifest.shards[0].sha256}/6"))
 
 
 def test_an_id_beyond_the_vocabulary_is_not_kept(
-    place: Location, manifest: Manifest, cache: Path, tmp_path: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, cache: Path, tmp_path: Path, raises_line: RaisesLine
 ) -> None:
     table = pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 259, np.uint16)})
     pq.write_table(table, tmp_path / "other.parquet", row_group_size=33)
-    (place / "train-00000.parquet").upload(tmp_path / "other.parquet")
+    (remote_dir / "train-00000.parquet").upload(tmp_path / "other.parquet")
     for _ in range(2):
         with raises_line(DataError, "token id 257 at token 70 (row group 2)"):
-            read_sequences(place, manifest, "train", SEQ_LEN, np.arange(12), 10**6)
+            read_sequences(remote_dir, manifest, "train", SEQ_LEN, np.arange(12), 10**6)
 
 
 def test_the_shards_of_a_store_are_checked(
-    place: Location, manifest: Manifest, tmp_path: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, tmp_path: Path, raises_line: RaisesLine
 ) -> None:
-    check_shards(place, manifest, content=True)
-    (place / "train-00003.parquet").remove()
-    with raises_line(DataError, f"shard {place}/train-00003.parquet is missing"):
-        check_shards(place, manifest, content=False)
+    check_shards(remote_dir, manifest, content=True)
+    (remote_dir / "train-00003.parquet").remove()
+    with raises_line(DataError, f"shard {remote_dir}/train-00003.parquet is missing"):
+        check_shards(remote_dir, manifest, content=False)

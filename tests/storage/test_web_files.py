@@ -164,10 +164,7 @@ def test_a_signature_of_azure_is_hidden() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (
-            "https://u:pw@host/a.jsonl",
-            ["https://host/a.jsonl", "user or password", "remove them"],
-        ),
+        ("https://u:pw@host/a.jsonl", ["https://host/a.jsonl", "user or password", "remove them"]),
         ("https://u:pw@host/*.jsonl", ["https://host/*.jsonl", "user or password"]),
         ("https://u:pw#1@host/a.jsonl", ["https://host/a.jsonl", "without user and password"]),
         ("http://h/my file.jsonl", ["h/my file.jsonl", "percent-encode it as %20"]),

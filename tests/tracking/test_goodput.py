@@ -22,6 +22,7 @@ from raytrain_gpt.tracking.goodput import (
     run_speed,
 )
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, Row, merge_rows
+from raytrain_gpt.tracking.runs import runs_command
 
 STARTUP_S, STEP_S, WAIT_S, EVAL_S, BLOCKED_S = 8.0, 0.5, 0.125, 2.0, 0.25
 
@@ -264,8 +265,6 @@ def test_facts_are_json() -> None:
 
 
 def test_runs_show_tells_it(tmp_path: Path) -> None:
-    from raytrain_gpt.tracking.runs import runs_command
-
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / CONFIG_FILE).write_text(Config().to_yaml(), "utf-8")

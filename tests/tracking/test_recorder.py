@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Coroutine
+from asyncio import run
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,13 @@ ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
 CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
 
 
-def run(call: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(call)
-
-
 def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
     """One that writes files only."""
     saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
-    location = Location.of(run_dir)
     return Recorder(
         RecorderSpec(
-            run_dir=location,
-            sync=RunSync(location),
+            sync=RunSync(Location.of(run_dir)),
             config=Config().updated(values),
             mlflow_uri=None,
             mlflow_tags={},
@@ -59,8 +53,7 @@ def eval_row(step: int) -> Row:
 
 
 def news(of: Recorder) -> list[str | Row]:
-    found: list[str | Row] = run(of.take_news(0.0))
-    return found
+    return run(of.take_news(0.0))
 
 
 def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:

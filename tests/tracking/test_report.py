@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import MAX_POINTS, running_mean, thinned
-from raytrain_gpt.tracking.report import (
-    MAX_SAMPLE_SETS,
-    RunStory,
-    write_comparison,
-    write_report,
-)
+from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunStory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
 from raytrain_gpt.tracking.step_time import KINDS, TimeUse
 from raytrain_gpt.tracking.sync import RunSync
+from tests.checkpoint.test_catalog import STATE
 
 PROMPT = "<b>def</b> "
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -88,11 +84,9 @@ def make_run(
     text = "".join(f"=== step {step} ===\n{lines}\n" for step, lines in sets.items())
     (path / SAMPLES_FILE).write_text(text, "utf-8")
     if checkpoint is not None:
-        state = CheckpointState(
-            step=checkpoint, next_batch=checkpoint, order_hash=f"{checkpoint:016x}", val_loss=2.5,
-            tokens_seen=0, config={}, manifest_hash=manifest_hash, vocab_hash="v", vocab_size=257,
-            order_version=1, num_workers=2,
-        )  # fmt: skip
+        order_hash = f"{checkpoint:016x}"
+        facts = {"order_hash": order_hash, "val_loss": 2.5, "manifest_hash": manifest_hash}
+        state = replace(STATE, step=checkpoint, **facts)
         Catalog(Location.of(path)).draft(checkpoint, "001").commit(state, {}, {})
     return RunSync(Location.of(path))
 
@@ -281,27 +275,18 @@ def test_an_attempt_that_goes_on_has_no_end(tmp_path: Path) -> None:
     assert page(path).count("killed</td>") == 1
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [start("start", 0, 1.0)],
-        steps(1),
-        [start("start", 0, 1.0), *steps(7)],
-        [step_row(step, train__loss=None, optim__grad_norm=None) for step in range(1, 50)],
-        [*steps(40), eval_row(40, None)],
-        [eval_row(0, 3.0)],
-    ],
-    ids=[
-        "nothing",
-        "started",
-        "one step",
-        "no evaluation",
-        "null losses",
-        "null eval",
-        "only eval",
-    ],
-)
+UNFINISHED: dict[str, list[Row]] = {
+    "nothing": [],
+    "started": [start("start", 0, 1.0)],
+    "one step": steps(1),
+    "no evaluation": [start("start", 0, 1.0), *steps(7)],
+    "null losses": [step_row(s, train__loss=None, optim__grad_norm=None) for s in range(1, 50)],
+    "null eval": [*steps(40), eval_row(40, None)],
+    "only eval": [eval_row(0, 3.0)],
+}
+
+
+@pytest.mark.parametrize("rows", UNFINISHED.values(), ids=UNFINISHED)
 def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
     run = make_run(tmp_path / "run", rows)
     checked(write_report(run))

@@ -14,7 +14,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import (
     Row,
     RunFiles,
-    log_lines,
+    log_text,
     merge_rows,
     read_rows,
     read_samples,
@@ -106,7 +106,7 @@ def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path
     ],
 )
 def test_events_say_their_details_in_the_log(row: Row, line: str) -> None:
-    assert log_lines(row) == [line]
+    assert log_text(row) == f"{line}\n"
 
 
 def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None:
@@ -126,14 +126,8 @@ def test_steps_above_the_resumed_one_are_counted_as_lost(tmp_path: Path) -> None
 
 
 def test_a_lost_step_without_a_time_is_a_step_all_the_same(tmp_path: Path) -> None:
-    RunFiles(tmp_path, 0, []).add_rows(
-        [
-            train_row(1),
-            train_row(2),
-            train_row(3, **{"perf/step_time_s": None}),
-            train_row(4, **{"perf/step_time_s": 0.5}),
-        ]
-    )
+    timed = [train_row(3, **{"perf/step_time_s": None}), train_row(4, **{"perf/step_time_s": 0.5})]
+    RunFiles(tmp_path, 0, []).add_rows([train_row(1), train_row(2), *timed])
     files = RunFiles(tmp_path, 1, [])
     assert (files.lost_steps, files.lost_s) == (3, 0.5)
 

@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import track_export
+from raytrain_gpt.tracking.mlflow_run import MLflowRun, track_export
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow, points
 
@@ -29,8 +29,13 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
     (tmp_path / "run").mkdir()
 
     def start(step: int, **parameters: Any) -> MLflow:
-        uri, said = f"file:{tmp_path / 'mlruns'}", []
-        return MLflow(tmp_path / "run", uri, "tests", None, step, parameters, {}, said.append)
+        uri, run_dir = f"file:{tmp_path / 'mlruns'}", tmp_path / "run"
+
+        def open_run() -> MLflowRun:
+            place = Location.of(run_dir)
+            return MLflowRun(place, uri, "tests", None, parameters, {}, starts_over=step == 0)
+
+        return MLflow(open_run, run_dir, uri, list[str]().append)
 
     return start
 
