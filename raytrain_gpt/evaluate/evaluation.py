@@ -19,13 +19,14 @@ from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
-from raytrain_gpt.evaluate.choices import ChoiceScore, ending_losses
 from raytrain_gpt.evaluate.hellaswag import (
     DOWNLOAD,
     NUM_ENDINGS,
     Choices,
+    ChoiceScore,
     downloaded,
     encode_choices,
+    ending_losses,
     read_examples,
 )
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums

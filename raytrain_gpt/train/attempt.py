@@ -31,8 +31,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
-from raytrain_gpt.train.worker_group import worker_group
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec, worker_group
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0

@@ -55,10 +55,9 @@ from raytrain_gpt.train.policy import (
     next_action,
     wait_for_workers,
 )
-from raytrain_gpt.train.resume import check_changes, find_resume
-from raytrain_gpt.train.rollback import Rollback
+from raytrain_gpt.train.resume import Rollback, check_changes, find_resume
 from raytrain_gpt.train.run_output import RunOutput
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
