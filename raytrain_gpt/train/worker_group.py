@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from raytrain_gpt.tracking.run_files import Row
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the driver tells every worker.
+    """What the driver tells every worker of an attempt.
 
     Attributes:
         resumed: Checkpoint that the run goes on from; None: a new run.
@@ -28,7 +29,6 @@ class WorkerSpec:
         lease_token: The driver's; a worker makes no file final once another process holds the lease.
         choices: Ray's reference to HellaSwag; None: it is not scored here.
         is_trial: A sweep decides after every evaluation whether the run goes on.
-        recorder: Handle of the recorder actor.
     """
 
     plan: RunPlan
@@ -41,6 +41,27 @@ class WorkerSpec:
     choices: Any
     is_trial: bool
     recorder: Any = None
+
+
+def start_fit(
+    trainer: ray.train.torch.TorchTrainer,
+) -> tuple[threading.Thread, list[Exception]]:
+    """`fit()` in a thread, and a list that gets what it raises.
+
+    In the main thread Ray Train aborts the run on Ctrl+C without a checkpoint (and on SIGTERM Python
+    would not run our handler while the main thread waits inside Ray).
+    """
+    raised: list[Exception] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    return thread, raised
 
 
 def worker_group(
@@ -57,14 +78,9 @@ def worker_group(
     """A trainer whose `fit()` starts the workers once: Ray retries nothing, our supervisor does.
 
     Args:
-        train_loop: Runs on every worker.
-        spec: Its argument.
-        cluster: Gives the resources of a worker.
         world_size: Number of workers; may be fewer than `cluster.num_workers`.
         name: Ray's name for it, unique in `directory`.
-        directory: For Ray's own bookkeeping.
         dataset: Dealt to the ranks row by row, in its order; None: nothing is read.
-        torch_config: Backend and timeout of the process group.
     """
     filesystem, path = directory.ray_filesystem()
     return ray.train.torch.TorchTrainer(
