@@ -85,12 +85,7 @@ class AsyncEvaluation:
         return due and checkpoint.hash not in self._left_out
 
     def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:
-        """Show new lines, and give new evaluations to a recorder.
-
-        Args:
-            recorder: Its handle; None: there is none, the next one reads them from the checkpoints.
-            log: Gets the lines.
-        """
+        """Show new lines, and give new evaluations to a recorder; the next one reads them if it is None."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, str):

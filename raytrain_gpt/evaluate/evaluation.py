@@ -49,7 +49,6 @@ class Evaluation:
     Args:
         model: Not wrapped; its weights may be filled in later.
         feed: This rank's share of the validation sequences; None: no validation loss.
-        collectives: Over all processes that evaluate together.
         choices: HellaSwag; None: it is not scored.
     """
 
@@ -70,11 +69,7 @@ class Evaluation:
         self._token_bytes = torch.from_numpy(lengths)
 
     def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
-        """The keys of an evaluation's row, over all ranks; all call it.
-
-        Args:
-            progress: Called before every micro-batch.
-        """
+        """The keys of an evaluation's row, over all ranks; `progress` is called before every micro-batch."""
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
             metrics |= self._validated(self._feed, progress)

@@ -249,7 +249,6 @@ def ending_losses(
     eagerly, since batches have too many shapes to compile, and logits are made for the endings alone.
 
     Args:
-        model: Not wrapped.
         tokens: int64 (R, T + 1).
         scored: bool (R, T), whether the next token belongs to the ending.
     """

@@ -70,7 +70,6 @@ def evaluate_checkpoint(
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line when there is no dataset to validate on, or the device cannot compute in bf16.
         data: Dataset, or several with weights as in `data_path`; None: what the checkpoint was trained
             on, which may be absent if HellaSwag is scored.
         eval_tokens: Upper limit of validation tokens; None: as in training.
@@ -158,7 +157,6 @@ def sample_checkpoint(
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line when the prompt is longer than the context.
         options: Those of `SamplingOptions`.
 
     Raises:

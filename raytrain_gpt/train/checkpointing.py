@@ -32,8 +32,7 @@ WRITE_WITHIN_S = 1800.0
 class Checkpointing:
     """Writes checkpoints of what a rank trains; all ranks call each method at the same step.
 
-    Args:
-        log: Its position goes into the checkpoint; time spent here is left out of its steps.
+    The log's position goes into each of them; time spent here is left out of its steps.
     """
 
     def __init__(

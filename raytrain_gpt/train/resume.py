@@ -59,9 +59,8 @@ def check_changes(
         old, new = state.manifest_hash[:12], data.hash[:12]
         refused["data (manifest hash)"] = f"{old} -> {new}"
     if state.vocab_hash != data.vocab_hash:
-        refused["tokenizer (vocabulary hash)"] = (
-            f"{state.vocab_hash[:12]} -> {data.vocab_hash[:12]}"
-        )
+        old, new = state.vocab_hash[:12], data.vocab_hash[:12]
+        refused["tokenizer (vocabulary hash)"] = f"{old} -> {new}"
     if state.order_version != ORDER_VERSION:
         refused["order version"] = f"{state.order_version} -> {ORDER_VERSION}"
     if refused:
@@ -84,9 +83,7 @@ class Rollback:
     """Takes a run back; remembers what is skipped and where it went back to last.
 
     Args:
-        run_dir: The run's directory.
         skip_before: Global batches that are skipped before the first bad one.
-        log: Gets a line for every rollback.
 
     Attributes:
         skipped: Ranges of global batches that are left out, (first, stop).
@@ -110,12 +107,7 @@ class Rollback:
         """Back to the last checkpoint before the bad steps, whose batches are skipped from now on.
 
         When it returns the rollback is durable: later checkpoints are set aside, the ranges written.
-
-        Args:
-            bad: The bad steps.
-            started_at: The step that the attempt began at.
-            origin: Checkpoint of another run that this one began with, or None.
-            recorder: Gets the event.
+        `origin` is the checkpoint of another run that this one began with.
         """
         resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
         step = resumed.state.step if resumed else 0

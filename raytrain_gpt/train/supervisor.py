@@ -73,7 +73,6 @@ class TrialPart:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
         origin: Checkpoint of another run that this one continues while it has none of its own.
-        mlflow_tags: Tags of the trial's MLflow run.
     """
 
     evaluated: Callable[[Row], None]

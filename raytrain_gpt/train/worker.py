@@ -60,8 +60,6 @@ def step_actions(
     """What follows a step.
 
     Args:
-        step: Updates done.
-        config: When to log, evaluate and save.
         leaving: The ranks were asked to save and leave.
         profile_edge: A profile begins or ends here, so that rows before it have times of their own.
         is_trial: A sweep decides after every evaluation but the last.
