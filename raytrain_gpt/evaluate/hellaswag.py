@@ -189,7 +189,14 @@ def downloaded() -> Location:
     path = cache / URL.rpartition("/")[2]
     if path.exists():
         return Location.of(path)
-    content = _fetched(URL)
+    try:
+        with urllib.request.urlopen(URL, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"cannot download HellaSwag from {URL} ({error}); fetch it on a machine with network "
+            "and give its path instead of download"
+        ) from None
     _parsed(content, URL)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -203,18 +210,6 @@ def downloaded() -> Location:
             "that can be written, or give a file instead of download"
         ) from None
     return Location.of(path)
-
-
-def _fetched(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read()
-            return content
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(
-            f"cannot download HellaSwag from {url} ({error}); fetch it on a machine with network "
-            "and give its path instead of download"
-        ) from None
 
 
 def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:

@@ -28,9 +28,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
 
 
-def open_checkpoint(
-    path: Place,
-) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+def open_checkpoint(path: Place) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
 
     Raises:
@@ -146,12 +144,7 @@ def validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path,
-    prompt: str,
-    log: Callable[[str], None],
-    *,
-    num_samples: int,
-    **options: Any,
+    path: str | Path, prompt: str, log: Callable[[str], None], *, num_samples: int, **options: Any
 ) -> list[str]:
     """Continuations of a prompt (which may be empty), the prompt included.
 

@@ -239,10 +239,16 @@ class Run:
         """
         lease.verify()  # it may have been lost while the run waited for nodes
         try:
-            plan = self._plan(resumed)
-        except (
-            ray.exceptions.RayError
-        ) as error:  # the task that tries what fits died, e.g. preempted
+            plan = fit_memory(
+                self.config,
+                self.world_size,
+                self.data.vocab_size,
+                self.log,
+                resumed=resumed.state if resumed else None,
+                stop=self.signals.stop,
+                is_trial=self.trial is not None,
+            )
+        except ray.exceptions.RayError as error:  # the task that tries what fits died
             return End("failed", error)
         self.signals.defer()
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
@@ -308,17 +314,6 @@ class Run:
             log=self.log,
             evaluations=self._evaluations,
             evaluated=self.trial.evaluated if self.trial else None,
-        )
-
-    def _plan(self, resumed: Checkpoint | None) -> RunPlan:
-        return fit_memory(
-            self.config,
-            self.world_size,
-            self.data.vocab_size,
-            self.log,
-            resumed=resumed.state if resumed else None,
-            stop=self.signals.stop,
-            is_trial=self.trial is not None,
         )
 
     def _interrupted_message(self, started_at: int) -> str:

@@ -43,9 +43,7 @@ class WorkerSpec:
     recorder: Any = None
 
 
-def start_fit(
-    trainer: ray.train.torch.TorchTrainer,
-) -> tuple[threading.Thread, list[Exception]]:
+def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:
     """`fit()` in a thread, and a list that gets what it raises.
 
     In the main thread Ray Train aborts the run on Ctrl+C without a checkpoint (and on SIGTERM Python

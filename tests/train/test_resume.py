@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -31,20 +30,15 @@ def made(make_config: Callable[..., Config]) -> Made:
     """A configuration, its data and a checkpoint of both."""
     config = make_config(run_name="drift", num_workers=2)
     manifest = read_manifest(Location.of(config.data.data_path))
-    state = CheckpointState(
-        step=20,
-        next_batch=20,
-        order_hash="00",
-        val_loss=None,
-        tokens_seen=0,
+    trained = replace(
+        state(20),
         config=config.model_dump(),
         manifest_hash=manifest.hash,
         vocab_hash=manifest.vocab_hash,
         vocab_size=manifest.vocab_size,
         order_version=ORDER_VERSION,
-        num_workers=2,
     )
-    return config, manifest, Checkpoint(Location.of("/runs/drift/checkpoints/step=20"), state, 0)
+    return config, manifest, Checkpoint(Location.of("/runs/drift/checkpoints/step=20"), trained, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +101,7 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
     assert len(lines) == 1 + len(changes)
 
 
-def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(
-    made: Made,
-) -> None:
+def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(made: Made) -> None:
     config, manifest, checkpoint = made
     old = {k: dict(v) for k, v in checkpoint.state.config.items() if k != "spikes"}
     del old["optim"]["grad_clip"]
@@ -162,7 +154,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
 
 def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
     rollback = Rollback(run, skip_before=50, log=print)
-    position = dataclasses.replace(state(20), next_batch=23)
+    position = replace(state(20), next_batch=23)
     write_state = Catalog(run)
     (run / "checkpoints" / "step=00000020").remove()
     write_state.draft(20, "001").commit(position, {}, {})
@@ -197,10 +189,10 @@ def test_without_a_checkpoint_it_goes_back_to_the_start_or_the_origin(
 
 def test_ranges_of_the_file_and_of_a_checkpoint_are_joined(run: Location) -> None:
     (newest,) = Catalog(run).complete()[-1:]
-    copied = dataclasses.replace(newest.state, skipped_batches=((3, 5), (22, 34)))
+    copied = replace(newest.state, skipped_batches=((3, 5), (22, 34)))
     rollback = Rollback(run, skip_before=0, log=print)
     rollback.read_skipped(None)
     assert rollback.skipped == ()
     (run / SKIPPED_FILE).write_text("[[22, 34], [40, 41]]")
-    rollback.read_skipped(dataclasses.replace(newest, state=copied))
+    rollback.read_skipped(replace(newest, state=copied))
     assert rollback.skipped == ((3, 5), (22, 34), (40, 41))
