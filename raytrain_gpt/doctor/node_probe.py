@@ -73,7 +73,7 @@ class NodeFacts:
 
 
 def ask_nodes(storage: Location | None, data: Mixture | None, seq_len: int) -> list[NodeFacts]:
-    """The facts of all nodes, gathered at the same time; `storage` is a `storage_probe`."""
+    """The facts of all nodes, gathered at once; without a `storage_probe` the driver cannot write."""
     witnesses: dict[str, Any] = {}
     answers: dict[str, Any] = {}
     for node, name in node_names().items():

@@ -84,7 +84,7 @@ class AsyncEvaluation:
         return [c for c in waiting if c.state.is_evaluated_async and c.hash not in self._left_out]
 
     def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:
-        """Show new lines, and give new evaluations to a recorder; the next one reads them if it is None."""
+        """Show new lines, and give new evaluations to a recorder; without one the next one reads them."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, str):

@@ -43,6 +43,15 @@ def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Cho
     return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
 
 
+def watched(
+    micro_batches: Iterator[MicroBatch], progress: Callable[[], None]
+) -> Iterator[MicroBatch]:
+    """The same micro-batches; `progress` is called before each."""
+    for micro_batch in micro_batches:
+        progress()
+        yield micro_batch
+
+
 class Evaluation:
     """Evaluates one model as often as asked.
 
@@ -80,14 +89,9 @@ class Evaluation:
         return metrics
 
     def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
-        def watched(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            for micro_batch in micro_batches:
-                progress()
-                yield micro_batch
-
         lengths = self._token_bytes.to(self._model.wte.weight.device)
         own = [
-            evaluation_sums(self._model, watched(part), lengths, self._autocast)
+            evaluation_sums(self._model, watched(part, progress), lengths, self._autocast)
             for part in feed.micro_batches()
         ]
         sums = self._collectives.summed(torch.stack(own))  # (datasets, 4)

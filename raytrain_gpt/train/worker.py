@@ -16,10 +16,10 @@ from raytrain_gpt.checkpoint.catalog import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_flops, seed_everything
-from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.core.schedule import learning_rate
-from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
@@ -194,7 +194,7 @@ class Worker:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            self._with_progress(self.profile.marked(self.feed.micro_batches())),
+            watched(self.profile.marked(self.feed.micro_batches()), self.recorder.progress),
             first_step=self.step,
             max_steps=train.max_steps,
             micro_batches_per_step=self.spec.plan.micro_batches_per_step,
@@ -225,11 +225,6 @@ class Worker:
         else:
             self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
         self.log.leave_out(took_s)
-
-    def _with_progress(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for micro_batch in micro_batches:
-            self.recorder.progress()
-            yield micro_batch
 
     def record(self, result: StepResult) -> None:
         """Keep a result; nothing is read from the device yet."""
