@@ -29,7 +29,7 @@ from raytrain_gpt.format import amount
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 VOCAB_SIZE = 257
 

@@ -127,15 +127,12 @@ def cluster_resources(ours: bool = False) -> Resources:
     """What the connected cluster has now, without nodes that are about to be taken away."""
     draining = ray._private.state.state.get_draining_nodes()
     nodes = tuple(
-        _node(node["Resources"])
+        Node(has.get("CPU", 0.0), has.get("GPU", 0.0), has.get("memory", math.inf))
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in draining
+        for has in [node["Resources"]]
     )
     return Resources(nodes, ours)
-
-
-def _node(has: dict[str, float]) -> Node:
-    return Node(has.get("CPU", 0.0), has.get("GPU", 0.0), has.get("memory", math.inf))
 
 
 def _set_environment(values: dict[str, str]) -> None:

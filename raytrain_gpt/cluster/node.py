@@ -28,7 +28,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -46,18 +45,6 @@ _FORCED_AFTER = 3
 Log = Callable[[str], None]
 
 
-class _Signals:
-    """Counts the signals that ask the node to stop."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.count += 1
-
-
 def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:
     """Be a node of a cluster until a signal comes, or until Ray exits by itself.
 
@@ -65,7 +52,6 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
         address: HOST:PORT of the head.
         grace_s: How long runs may take to save and leave; a third signal ends the wait.
         flags: Further flags of `ray start`.
-        log: Gets console lines.
 
     Returns:
         0 after a signal, else the exit code of `ray start`.
@@ -80,16 +66,18 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
             f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
             "`ray start` prints it, and check that this machine can connect to that port"
         ) from None
-    signals = _Signals()
+    received: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, lambda got, _frame: received.append(got))
     name = uuid.uuid4().hex
     child = _start_ray(address, name, flags)
     try:
-        while not signals.count:
+        while not received:
             if (code := child.poll()) is not None:
                 return code if code >= 0 else 128 - code
             time.sleep(POLL_S)
         try:
-            _leave(address, name, grace_s, lambda: signals.count >= _FORCED_AFTER, log)
+            _leave(address, name, grace_s, lambda: len(received) >= _FORCED_AFTER, log)
         except Exception as error:  # whatever it is, the node must stop
             log(f"this node could not be drained, it stops at once: {error}")
         return 0

@@ -43,10 +43,8 @@ class BenchFacts:
     """One rank's times.
 
     Attributes:
-        step_time_s: For a whole step.
         timed_micro_batches: Micro-batches of the steps that were timed.
         micro_batches: Micro-batches of a whole step.
-        timed_steps: How many were timed.
         peak_flops: Of the device; None: not known.
         peak_memory_bytes: Most that was allocated on a GPU; 0 without one.
     """
@@ -69,10 +67,7 @@ def time_steps(
     """Time steps on one rank; all ranks call it.
 
     Args:
-        plan: What the run would do.
-        vocab_size: Vocabulary of the data's tokenizer.
         chunks: This rank's, used again and again.
-        device: Where it computes.
         group: What reduces gradients; None: the default group.
     """
     precision = resolve_precision(plan.config.train.precision, device)
@@ -106,9 +101,7 @@ def _slowest(seconds: float) -> float:
 def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
     """Micro-batches of the steps to time, and how many steps: about `BENCH_S` of them.
 
-    Args:
-        micro_batches: Micro-batches of a whole step.
-        one_s: Time of a step of one micro-batch.
+    A whole step has `micro_batches`; a step of one takes `one_s`.
     """
     several = min(micro_batches, max(2, int(BENCH_S / MIN_STEPS / one_s)))
     return several, max(MIN_STEPS, min(MAX_STEPS, int(BENCH_S / (several * one_s))))
@@ -169,7 +162,6 @@ class Forecast:
 
     Attributes:
         tokens_per_s: Over all ranks.
-        run_s: For `max_steps` steps.
         mfu: Fraction of the devices' peak; None: that is not known.
         peak_memory_bytes: On the rank that had most.
     """

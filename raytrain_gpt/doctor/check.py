@@ -17,7 +17,6 @@ class Check:
     """What was found about one thing.
 
     Attributes:
-        name: Name of the thing.
         status: PASS; FAIL: a run would stop, hang, be wrong, slow or open to others; SKIP: not looked at.
         text: What was seen; for FAIL also what to do; for SKIP why.
     """

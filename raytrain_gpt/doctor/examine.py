@@ -11,12 +11,16 @@ A check that something before it makes impossible is skipped and says so.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import (
     Resources,
     cpus_to_start,
@@ -29,16 +33,17 @@ from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import data_is_there, data_of, location
+from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.doctor import driver_checks, node_probe, rank_probe
+from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.doctor import node_probe, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, judge_token
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
-from raytrain_gpt.format import amount
+from raytrain_gpt.format import amount, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA
@@ -48,6 +53,9 @@ RETRY_FOR_S = 10.0
 """An object store out of reach is a finding, not something to wait for."""
 NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "ray_disk")
 RANK_CHECKS = ("devices", "all_reduce", "sequences")
+FETCH_WITHIN_S = 30.0
+"""tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
+TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 Log = Callable[[str], None]
 
@@ -58,11 +66,8 @@ class Examination:
 
     Attributes:
         config: With absolute paths; may hold `auto`.
-        log: Gets each check's line as soon as it is known.
-        checks: In the order in which they were made.
         all_reduce_bytes_per_s: Bytes of the tensor -> algorithm bandwidth.
         forecast: What `bench` timed.
-        resources: The connected cluster's; None: there is none.
         data: What is trained on; None: it is not there, or damaged.
         fitted: Configuration and world size; None: the workers do not fit the cluster.
     """
@@ -109,10 +114,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     """Look at everything that a run of this configuration needs.
 
     Args:
-        config: May hold `auto` and relative paths.
         tokenizer: One that data will be prepared with; None: none.
-        bench: Also time steps of the run.
-        log: Gets every line.
 
     Raises:
         ConfigError: the configuration itself is wrong.
@@ -134,9 +136,9 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
             found.add(_fit(found, found.resources))
             _look_at_nodes(found, found.resources.ours, data_check)
         found.add(
-            driver_checks.check_tokenizer(tokenizer, found.data),
-            driver_checks.check_tracking(config),
-            driver_checks.check_disk(config, found.data),
+            check_tokenizer(tokenizer, found.data),
+            check_tracking(config),
+            check_disk(config, found.data),
         )
         if found.fitted is None:
             found.skip("no workers can be started", *RANK_CHECKS)
@@ -244,3 +246,73 @@ def _bench(found: Examination, config: FittedConfig, group: GroupFacts) -> str:
         raise Failed(f"{group.error}; lower micro_batch_sequences if memory is short")
     found.forecast = forecast(config, found.data.vocab_size, group.bench)
     return describe(config, group.bench, found.forecast)
+
+
+@named_check("tokenizer")
+def check_tokenizer(name: str | None, data: Mixture | None) -> str:
+    """Whether `prepare --tokenizer NAME` would find its tokenizer, in the cache or by the network."""
+    if name is None:
+        if data is None:
+            raise Skipped("no data, and no --tokenizer NAME for prepare")
+        return f"the data carries its own, {data.tokenizer}"
+    problem = [f"it was not there within {FETCH_WITHIN_S:g} s"]
+
+    def fetch() -> None:
+        try:
+            load_tokenizer(name)
+            problem.clear()
+        except RaytrainGptError as error:
+            problem[:] = [str(error)]
+
+    thread = threading.Thread(target=fetch, name="tokenizer", daemon=True)
+    thread.start()
+    thread.join(FETCH_WITHIN_S)
+    if not problem:
+        return f"{name} is there for prepare"
+    way = "" if "TIKTOKEN_CACHE_DIR" in problem[0] else "; fill TIKTOKEN_CACHE_DIR, or use bytes"
+    raise Failed(f"{name}: {problem[0]}{way}")
+
+
+@named_check("tracking")
+def check_tracking(config: Config) -> str:
+    """Whether MLflow takes what a run would send it."""
+    uri = config.tracking.mlflow_uri
+    if uri is None:
+        raise Skipped("mlflow_uri is null: no MLflow")
+    if uri == "auto" and location(config, config.run.storage_path).is_local:
+        return "MLflow's SQLite file goes into storage_path"
+    if uri == "auto":
+        raise Skipped("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+    if "://" not in uri or uri.startswith(preflight.SQLITE):
+        directory = Path(uri.removeprefix(preflight.SQLITE)).parent
+        if not os.access(directory, os.W_OK):
+            raise Failed(
+                f"mlflow_uri {uri}: cannot write in {directory}; create it, or set mlflow_uri"
+            )
+        return f"{directory} can be written"
+    os.environ.update(TRACKER_ENVIRONMENT)  # a finding, not something to wait for
+    from mlflow import MlflowClient
+
+    try:
+        MlflowClient(uri).search_experiments(max_results=1)
+    except Exception as error:
+        raise Failed(
+            f"MLflow does not answer at {uri} ({root_cause(error)}); start it, open its port to the "
+            "driver, or set mlflow_uri (null: no MLflow)"
+        ) from None
+    return f"MLflow answers at {uri}"
+
+
+@named_check("disk")
+def check_disk(config: Config, data: Mixture | None) -> str:
+    """Whether the checkpoints of the run have room."""
+    storage = location(config, config.run.storage_path)
+    if data is None:
+        raise Skipped("without data the model's size is not known")
+    if storage.is_local and not storage.exists():
+        raise Skipped("there is no storage_path")
+    existing = len(Catalog(run_location(config)).complete())
+    preflight.check_disk(config, storage, data.vocab_size, existing)
+    free = storage.free_bytes()
+    room = "an object store, which has room" if free is None else f"{size(free)} free"
+    return f"{storage}: {room}, enough for the checkpoints that are kept"

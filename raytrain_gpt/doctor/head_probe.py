@@ -29,12 +29,10 @@ class HeadFacts:
     """What a head says to a call without a token, and to one as this process would make it.
 
     Attributes:
-        address: HOST:PORT that was asked.
         error: Why there was no answer; empty: there was one.
         asks_for_token: It refuses a call without a token.
         sends_token: This process is set up to send one (RAY_AUTH_MODE=token).
         token_from: File or variable of this process's token; empty: it has none.
-        takes_token: The head takes that token.
         ray_version: The head's version; empty: it does not let us in.
     """
 
@@ -148,9 +146,7 @@ def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) 
     """Whether the cluster refuses strangers, and nobody else reads the token.
 
     Args:
-        head: Head of a cluster that we are connected to.
         files: (node, path, permission bits) of the token file of every node that has one.
-        ours: This process started the cluster.
     """
     if head.error:
         raise Skipped(f"{head.address} did not answer: {head.error}")

@@ -52,13 +52,9 @@ class NodeFacts:
 
     Attributes:
         name: Address, with a part of the node's id if several nodes have the same.
-        error: Why there are no other facts.
-        versions: Versions of what must be equal on all nodes.
         storage_error: Why it cannot use `storage_path` with the driver; empty: it can.
         data_error: Why it cannot read the data; empty: it can, or there is none.
-        ray_dir: Where Ray keeps its files.
         token_path: The token's file; empty: there is none.
-        token_mode: Its permission bits.
         clock_offset_s: The node's clock minus the driver's.
         clock_uncertainty_s: Half the round trip of the call that asked for it.
     """
@@ -77,13 +73,7 @@ class NodeFacts:
 
 
 def ask_nodes(storage: Location | None, data: Mixture | None, seq_len: int) -> list[NodeFacts]:
-    """The facts of all nodes, gathered at the same time.
-
-    Args:
-        storage: Of a `storage_probe`; None: the driver cannot write there.
-        data: As the driver reads it; None: there is none.
-        seq_len: Tokens of context.
-    """
+    """The facts of all nodes, gathered at once; without a `storage_probe` the driver cannot write."""
     witnesses: dict[str, Any] = {}
     answers: dict[str, Any] = {}
     for node, name in node_names().items():

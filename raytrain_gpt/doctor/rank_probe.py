@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.worker_group import worker_group
+from raytrain_gpt.train.worker_group import start_fit, worker_group
 
 GROUP_WITHIN_S = 60
 """For the ranks to connect, and for every collective."""
@@ -67,7 +66,6 @@ class DeviceFacts:
     """A rank's device.
 
     Attributes:
-        node: Its node's name.
         device: Name of the GPU, or `cpu`.
         uuid: UUID of the GPU; empty: the rank has none.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
@@ -115,8 +113,7 @@ class GroupFacts:
     """What all ranks found, in rank order; None where they did not get that far.
 
     Attributes:
-        world_size: Number of ranks that were started.
-        use_gpu: Whether each of them should have a GPU.
+        use_gpu: Whether each rank should have a GPU.
         error: What ended the group; empty: it did everything.
     """
 
@@ -152,8 +149,6 @@ def ask_ranks(
     """Start the workers of a run, and gather what they find.
 
     Args:
-        config: Fitted to the cluster.
-        world_size: Number of workers.
         ingest: What is read; None: there is no data that all nodes can read.
         plan: Steps to time; None: none.
     """
@@ -171,21 +166,11 @@ def ask_ranks(
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
             torch_config=ray.train.torch.TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
         )
-        errors: list[str] = []
-
-        def fit() -> None:
-            try:
-                trainer.fit()
-            except Exception as error:
-                errors.append(root_cause(error))
-
-        # In the main thread Ray would take Ctrl+C for itself.
-        thread = threading.Thread(target=fit, name="fit", daemon=True)
-        thread.start()
+        thread, raised = start_fit(trainer)
         thread.join()
     found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
-    return GroupFacts(world_size, config.cluster.use_gpu, "".join(errors), **found)
+    return GroupFacts(world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **found)
 
 
 def probe_rank(spec: RankSpec) -> None:

@@ -67,9 +67,7 @@ class Estimate:
 
     Attributes:
         num_parameters: The tied embedding once, its padding included.
-        flops_per_token: Forward and backward.
         steps_per_epoch: None: the data is not known.
-        micro_batches_per_step: Per worker.
         memory: Needed on one device.
         fits: Whether the device has enough memory; None: the device is not known.
         largest: For each of GPT-2's sizes; empty: the device is not known.
@@ -118,7 +116,6 @@ class Facts:
         tokens_per_s: As a probe measured it.
         mfu: Used if the speed comes from the table; None: `ASSUMED_MFU`.
         price_per_hour: For one device, on demand.
-        spot_price_per_hour: For one device as spot machine.
     """
 
     vocab_size: int | None = None

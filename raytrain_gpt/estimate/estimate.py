@@ -30,11 +30,8 @@ def answer(
     """The configuration, fitted to the cluster if that was probed, and the estimate.
 
     Args:
-        config: May hold `auto` and relative paths.
         given: What the user says; it goes before what is found.
-        log: Gets the probe's console lines.
         device: Part of the name of a GPU in the table.
-        probe: Time a few real steps.
 
     Raises:
         UserError: the configuration is not possible, or the device is not in the table.

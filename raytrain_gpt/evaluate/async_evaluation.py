@@ -76,21 +76,15 @@ class AsyncEvaluation:
         return self._looks.unfinished_tasks == 0
 
     def due(self) -> list[Checkpoint]:
-        """Complete checkpoints that are yet to be evaluated, oldest first."""
-        return [checkpoint for checkpoint in self._catalog.complete() if self.is_due(checkpoint)]
+        """Complete checkpoints that are yet to be evaluated, oldest first.
 
-    def is_due(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is yet to be evaluated; one that another command left out gets another chance."""
-        due = checkpoint.evaluated_row is None and checkpoint.state.is_evaluated_async
-        return due and checkpoint.hash not in self._left_out
+        One that another command left out gets another chance.
+        """
+        waiting = [c for c in self._catalog.complete() if c.evaluated_row is None]
+        return [c for c in waiting if c.state.is_evaluated_async and c.hash not in self._left_out]
 
     def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:
-        """Show new lines, and give new evaluations to a recorder.
-
-        Args:
-            recorder: Its handle; None: there is none, the next one reads them from the checkpoints.
-            log: Gets the lines.
-        """
+        """Show new lines, and give new evaluations to a recorder; without one the next one reads them."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, str):

@@ -19,13 +19,14 @@ from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
-from raytrain_gpt.evaluate.choices import ChoiceScore, ending_losses
 from raytrain_gpt.evaluate.hellaswag import (
     DOWNLOAD,
     NUM_ENDINGS,
     Choices,
+    ChoiceScore,
     downloaded,
     encode_choices,
+    ending_losses,
     read_examples,
 )
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
@@ -42,13 +43,21 @@ def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Cho
     return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
 
 
+def watched(
+    micro_batches: Iterator[MicroBatch], progress: Callable[[], None]
+) -> Iterator[MicroBatch]:
+    """The same micro-batches; `progress` is called before each."""
+    for micro_batch in micro_batches:
+        progress()
+        yield micro_batch
+
+
 class Evaluation:
     """Evaluates one model as often as asked.
 
     Args:
         model: Not wrapped; its weights may be filled in later.
         feed: This rank's share of the validation sequences; None: no validation loss.
-        collectives: Over all processes that evaluate together.
         choices: HellaSwag; None: it is not scored.
     """
 
@@ -69,11 +78,7 @@ class Evaluation:
         self._token_bytes = torch.from_numpy(lengths)
 
     def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
-        """The keys of an evaluation's row, over all ranks; all call it.
-
-        Args:
-            progress: Called before every micro-batch.
-        """
+        """The keys of an evaluation's row, over all ranks; `progress` is called before every micro-batch."""
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
             metrics |= self._validated(self._feed, progress)
@@ -84,14 +89,9 @@ class Evaluation:
         return metrics
 
     def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
-        def watched(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            for micro_batch in micro_batches:
-                progress()
-                yield micro_batch
-
         lengths = self._token_bytes.to(self._model.wte.weight.device)
         own = [
-            evaluation_sums(self._model, watched(part), lengths, self._autocast)
+            evaluation_sums(self._model, watched(part, progress), lengths, self._autocast)
             for part in feed.micro_batches()
         ]
         sums = self._collectives.summed(torch.stack(own))  # (datasets, 4)

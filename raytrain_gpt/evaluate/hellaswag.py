@@ -3,6 +3,7 @@
 1. `read_examples` reads the published file; `downloaded` fetches it once.
 2. `encode_choices` makes a row of tokens of every context with each of its endings.
 3. `Choices.batches` deals whole batches to the ranks, the same ones for any number of ranks.
+4. `ending_losses` says which of several endings a model finds most likely.
 
 Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -20,8 +22,13 @@ from typing import Any
 
 import numpy as np
 import tiktoken
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
+from raytrain_gpt.core.loop import Autocast
+from raytrain_gpt.core.model import GPT
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, Place, cache_directory
 
@@ -182,7 +189,14 @@ def downloaded() -> Location:
     path = cache / URL.rpartition("/")[2]
     if path.exists():
         return Location.of(path)
-    content = _fetched(URL)
+    try:
+        with urllib.request.urlopen(URL, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"cannot download HellaSwag from {URL} ({error}); fetch it on a machine with network "
+            "and give its path instead of download"
+        ) from None
     _parsed(content, URL)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -196,18 +210,6 @@ def downloaded() -> Location:
             "that can be written, or give a file instead of download"
         ) from None
     return Location.of(path)
-
-
-def _fetched(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read()
-            return content
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(
-            f"cannot download HellaSwag from {url} ({error}); fetch it on a machine with network "
-            "and give its path instead of download"
-        ) from None
 
 
 def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
@@ -230,3 +232,57 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
         labels=np.array([example.label for example in examples], np.int64),
         num_cut=num_cut,
     )
+
+
+@torch.no_grad()
+def ending_losses(
+    model: GPT, tokens: Tensor, scored: Tensor, autocast: Autocast
+) -> tuple[Tensor, Tensor]:
+    """Loss of every row's ending, summed and per token: two float64 (R,) on the CPU, in nats.
+
+    The softmax leaves out the padded ids of the vocabulary, as every exported model does. The model runs
+    eagerly, since batches have too many shapes to compile, and logits are made for the endings alone.
+
+    Args:
+        tokens: int64 (R, T + 1).
+        scored: bool (R, T), whether the next token belongs to the ending.
+    """
+    model.eval()
+    with autocast():
+        hidden = model.hidden(tokens[:, :-1])[scored]  # (S, D)
+        logits = F.linear(hidden, model.wte.weight)[:, : model.shape.vocab_size].float()  # (S, V)
+    nats = F.cross_entropy(logits, tokens[:, 1:][scored], reduction="none")  # (S,)
+    scored = scored.cpu()
+    at_places = torch.zeros(scored.shape, dtype=torch.float64)  # (R, T)
+    at_places[scored] = nats.cpu().double()
+    summed = at_places.sum(1)
+    return summed, summed / scored.sum(1)
+
+
+@dataclass(frozen=True)
+class ChoiceScore:
+    """How many examples were answered correctly.
+
+    Attributes:
+        correct: Examples whose right ending has the smallest summed loss.
+        correct_norm: Examples whose right ending has the smallest loss per token.
+    """
+
+    examples: int
+    correct: int
+    correct_norm: int
+
+    def metrics(self) -> dict[str, float | int]:
+        """Accuracies (fractions) with their standard errors, and the number of examples."""
+        acc, acc_norm = self.correct / self.examples, self.correct_norm / self.examples
+        return {
+            "acc": acc,
+            "acc_norm": acc_norm,
+            "acc_stderr": self._stderr(acc),
+            "acc_norm_stderr": self._stderr(acc_norm),
+            "examples": self.examples,
+        }
+
+    def _stderr(self, accuracy: float) -> float:
+        """Standard error of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1))."""
+        return math.sqrt(accuracy * (1 - accuracy) / max(1, self.examples - 1))

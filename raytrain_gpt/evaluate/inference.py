@@ -28,9 +28,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
 
 
-def open_checkpoint(
-    path: Place,
-) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+def open_checkpoint(path: Place) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
 
     Raises:
@@ -70,7 +68,6 @@ def evaluate_checkpoint(
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line when there is no dataset to validate on, or the device cannot compute in bf16.
         data: Dataset, or several with weights as in `data_path`; None: what the checkpoint was trained
             on, which may be absent if HellaSwag is scored.
         eval_tokens: Upper limit of validation tokens; None: as in training.
@@ -147,18 +144,12 @@ def validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path,
-    prompt: str,
-    log: Callable[[str], None],
-    *,
-    num_samples: int,
-    **options: Any,
+    path: str | Path, prompt: str, log: Callable[[str], None], *, num_samples: int, **options: Any
 ) -> list[str]:
     """Continuations of a prompt (which may be empty), the prompt included.
 
     Args:
         path: A checkpoint or a run.
-        log: Gets a line when the prompt is longer than the context.
         options: Those of `SamplingOptions`.
 
     Raises:

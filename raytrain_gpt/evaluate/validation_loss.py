@@ -20,7 +20,6 @@ class EvalResult:
 
     Attributes:
         nats: Summed loss of all targets.
-        tokens: Number of targets.
         text_nats: Summed loss of the targets that are text, not `eot`.
         text_bytes: Bytes of these.
     """

@@ -23,7 +23,6 @@ class RankChunk:
     """One rank's share of some global batches.
 
     Attributes:
-        first: Number of the first global batch.
         tokens: uint16 or uint32 (batches, share, seq_len + 1).
         ids: int64 (batches, share), what was really read; −1 where there is no sequence.
         planned: int64 (batches,), hash sum of each whole global batch as planned.
@@ -62,11 +61,7 @@ def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iter
 
 
 class TrainFeed:
-    """Micro-batches of one rank, in order, one ahead on the device.
-
-    Args:
-        micro_batch_sequences: Divides the rank's share of a global batch.
-    """
+    """Micro-batches of one rank, in order, one ahead on the device."""
 
     def __init__(
         self, chunks: Iterator[RankChunk], micro_batch_sequences: int, device: torch.device

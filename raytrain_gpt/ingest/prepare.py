@@ -80,11 +80,7 @@ def prepare(
 
 
 def _run_tasks(
-    directory: Location,
-    plan: Plan,
-    max_bad: int,
-    num_cpus: int | None,
-    log: Callable[[str], None],
+    directory: Location, plan: Plan, max_bad: int, num_cpus: int | None, log: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """The results of all tasks, with progress lines as they arrive."""
     rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]

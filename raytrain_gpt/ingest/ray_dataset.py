@@ -63,11 +63,7 @@ class IngestSpec:
         return self.data.order(self.config.batch_sequences, self.seq_len, seed)
 
     def eval_ids(self) -> Ids:
-        """The validation sequences, padded with −1 to equal shares.
-
-        Returns:
-            int64 (1, world_size · share)
-        """
+        """The validation sequences, padded with −1 to equal shares: int64 (1, world_size · share)."""
         found = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
         share = -(-len(found) // self.world_size)
         ids = np.full((1, share * self.world_size), -1, np.int64)

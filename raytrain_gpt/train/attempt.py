@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -31,8 +31,7 @@ from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
-from raytrain_gpt.train.worker_group import worker_group
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec, start_fit, worker_group
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
@@ -47,9 +46,7 @@ class End:
     """How an attempt ended.
 
     Attributes:
-        kind: How it ended.
         error: What `fit()` raised, or what is missing.
-        bad_stretch: The steps that the run rolls back before.
         user_error: Our own error inside `error`, which no other attempt would get past.
         gone_back_to: Where the rollback led; None: to step 0.
     """
@@ -68,8 +65,6 @@ def how_it_ended(
 
     Args:
         outcome: What the workers told the recorder when they left; None: they died, or it did.
-        error: What `fit()` raised.
-        stopping: A signal has asked the run to stop.
         hung: The ranks were killed because one of them made no progress.
     """
     if outcome is not None:
@@ -93,15 +88,8 @@ class Attempt:
     """One `fit()`: made, run, closed.
 
     Attributes:
-        spec: What every worker is told; the recorder's handle is added.
-        recorder_spec: What the recorder begins with.
-        train_loop: What every worker runs.
-        stop: Set by a signal.
-        lease: On the run's name.
-        log: Gets console lines.
         evaluations: Evaluates the checkpoints asynchronously; None: the workers evaluate.
         evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
-        recorder: The recorder's handle, open until `close`.
     """
 
     spec: WorkerSpec
@@ -112,12 +100,11 @@ class Attempt:
     log: Callable[[str], None]
     evaluations: AsyncEvaluation | None = None
     evaluated: Callable[[Row], None] | None = None
-    recorder: Any = field(default=None, init=False)
-    _asked_to_stop: bool = field(default=False, init=False)
-    _watched_at: float = field(default=0.0, init=False)
-    _hung: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.recorder: Any = None
+        self._asked_to_stop = self._hung = False
+        self._watched_at = 0.0
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
     def run(self) -> End:
@@ -149,18 +136,7 @@ class Attempt:
         )
 
     def _fit_and_watch(self, trainer: Any) -> Exception | None:
-        raised: list[Exception] = []
-
-        def fit() -> None:
-            try:
-                trainer.fit()
-            except Exception as error:
-                raised.append(error)
-
-        # In a thread: on Ctrl+C Ray Train aborts the run without a checkpoint (and on SIGTERM
-        # Python would not run our handler while the main thread waits inside Ray).
-        thread = threading.Thread(target=fit, name="fit", daemon=True)
-        thread.start()
+        thread, raised = start_fit(trainer)
         try:
             while thread.is_alive():
                 for news in ray.get(self.recorder.take_news.remote(POLL_S)):

@@ -23,7 +23,7 @@ from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.step_log import StepLog
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 WRITE_WITHIN_S = 1800.0
 """A checkpoint that takes longer to write, although the storage answers, hangs."""
@@ -32,8 +32,7 @@ WRITE_WITHIN_S = 1800.0
 class Checkpointing:
     """Writes checkpoints of what a rank trains; all ranks call each method at the same step.
 
-    Args:
-        log: Its position goes into the checkpoint; time spent here is left out of its steps.
+    The log's position goes into each of them; time spent here is left out of its steps.
     """
 
     def __init__(

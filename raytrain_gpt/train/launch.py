@@ -34,7 +34,6 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
 
     Args:
         config: May hold `auto` and relative paths.
-        log: Gets every console line.
         train_loop: What every worker runs; tests inject faults here.
 
     Raises:

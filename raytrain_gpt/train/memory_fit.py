@@ -59,10 +59,6 @@ def fit_memory(
     """The plan of a run whose micro-batches fit the memory of its workers.
 
     Args:
-        config: Fitted to the connected cluster.
-        vocab_size: Vocabulary of the data's tokenizer.
-        log: Gets a line if anything was `auto`.
-        resumed: State of the checkpoint that the run resumes from.
         stop: Set by a signal; ends a probe.
         is_trial: Part of a sweep, whose trials share the nodes.
 
@@ -136,7 +132,6 @@ def cpu_limit_bytes(
 def _probe_gpu(
     config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
 ) -> Decision:
-    """What a task with a worker's resources found to fit its GPU."""
     c = config.cluster
     task = _fit_gpu.options(num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker).remote(
         config, world_size, vocab_size

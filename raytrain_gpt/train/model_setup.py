@@ -34,8 +34,6 @@ class TrainingSetup:
         raw_model: The GPT itself; with `fsdp` its parameters are this rank's shards.
         model: What the training loop runs: `raw_model`, in DDP where it is replicated.
         eval_model: What evaluations run, without collectives.
-        precision: Without `auto`.
-        autocast: Makes the context that forward passes run in.
         loss_scale: For fp16; None: no scaling.
     """
 
@@ -107,8 +105,6 @@ def prepare_model(
     Args:
         model: Whole, initialised or loaded, the same on all ranks.
         train: `compile` and `parallel`; a single rank shards nothing.
-        precision: Without `auto`.
-        device: Where this rank computes.
         group: The process group that reduces gradients; None: the default group.
     """
     if train.compile:

@@ -32,13 +32,9 @@ class AttemptResult:
     """How an attempt ended, and where the run would go on.
 
     Attributes:
-        kind: How it ended.
-        started_at: The step that it began at.
         step: The newest good checkpoint's; after a rollback that of the one gone back to.
-        all_steps: Steps of the whole run.
         reason: One line; empty unless it failed or hung.
         user_error: The reason is an error that another attempt would only meet again.
-        stopping: A signal has asked the run to stop.
     """
 
     kind: Kind
@@ -145,12 +141,7 @@ class ScaleUp:
         self._is_due = world_size < config.cluster.num_workers
 
     def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
-        """Whether to restart; true at most once.
-
-        Args:
-            resources: Asked only while there are fewer workers than `num_workers`.
-            now: Seconds of any clock.
-        """
+        """Whether to restart; true at most once. `resources` is asked only below `num_workers`."""
         if not self._is_due:
             return False
         possible = largest_world_size(self._config, resources())
@@ -174,10 +165,7 @@ def wait_for_workers(
 
     Args:
         current: Workers up to now, to say so when it is another number.
-        resources: What the cluster has now.
         pause: Waits for some seconds; raises when the run is to stop.
-        log: Gets a line every minute of waiting, and one with the number.
-        clock: Seconds.
     """
     c = config.cluster
     said_at = -math.inf

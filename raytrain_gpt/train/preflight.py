@@ -103,13 +103,7 @@ def check_compile(config: Config) -> None:
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
-    """Check that there is room for the checkpoints to come.
-
-    Args:
-        config: Configuration of the run.
-        run_dir: The run's directory, or one on the same disk.
-        vocab_size: Vocabulary of the data's tokenizer.
-        existing: Number of checkpoints already there.
+    """Check that there is room for the checkpoints to come, beside the `existing` ones.
 
     Raises:
         ClusterError: says what is needed and what is free.

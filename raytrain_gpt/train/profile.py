@@ -46,9 +46,6 @@ class StepProfile:
 
     Args:
         num_steps: How many steps to profile; 0: none.
-        steps_done: Updates done when the attempt begins.
-        max_steps: Last step of the run.
-        device: What the model runs on.
         take: Called after the last profiled step; None: this rank records nothing.
 
     Attributes:

@@ -15,13 +15,7 @@ from raytrain_gpt.tracking.trackers import mlflow_store
 
 
 class RunOutput:
-    """The small files of a run, worked on in a local directory and copied to an object store.
-
-    Args:
-        run_dir: The run's directory.
-        mlflow_tags: Tags of a new MLflow run.
-        log: Gets a line where something is left out.
-    """
+    """The small files of a run, worked on in a local directory and copied to an object store."""
 
     def __init__(
         self, run_dir: Location, mlflow_tags: dict[str, str], log: Callable[[str], None]
@@ -44,7 +38,6 @@ class RunOutput:
         """What a recorder begins with.
 
         Args:
-            config: The run's.
             step: Rows above it are dropped: those steps are done again.
             checkpoints: Their rows fill in what a dead recorder had not written.
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.

@@ -33,7 +33,6 @@ class Position:
     Attributes:
         next_batch: The global batch that the next update reads.
         order_hash: Rolling hash of what was delivered so far.
-        skipped: Ranges of global batches that are left out.
     """
 
     next_batch: int
@@ -45,16 +44,12 @@ class StepLog:
     """Steps that are done and not yet reported.
 
     Args:
-        ingest: What is read, and from which batch on.
-        resumed: Checkpoint that the run goes on from; None: a new run.
         rows_before: The last rows of steps before, so that the detector judges as in an unbroken run.
-        feed: Delivers the batches.
         flops_per_token: FLOP of a token's forward and backward pass.
         peak_flops: FLOP/s of one worker's device; None where it is not known.
         slowed: Steps slowed by a profile, whose speed would mislead.
 
     Attributes:
-        position: Moved on by `flush`.
         bad_stretch: So many bad steps in a row that the run rolls back before them.
     """
 

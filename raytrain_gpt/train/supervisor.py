@@ -55,10 +55,9 @@ from raytrain_gpt.train.policy import (
     next_action,
     wait_for_workers,
 )
-from raytrain_gpt.train.resume import check_changes, find_resume
-from raytrain_gpt.train.rollback import Rollback
+from raytrain_gpt.train.resume import Rollback, check_changes, find_resume
 from raytrain_gpt.train.run_output import RunOutput
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
@@ -74,7 +73,6 @@ class TrialPart:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
         origin: Checkpoint of another run that this one continues while it has none of its own.
-        mlflow_tags: Tags of the trial's MLflow run.
     """
 
     evaluated: Callable[[Row], None]
@@ -241,10 +239,16 @@ class Run:
         """
         lease.verify()  # it may have been lost while the run waited for nodes
         try:
-            plan = self._plan(resumed)
-        except (
-            ray.exceptions.RayError
-        ) as error:  # the task that tries what fits died, e.g. preempted
+            plan = fit_memory(
+                self.config,
+                self.world_size,
+                self.data.vocab_size,
+                self.log,
+                resumed=resumed.state if resumed else None,
+                stop=self.signals.stop,
+                is_trial=self.trial is not None,
+            )
+        except ray.exceptions.RayError as error:  # the task that tries what fits died
             return End("failed", error)
         self.signals.defer()
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
@@ -310,17 +314,6 @@ class Run:
             log=self.log,
             evaluations=self._evaluations,
             evaluated=self.trial.evaluated if self.trial else None,
-        )
-
-    def _plan(self, resumed: Checkpoint | None) -> RunPlan:
-        return fit_memory(
-            self.config,
-            self.world_size,
-            self.data.vocab_size,
-            self.log,
-            resumed=resumed.state if resumed else None,
-            stop=self.signals.stop,
-            is_trial=self.trial is not None,
         )
 
     def _interrupted_message(self, started_at: int) -> str:

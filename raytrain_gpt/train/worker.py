@@ -5,17 +5,21 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import ray.train
 import ray.train.torch
 import torch
 
+from raytrain_gpt.checkpoint.catalog import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_flops, seed_everything
-from raytrain_gpt.core.loop import MicroBatch, StepResult, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.core.schedule import learning_rate
-from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
 from raytrain_gpt.tracking.run_files import Row, finite
@@ -23,12 +27,62 @@ from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
-from raytrain_gpt.train.step_actions import step_actions
 from raytrain_gpt.train.step_log import StepLog
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 PREEMPTION_CHECK_S = 5.0
 """Between questions for a preemption notice: each costs all ranks a round trip to an actor."""
+
+
+@dataclass(frozen=True)
+class StepActions:
+    """What follows a step, in the order of the fields.
+
+    Attributes:
+        flush: Reduce and report what is pending: the one wait for the device.
+        evaluate: Compute the metrics here; an async evaluation needs a checkpoint instead.
+        save: Write a checkpoint; normally it comes second, so that its state has the validation loss.
+            A rank that must leave saves first: its node may be gone in seconds.
+        await_scheduler: Wait until the sweep says whether this trial goes on.
+        leave: This was the last step of this attempt.
+    """
+
+    flush: bool
+    evaluate: bool
+    save: Literal["no", "before_evaluation", "after_evaluation"]
+    await_scheduler: bool
+    leave: bool
+
+
+def step_actions(
+    step: int, config: Config, *, leaving: bool, profile_edge: bool, is_trial: bool
+) -> StepActions:
+    """What follows a step.
+
+    Args:
+        leaving: The ranks were asked to save and leave.
+        profile_edge: A profile begins or ends here, so that rows before it have times of their own.
+        is_trial: A sweep decides after every evaluation but the last.
+    """
+    train = config.train
+    is_last = step == train.max_steps
+    evaluation_due = is_evaluated(step, config.eval.eval_every_steps, train.max_steps)
+    is_async = config.eval.eval_mode == "async"
+    evaluate = evaluation_due and not is_async
+    save = (
+        is_last
+        or leaving
+        or step % train.checkpoint_every_steps == 0
+        or (evaluation_due and is_async)
+    )
+    first = leaving and not is_last
+    return StepActions(
+        flush=evaluate or save or profile_edge or step % train.log_every_steps == 0,
+        evaluate=evaluate,
+        save="no" if not save else "before_evaluation" if first else "after_evaluation",
+        await_scheduler=is_trial and evaluate and not is_last and not leaving,
+        leave=leaving,
+    )
 
 
 def train_worker(spec: WorkerSpec) -> None:
@@ -140,7 +194,7 @@ class Worker:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            self._with_progress(self.profile.marked(self.feed.micro_batches())),
+            watched(self.profile.marked(self.feed.micro_batches()), self.recorder.progress),
             first_step=self.step,
             max_steps=train.max_steps,
             micro_batches_per_step=self.spec.plan.micro_batches_per_step,
@@ -171,11 +225,6 @@ class Worker:
         else:
             self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
         self.log.leave_out(took_s)
-
-    def _with_progress(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for micro_batch in micro_batches:
-            self.recorder.progress()
-            yield micro_batch
 
     def record(self, result: StepResult) -> None:
         """Keep a result; nothing is read from the device yet."""

@@ -1,16 +1,65 @@
-"""The worker group that Ray Train starts, for a run's attempt and for what the doctor looks at."""
+"""The worker group that Ray Train starts, for a run or for the doctor, and what a run tells its workers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray.train
 import ray.train.torch
 from ray.data import Dataset, ExecutionOptions
 
-from raytrain_gpt.config.resolved import FittedCluster
+from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.config.resolved import FittedCluster, RunPlan
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import Row
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What the driver tells every worker of an attempt.
+
+    Attributes:
+        resumed: Checkpoint that the run goes on from; None: a new run.
+        rows_before: The last rows of steps before, for judging whether the next ones are spikes.
+        attempt: Number of this attempt; Ray knows the `fit()` by it.
+        lease_token: The driver's; a worker makes no file final once another process holds the lease.
+        choices: Ray's reference to HellaSwag; None: it is not scored here.
+        is_trial: A sweep decides after every evaluation whether the run goes on.
+    """
+
+    plan: RunPlan
+    run_dir: Location
+    ingest: IngestSpec
+    resumed: Checkpoint | None
+    rows_before: list[Row]
+    attempt: int
+    lease_token: str
+    choices: Any
+    is_trial: bool
+    recorder: Any = None
+
+
+def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:
+    """`fit()` in a thread, and a list that gets what it raises.
+
+    In the main thread Ray Train aborts the run on Ctrl+C without a checkpoint (and on SIGTERM Python
+    would not run our handler while the main thread waits inside Ray).
+    """
+    raised: list[Exception] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    return thread, raised
 
 
 def worker_group(
@@ -27,14 +76,9 @@ def worker_group(
     """A trainer whose `fit()` starts the workers once: Ray retries nothing, our supervisor does.
 
     Args:
-        train_loop: Runs on every worker.
-        spec: Its argument.
-        cluster: Gives the resources of a worker.
         world_size: Number of workers; may be fewer than `cluster.num_workers`.
         name: Ray's name for it, unique in `directory`.
-        directory: For Ray's own bookkeeping.
         dataset: Dealt to the ranks row by row, in its order; None: nothing is read.
-        torch_config: Backend and timeout of the process group.
     """
     filesystem, path = directory.ray_filesystem()
     return ray.train.torch.TorchTrainer(

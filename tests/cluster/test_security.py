@@ -117,9 +117,6 @@ class Seen:
 
     Attributes:
         listening: (process, address) of every port that its processes listened on.
-        output: All that it printed.
-        run_dir: Its directory.
-        ray_dir: Ray's own files.
         token: The file that Ray made.
     """
 

@@ -106,9 +106,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
 
 
 def test_a_second_run_of_the_same_name_is_refused(
-    cluster: str,
-    make_config: Callable[..., Any],
-    run_cli: Callable[..., tuple[int, str, str]],
+    cluster: str, make_config: Callable[..., Any], run_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
     config = make_config(run_name="twice", max_steps=100_000)
     process = start(command("train", *flags(config)), cluster)

@@ -24,11 +24,8 @@ class Visit:
     """What one `doctor` command printed.
 
     Attributes:
-        code: Its exit code.
         checks: Name -> (status, text).
         found: Its JSON object.
-        output: All of stdout.
-        errors: All of stderr.
     """
 
     code: int
@@ -64,10 +61,7 @@ def doctor() -> Doctor:
     """Run `doctor --json` for a configuration as a command of its own."""
 
     def run(
-        config: Config,
-        *extra: str,
-        env: dict[str, str] | None = None,
-        inside: tuple[str, ...] = (),
+        config: Config, *extra: str, env: dict[str, str] | None = None, inside: tuple[str, ...] = ()
     ) -> Visit:
         done = subprocess.run(
             [*inside, *command("doctor", "--json", *extra, *flags(config))],

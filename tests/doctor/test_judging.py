@@ -16,7 +16,7 @@ from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
 from raytrain_gpt.data.tokenize import prepare_here
-from raytrain_gpt.doctor import driver_checks, node_probe
+from raytrain_gpt.doctor import examine, node_probe
 from raytrain_gpt.doctor.bench import (
     BENCH_S,
     BenchFacts,
@@ -325,9 +325,9 @@ def test_a_firewall_that_drops_what_fetches_a_tokenizer(
 ) -> None:
     """A server that takes connections and never says anything."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(driver_checks, "FETCH_WITHIN_S", 0.5)
+        monkeypatch.setattr(examine, "FETCH_WITHIN_S", 0.5)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        check = driver_checks.check_tokenizer("p50k_base", None)
+        check = examine.check_tokenizer("p50k_base", None)
     fails(check, "tokenizer", "p50k_base", "not there within 0.5 s", "TIKTOKEN_CACHE_DIR")
-    passes(driver_checks.check_tokenizer("bytes", None))
+    passes(examine.check_tokenizer("bytes", None))

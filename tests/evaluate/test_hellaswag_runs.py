@@ -21,7 +21,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.conftest import RaisesLine
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]

@@ -31,7 +31,7 @@ from raytrain_gpt.evaluate import async_evaluation
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.worker import Worker, train_worker
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 
 POLL_S = 0.02
 WITHIN_S = 150.0

@@ -19,7 +19,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.rollback import SKIPPED_FILE
+from raytrain_gpt.train.resume import SKIPPED_FILE
 
 from .gates import Faults, gated
 from .processes import events, steps, weights

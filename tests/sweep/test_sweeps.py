@@ -23,7 +23,7 @@ from raytrain_gpt.sweep.trial_plan import planned_trials
 from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.train.worker import train_worker
-from raytrain_gpt.train.worker_spec import WorkerSpec
+from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.faults.gates import wait_until
 from tests.runs import command, environment
 

@@ -62,9 +62,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     context = SimpleNamespace(get_node_id=lambda: "node-1")
     there = SimpleNamespace(
-        get=lambda value: value,
-        get_runtime_context=lambda: context,
-        exceptions=ray.exceptions,
+        get=lambda value: value, get_runtime_context=lambda: context, exceptions=ray.exceptions
     )
     monkeypatch.setattr(heartbeat, "ray", there)
     monkeypatch.setattr(heartbeat.os, "_exit", exit_)

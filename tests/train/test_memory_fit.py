@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
@@ -25,6 +26,8 @@ from raytrain_gpt.train.memory_fit import (
     fit_memory,
     kept_fit,
 )
+from tests.checkpoint.test_catalog import state
+from tests.train.test_runs import weights
 
 VOCAB_SIZE = 257
 
@@ -39,22 +42,6 @@ def config(**values: object) -> FittedConfig:
         FittedConfig, Config().updated(sizes),
         **{"num_workers": 2, "use_gpu": False, "cpus_per_worker": 2, **values},
     )  # fmt: skip
-
-
-def state(trained: Config, num_workers: int) -> CheckpointState:
-    return CheckpointState(
-        step=20,
-        next_batch=20,
-        order_hash="00",
-        val_loss=None,
-        tokens_seen=0,
-        config=trained.model_dump(),
-        manifest_hash="00",
-        vocab_hash="00",
-        vocab_size=VOCAB_SIZE,
-        order_version=1,
-        num_workers=num_workers,
-    )
 
 
 def nodes(*found: Node) -> Resources:
@@ -81,7 +68,8 @@ BEFORE = RunPlan.of(config(), 2, 4, "selective").config
 def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
     changes: dict[str, object], world_size: int, kept: MemoryFit | None
 ) -> None:
-    assert kept_fit(config(**changes), world_size, state(BEFORE, num_workers=2)) == kept
+    before = replace(state(20), config=BEFORE.model_dump(), num_workers=2)
+    assert kept_fit(config(**changes), world_size, before) == kept
 
 
 def test_numbers_stay_and_nobody_is_asked() -> None:
@@ -138,11 +126,6 @@ def test_what_is_not_auto_is_not_said_to_be() -> None:
     assert describe(half, 2, MemoryFit(6, "none")) == (
         "micro_batch_sequences 6 of 12, activation_checkpointing auto: none"
     )
-
-
-def weights(run_dir: Location) -> bytes:
-    newest = Catalog(run_dir).complete()[-1]
-    return (newest.path / "model.safetensors").read_bytes()
 
 
 @pytest.mark.ray

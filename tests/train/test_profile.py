@@ -147,10 +147,7 @@ def test_it_comes_some_steps_after_each_start(
 def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
     results: Iterator[StepResult] = iter(())
     micro_batches = tokens()
-    for profile in (
-        StepProfile(0, 0, 50, CPU, Taken().take),
-        StepProfile(2, 0, 50, CPU, None),
-    ):
+    for profile in (StepProfile(0, 0, 50, CPU, Taken().take), StepProfile(2, 0, 50, CPU, None)):
         assert profile.around(results) is results
         assert profile.marked(micro_batches) is micro_batches
 

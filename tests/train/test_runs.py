@@ -84,10 +84,7 @@ def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_resumed_run_ends_with_the_same_bits(
-    straight: Straight,
-    make_config: Callable[..., object],
-    storage: Path,
-    num_workers: int,
+    straight: Straight, make_config: Callable[..., object], storage: Path, num_workers: int
 ) -> None:
     whole = straight(num_workers)
     name = f"resumed-{num_workers}"
