@@ -13,13 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.batch import nearest_multiples

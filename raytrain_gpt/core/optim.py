@@ -18,10 +18,7 @@ def build_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.AdamW
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        groups,
-        lr=config.peak_lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
+        groups, lr=config.peak_lr, betas=(config.beta1, config.beta2), fused=True
     )
 
 

@@ -51,9 +51,7 @@ def only_first(
 
 
 def find_duplicates(
-    files: list[Location],
-    part_hashes: int = PART_HASHES,
-    log: Callable[[str], None] | None = None,
+    files: list[Location], part_hashes: int = PART_HASHES, log: Callable[[str], None] | None = None
 ) -> list[NDArray[np.bool_]]:
     """Which documents are equal to an earlier one; for each file bool (documents,).
 

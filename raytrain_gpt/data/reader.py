@@ -27,12 +27,7 @@ Reading = Callable[[Shard, int], Tokens]
 
 
 def read_sequences(
-    directory: Place,
-    manifest: Manifest,
-    split: Split,
-    seq_len: int,
-    ids: Ids,
-    cache_bytes: int = 0,
+    directory: Place, manifest: Manifest, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
 ) -> tuple[Tokens, Ids]:
     """Tokens of sequences, and the ids of what was really put into each row.
 

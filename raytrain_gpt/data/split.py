@@ -69,10 +69,7 @@ class SplitRule:
         if here != cut or self.cut_offset == 0:
             return [(head if here < cut else tail, document.text)]
         text = document.text.encode("utf-8", "replace")
-        return [
-            (head, text[: self.cut_offset].decode()),
-            (tail, text[self.cut_offset :].decode()),
-        ]
+        return [(head, text[: self.cut_offset].decode()), (tail, text[self.cut_offset :].decode())]
 
     def id_parts(self, piece: int, name: str, chunk: IdChunk, eot: int) -> list[tuple[Split, Ids]]:
         """(split, ids) of the parts of a chunk, in order; none is empty."""

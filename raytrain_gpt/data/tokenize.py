@@ -23,13 +23,7 @@ from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, find_duplicates, hash_texts
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.preparation import (
-    finish,
-    hashes_file,
-    read_result,
-    start,
-    write_result,
-)
+from raytrain_gpt.data.preparation import finish, hashes_file, read_result, start, write_result
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import SPLITS, Manifest, ShardWriter, Split
 from raytrain_gpt.data.tokenizer import (

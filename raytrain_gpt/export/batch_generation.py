@@ -48,13 +48,7 @@ Log = Callable[[str], None]
 
 
 def sample_batch(
-    checkpoint: Place,
-    prompts: Place,
-    out: Place,
-    log: Log,
-    *,
-    num_samples: int,
-    **options: Any,
+    checkpoint: Place, prompts: Place, out: Place, log: Log, *, num_samples: int, **options: Any
 ) -> None:
     """Continue each prompt of a file of JSON lines.
 

@@ -31,12 +31,7 @@ from raytrain_gpt.config.schema import FIELDS, Config, parse_config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    load_tokenizer,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import load_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
