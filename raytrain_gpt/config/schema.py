@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.config.batch import nearest, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret
 
@@ -55,10 +55,9 @@ class ModelSection(_Section):
     def _heads_divide(self) -> ModelSection:
         if self.embd_size % self.num_heads:
             valid = [h for h in range(1, self.embd_size + 1) if self.embd_size % h == 0]
-            near = sorted(valid, key=lambda h: (abs(h - self.num_heads), h))[:2]
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
-                f"nearest: num_heads {', '.join(map(str, sorted(near)))}"
+                f"nearest: num_heads {nearest(valid, self.num_heads)}"
             )
         return self
 

@@ -32,7 +32,6 @@ def run_block(
 
     Args:
         block: (B, T, D) and an attention -> (B, T, D).
-        x: (B, T, D).
         attend: See `Attention.forward`.
         recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
             the linear layers whose outputs the backward pass needs; `full`: all but the block's input.

@@ -87,7 +87,6 @@ class DecodingBatch:
     Args:
         model: Not wrapped; it is put into evaluation mode.
         eot_token: Token that ends a text.
-        max_sequences: Size of the batch.
     """
 
     def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:
@@ -102,7 +101,7 @@ class DecodingBatch:
 
     @property
     def num_active(self) -> int:
-        """Number of unfinished sequences."""
+        """Unfinished sequences."""
         return len(self._waiting) + len(self._cached) + len(self._sliding)
 
     @property
@@ -115,7 +114,6 @@ class DecodingBatch:
 
         Args:
             prompt: At least one token; the model sees the last seq_len of them.
-            options: How tokens are drawn.
             stream: Selects one of many continuations with the same seed.
 
         Raises:
@@ -264,7 +262,6 @@ def sample_tokens(
         model: Not wrapped.
         eot_token: Token that ends a text.
         prompts: At least one token each; the model sees the last seq_len of them.
-        options: How tokens are drawn.
         first_stream: Stream of the first prompt; the next ones count up.
 
     Raises:

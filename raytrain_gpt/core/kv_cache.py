@@ -18,12 +18,7 @@ from raytrain_gpt.core.model import GPTShape
 
 
 class KVCache:
-    """Grows to the number of rows and tokens that have been needed so far.
-
-    Args:
-        shape: The model's.
-        max_rows: Number of sequences at most.
-    """
+    """Grows to the number of rows and tokens that have been needed so far."""
 
     def __init__(self, shape: GPTShape, max_rows: int) -> None:
         self._shape = shape
@@ -34,7 +29,6 @@ class KVCache:
         """For each layer: causal attention of new sequences, which are stored from `first_row` on.
 
         Args:
-            first_row: Row of the first new sequence.
             room_tokens: Final length of the longest of them, to allocate once.
         """
 
@@ -52,7 +46,6 @@ class KVCache:
 
         Args:
             lengths: Number of tokens that rows 0, 1, … have so far.
-            device: The model's.
         """
         num_rows, tokens = len(lengths), max(lengths) + 1
         rows = torch.arange(num_rows, device=device)

@@ -57,7 +57,6 @@ class MemorySearch:
     Attributes:
         config: With `use_gpu` decided; a `micro_batch_sequences` that is not auto divides a rank's share.
         world_size: Divides the batch.
-        memory: Predicts what a candidate needs.
     """
 
     config: Config

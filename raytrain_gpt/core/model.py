@@ -85,12 +85,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
 
     def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D).
-
-        Args:
-            x: (B, T, D)
-            attend: None: causal attention among the T tokens.
-        """
+        """(B, T, D) -> (B, T, D); without `attend`: causal attention among the T tokens."""
         b, t, d = x.shape
         q, k, v = self.c_attn(x).view(b, t, 3, self.num_heads, -1).unbind(2)  # (B, T, H, D/H)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)

@@ -37,7 +37,6 @@ def update(
     Args:
         optimizer: Fused.
         parameters: All that it updates.
-        lr: Learning rate of this step.
         grad_clip: Largest global gradient norm.
         loss_scale: The gradients are divided by its factor, and it is adjusted; None: no scaling.
 

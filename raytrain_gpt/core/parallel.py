@@ -34,7 +34,6 @@ def shard(
 
     Args:
         model: The whole model, the same on all ranks, on any device.
-        device: Where this rank computes.
         matmul_dtype: Type of matrix products under autocast; None: there is no autocast.
         group: The ranks; None: the default group.
     """
@@ -113,18 +112,13 @@ def model_to_evaluate(model: GPT) -> GPT:
 def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
     """Give the model to evaluate its full weights while the context lasts.
 
-    All ranks enter together. Each needs memory for the whole model in fp32.
-
-    Args:
-        model: The one that is trained.
-        to: Its `model_to_evaluate`.
+    All ranks enter together. Each needs memory for the whole model in fp32. `to` is the
+    `model_to_evaluate` of the one that is trained.
     """
     if to is model:
         yield
         return
-    weights = {
-        name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()
-    }
+    weights = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
     to.load_state_dict(weights, assign=True)
     try:
         yield

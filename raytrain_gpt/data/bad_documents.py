@@ -20,11 +20,7 @@ MAX_KEPT = 100
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be read, and why.
-
-    Attributes:
-        place: Where it is in its file, for people: a byte or row.
-    """
+    """A document that cannot be read, where it is in its file (a byte or row), and why."""
 
     path: str
     place: str

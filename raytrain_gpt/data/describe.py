@@ -49,8 +49,7 @@ def describe_dataset(
         )
     left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
     if left_out["bad_documents"]:
-        report = directory / BAD_FILE
-        say(f"  skipped: {left_out['bad_documents']} unreadable, see {report}")
+        say(f"  skipped: {left_out['bad_documents']} unreadable, see {directory / BAD_FILE}")
     if left_out["duplicates"]:
         say(f"  skipped: {left_out['duplicates']} duplicates")
     first = manifest.split_shards("train")[0]

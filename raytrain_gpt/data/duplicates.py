@@ -60,7 +60,6 @@ def find_duplicates(
     Args:
         files: The hashes of each task, in source order.
         part_hashes: Hashes compared at a time, roughly; each part is a pass over all files.
-        log: Receives a line for each pass, if there are several.
     """
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         counts = [size // HASH_BYTES for size in pool.map(Location.size_bytes, files)]

@@ -158,8 +158,6 @@ def head_rule(
     log: Callable[[str], None] | None = None,
 ) -> SplitRule:
     """The first documents, until they have `val_tokens` tokens, validate; `log` reports the counting."""
-    if val_tokens < 1:
-        raise _too_few_val_tokens(val_tokens)
     if log:
         log(f"tokenizing up to val_tokens={val_tokens} on one core, to find the val split")
     started, tokens, documents = time.monotonic(), 0, 0
@@ -173,10 +171,6 @@ def head_rule(
             tokens += len(encode_document(encoding, document.text))
             documents += 1
     raise _nothing_to_train_on(val_tokens, tokens)
-
-
-def _too_few_val_tokens(val_tokens: int) -> DataError:
-    return DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
 
 
 def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
@@ -235,8 +229,6 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
 
 def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
     """The first `val_tokens` ids validate, extended to the end of a document."""
-    if val_tokens < 1:
-        raise _too_few_val_tokens(val_tokens)
     tokens = 0
     rule: SplitRule | None = None
     for i, piece in enumerate(pieces):

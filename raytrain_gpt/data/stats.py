@@ -63,8 +63,7 @@ class SplitStats:
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Documents, and their tokens, in bins of length, int64 (b,) each.
 
-        Args:
-            edges: int64 (b + 1,), the last one exclusive.
+        `edges` are int64 (b + 1,), the last one exclusive.
         """
         at = np.searchsorted(edges, self.lengths, "right") - 1
         documents, tokens = np.zeros((2, len(edges) - 1), np.int64)

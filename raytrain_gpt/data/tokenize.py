@@ -68,7 +68,6 @@ def run_task(
 
     Args:
         task: Its index in `plan.tasks`.
-        max_bad_documents: More are an error.
         left_out: bool (documents,), True for duplicates; None: there are none.
 
     Raises:

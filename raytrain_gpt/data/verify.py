@@ -81,11 +81,8 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         )
     for i in range(groups):
         statistics = metadata.row_group(i).column(0).statistics
-        if (
-            statistics is not None
-            and statistics.has_min_max
-            and statistics.max >= manifest.vocab_size
-        ):
+        has_top = statistics is not None and statistics.has_min_max
+        if has_top and statistics.max >= manifest.vocab_size:
             raise DataError(
                 f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
                 f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {anew}"

@@ -57,7 +57,6 @@ def sample_batch(
         prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
         out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
             their `finish_reasons` (`stop` or `length`); it appears when it is complete.
-        log: Receives progress lines.
         num_samples: Continuations per prompt.
         options: Fields of `SamplingOptions`.
 
@@ -101,11 +100,7 @@ def _check_out(out: Location, source: Location) -> None:
 
 
 def _prompt_lines(source: Location) -> Iterator[str]:
-    """The lines with prompts.
-
-    Raises:
-        DataError: the first line that is not a prompt.
-    """
+    """The lines with prompts; raises a DataError for the first line that is not one."""
     try:
         content = source.read_bytes()
     except OSError as error:
@@ -185,13 +180,7 @@ def _mapped(
 
 
 class Generator:
-    """An actor that continues the prompts of a task.
-
-    Args:
-        checkpoint: Loaded once per actor.
-        num_samples: Continuations per prompt.
-        options: How tokens are drawn.
-    """
+    """An actor that loads a checkpoint once and continues the prompts of a task."""
 
     def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
         _, _, self._model, self._tokenizer, device = open_checkpoint(checkpoint)

@@ -30,8 +30,6 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
     """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
     Args:
-        shape: Shape of the model.
-        eot_token: Id that opens and closes documents.
         dtype: torch's name of the tensors' type: `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}

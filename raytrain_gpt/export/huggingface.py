@@ -65,8 +65,6 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
     Args:
         path: A checkpoint or a run.
         out: A local directory, new or empty.
-        dtype: Data type of the tensors.
-        log: Receives a line.
 
     Returns:
         The directory.
@@ -132,7 +130,6 @@ def import_weights(
     Args:
         source: A Hugging Face directory, or a file of weights.
         out: Directory or URL of the checkpoint, new or empty.
-        log: Receives lines on what was chosen.
         tokenizer: Name; None: the directory's, else gpt2 or bytes by vocabulary size.
         num_heads: None: from config.json; for a file: one per 64 channels.
         seq_len: Number of positions to keep; None: all.
