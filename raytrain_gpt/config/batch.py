@@ -1,4 +1,4 @@
-"""How a global batch divides over workers and micro-batches, and how an embedding is padded."""
+"""How a global batch divides over workers and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from raytrain_gpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from raytrain_gpt.config.schema import Config
-
-VOCAB_MULTIPLE = 64
-"""The embedding's number of rows is a multiple of this, for speed on tensor cores."""
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding: the next multiple of 64."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def micro_batches_per_step(config: Config, world_size: int) -> int:

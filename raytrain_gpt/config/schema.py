@@ -23,7 +23,6 @@ from raytrain_gpt.redact import has_secret
 STEPS_BEFORE_PROFILE = 5
 """Steps after a start that `profile_steps` leaves out: they compile, fill caches and warm up."""
 
-
 SAFE = "may change when a run goes on"
 """Marks a field that does not change the maths; every other one is refused on resume."""
 

@@ -48,14 +48,13 @@ def run_block(
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in _ATTENTION or (operation is torch.ops.aten.addmm.default and _widens(*args)):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _widens(_: Tensor, rows: Tensor, weight: Tensor) -> bool:
-    """Whether a linear layer's output is needed: not that of the last one, which is only added."""
-    return weight.shape[1] >= rows.shape[1]
+    if operation is torch.ops.aten.addmm.default:
+        _bias, rows, weight = args
+        # The output of a block's last linear layer, the only one that narrows, is only added.
+        is_needed = weight.shape[1] >= rows.shape[1]
+    else:
+        is_needed = operation in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if is_needed else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)

@@ -55,7 +55,6 @@ def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Atte
     Args:
         starts: int64 (B, T), from `document_starts`.
         dtype: Type of the queries, keys and values to come.
-        dropout: Probability of dropping an attention weight.
     """
     places = torch.arange(starts.shape[1], device=starts.device)
     seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, T, T)

@@ -70,11 +70,6 @@ def gradients_synchronized(
     return model.no_sync()
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has split the model's parameters."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor in one piece, a collective of all ranks; any other tensor as it is."""
     if not hasattr(tensor, "full_tensor"):
@@ -102,7 +97,7 @@ def model_to_evaluate(model: GPT) -> GPT:
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
     """
-    if not is_sharded(model):
+    if not hasattr(model, "set_requires_gradient_sync"):  # `shard` adds it
         return model
     with torch.device("meta"):
         return GPT(model.shape, document_end=model.document_end).requires_grad_(False)

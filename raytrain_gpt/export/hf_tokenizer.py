@@ -26,8 +26,6 @@ from raytrain_gpt.errors import DataError
 
 HF_TOKENIZER_FILE = "tokenizer.json"
 HF_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-VOCAB_FILES = ("vocab.json", "merges.txt")
-"""The format before `tokenizer.json`."""
 
 GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
@@ -171,7 +169,8 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
         DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
     path = directory / HF_TOKENIZER_FILE
-    vocabulary, merges = (directory / name for name in VOCAB_FILES)
+    # The format before `tokenizer.json`.
+    vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
     try:
         if path.is_file():
             content = json.loads(path.read_text("utf-8"))
