@@ -9,13 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.activation_checkpointing import run_block
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
@@ -28,6 +34,14 @@ from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
+_ATTENTION_OPERATORS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ class GPT(nn.Module):
 
     Args:
         activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
-            `full`, see `run_block`.
+            `full`, see `_run_block`.
         document_end: The token that closes a document. A token then attends only to those of its own
             document, and positions count from its start. None: all T tokens are one text.
     """
@@ -186,7 +200,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.shape.dropout, self.training)
         recompute = self.activation_checkpointing if self.training else "none"
         for block in self.h:
-            x = run_block(block, x, attend, recompute, self.shape.dropout > 0)
+            x = _run_block(block, x, attend, recompute, self.shape.dropout > 0)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -239,3 +253,36 @@ class GPT(nn.Module):
             reduction: `mean`: a scalar; `none`: (B, T).
         """
         return head_loss(self.hidden(ids), self.wte.weight, targets, reduction)
+
+
+def _run_block(
+    block: nn.Module, x: Tensor, attend: Attend | None, recompute: str, is_random: bool
+) -> Tensor:
+    """The output of a block; what is recomputed does not change the gradients.
+
+    Args:
+        recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
+            the linear layers whose outputs the backward pass needs; `full`: all but the block's input.
+        is_random: The block has dropout, which must be the same the second time.
+    """
+    if recompute == "none":
+        out: Tensor = block(x, attend)
+        return out
+    contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
+    again: Tensor = checkpoint(
+        block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
+    )
+    return again
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation is torch.ops.aten.addmm.default:
+        _bias, rows, weight = args
+        # The output of a block's last linear layer, the only one that narrows, is only added.
+        is_needed = weight.shape[1] >= rows.shape[1]
+    else:
+        is_needed = operation in _ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_needed else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)

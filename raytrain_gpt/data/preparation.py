@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, Literal
 
 import tiktoken
@@ -33,6 +32,7 @@ from raytrain_gpt.data.shards import (
 )
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, Place
 
 _NOTES_DIR = "unfinished"
@@ -97,10 +97,7 @@ def _is_whole(directory: Location, shard: Shard) -> bool:
 
 
 def start(
-    directory: Place,
-    plan: Plan,
-    encoding: tiktoken.Encoding,
-    log: Callable[[str], None] | None = None,
+    directory: Place, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
 ) -> Manifest | None:
     """Make the directory ready for the tasks.
 
@@ -158,9 +155,7 @@ def _another_dataset(directory: Location, hub_commits: list[str] | None = None) 
     )
 
 
-def _repair_tokenizer(
-    directory: Location, tokenizer: str, log: Callable[[str], None] | None
-) -> None:
+def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> None:
     file = directory / TOKENIZER_FILE
     try:
         if file.read_text() == tokenizer:
@@ -198,7 +193,7 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> Manifest:
     """Write the report of bad documents and the manifest, which makes the directory a dataset.
 
@@ -243,9 +238,7 @@ def finish(
     return manifest
 
 
-def _compare_with_before(
-    directory: Location, manifest: Manifest, log: Callable[[str], None] | None
-) -> None:
+def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:
     """Keep the manifest from before a repair that wrote other bytes, and report it."""
     try:
         text = (directory / _NOTES_DIR / _REPAIR_FILE).read_text()

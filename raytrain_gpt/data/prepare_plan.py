@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import VAL_FRACTION, SplitRule, fraction_rule, head_rule, id_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.web_files import without_query
 
 SHARD_TOKENS = 100_000_000
@@ -78,7 +79,7 @@ def make_plan(
     row_group_tokens: int = ROW_GROUP_TOKENS,
     dedupe: bool = False,
     max_bad_documents: int = 0,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> Plan:
     """The plan of a preparation; `max_bad_documents` does not change it, only what is an error.
 

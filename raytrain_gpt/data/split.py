@@ -21,6 +21,7 @@ from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import encode_document
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 
 TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents than this, the end of the text validates instead of whole documents."""
@@ -155,7 +156,7 @@ def head_rule(
     read: Read,
     encoding: tiktoken.Encoding,
     val_tokens: int,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> SplitRule:
     """The first documents, until they have `val_tokens` tokens, validate; `log` reports the counting."""
     if log:

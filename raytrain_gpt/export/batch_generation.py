@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,13 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
 from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.location import Location, Place
 
 TASK_PROMPTS = 32
 PROGRESS_EVERY_S = 2.0
 ADDED = ("continuations", "finish_reasons")
 """Fields that are added to each line."""
-
-Log = Callable[[str], None]
 
 
 def sample_batch(

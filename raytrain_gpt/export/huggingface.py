@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +44,7 @@ from raytrain_gpt.export.hf_weights import (
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
-from raytrain_gpt.format import amount
+from raytrain_gpt.format import Log, amount
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -55,8 +55,6 @@ EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer of weights without one."""
-
-Log = Callable[[str], None]
 
 
 def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
