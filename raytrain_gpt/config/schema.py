@@ -325,12 +325,11 @@ class Config(_Section):
 
     def to_yaml(self, compact: bool = False) -> str:
         """The file that `--config` reads back as this configuration; compact: a line per section."""
-        flow = None if compact else False
         return yaml.safe_dump(
             self.model_dump(),
             sort_keys=False,
             allow_unicode=True,
-            default_flow_style=flow,
+            default_flow_style=None if compact else False,
             width=10_000,
         )
 

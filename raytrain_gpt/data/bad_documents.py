@@ -31,11 +31,7 @@ class BadDocument:
 
 
 class BadDocuments:
-    """Collects the bad documents that one pass over the text meets.
-
-    Args:
-        limit: More than this many are an error; None: no limit.
-    """
+    """Collects the bad documents of a pass over the text; more than `limit` are an error, None: no limit."""
 
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit

@@ -157,7 +157,7 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {piece.location} after byte {position} of its text: {error.strerror or error}; "
+            f"cannot read {path} after byte {position} of its text: {error.strerror or error}; "
             "fix the file"
         ) from None
 

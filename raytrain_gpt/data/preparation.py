@@ -40,13 +40,15 @@ _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
 
-
-def hashes_file(directory: Place, task: int) -> Location:
-    """The file with the hashes of a task's documents."""
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.hashes"
+NoteSuffix = Literal[".hashes", ".json"]
 
 
-def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int]:
+def task_file(directory: Place, task: int, suffix: NoteSuffix) -> Location:
+    """The file with the hashes of a task's documents, or with its result."""
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
+
+
+def done_tasks(directory: Place, suffix: NoteSuffix) -> set[int]:
     """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
     return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
@@ -55,7 +57,7 @@ def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int
 def read_result(directory: Place, task: int) -> dict[str, Any] | None:
     """The result of a task, as `write_result` returned it; None: the task has to run."""
     directory = Location.of(directory)
-    file = _result_file(directory, task)
+    file = task_file(directory, task, ".json")
     if not file.exists():
         return None
     result: dict[str, Any] = json.loads(file.read_text())
@@ -81,12 +83,8 @@ def write_result(
         "bad": bad.facts(),
         "duplicates": num_duplicates,
     }
-    _result_file(directory, task).write_text(json.dumps(result))
+    task_file(directory, task, ".json").write_text(json.dumps(result))
     return result
-
-
-def _result_file(directory: Place, task: int) -> Location:
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
 
 
 def _is_whole(directory: Location, shard: Shard) -> bool:

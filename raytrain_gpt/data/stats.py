@@ -75,10 +75,7 @@ class SplitStats:
 def count_dataset(
     directory: Place, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> dict[Split, SplitStats]:
-    """Count every token of a dataset.
-
-    Args:
-        progress: Called with tokens counted so far and in total, after every row group.
+    """Count every token of a dataset; `progress` gets tokens so far and in all after each row group.
 
     Raises:
         DataError: a shard cannot be read, or contains an id outside the vocabulary.

@@ -26,8 +26,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
     """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
-    Args:
-        dtype: torch's name of the tensors' type: `float32` or `bfloat16`.
+    `dtype` is torch's name of the tensors' type: `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     config = {

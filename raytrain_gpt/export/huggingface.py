@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -58,14 +59,11 @@ _GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
 
 
 def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
-    """Write a checkpoint as a directory that transformers loads, with its tokenizer and a model card.
+    """Write and return a directory that transformers loads, with tokenizer and model card.
 
     Args:
         path: A checkpoint or a run.
         out: A local directory, new or empty.
-
-    Returns:
-        The directory.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the directory is not empty.
@@ -208,10 +206,7 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
     }
-
-    def write_model(file: Path) -> None:
-        save_file(model.state_dict(), file, metadata={"format": "pt"})
-
+    write_model = partial(save_file, model.state_dict(), metadata={"format": "pt"})
     with _staging(place) as directory:
         draft = Draft(Location.of(directory), 0, "import")
         entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}
