@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+Log = Callable[[str], None]
+"""Receives lines for people."""
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""How a global batch divides over workers and micro-batches, and how an embedding is padded."""
+"""How a global batch divides over workers and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from raytrain_gpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from raytrain_gpt.config.schema import Config
-
-VOCAB_MULTIPLE = 64
-"""The embedding's number of rows is a multiple of this, for speed on tensor cores."""
-
-
-def padded_vocab_size(vocab_size: int) -> int:
-    """Rows of the embedding: the next multiple of 64."""
-    return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def micro_batches_per_step(config: Config, world_size: int) -> int:
@@ -34,9 +26,9 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     workers = [w for w in range(1, sequences + 1) if sequences % (w * micro) == 0]
     micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
     ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
-    ways += [f"num_workers {_nearest(workers, world_size)}"] * bool(workers)
+    ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
     if asked != "auto":
-        ways += [f"micro_batch_sequences {_nearest(micros, micro)}"] * bool(micros)
+        ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros)
     raise ConfigError(
         f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
         f"{world_size} workers{'' if asked == 'auto' else f' × {micro} sequences'}; "
@@ -50,7 +42,8 @@ def nearest_multiples(value: int, unit: int) -> str:
     return ", ".join(str(v) for v in (below, below + unit) if v > 0)
 
 
-def _nearest(valid: list[int], value: int) -> str:
+def nearest(valid: list[int], value: int) -> str:
+    """The one or two valid numbers next to a value, as text."""
     return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
 
 

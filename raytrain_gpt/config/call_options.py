@@ -35,16 +35,15 @@ class Options(BaseModel):
             raise ConfigError(f"{name}={first['input']}: {message} ({hint})") from None
 
 
-def _as_in_evaluations(name: str) -> Any:
-    return EvalSection.model_fields[name]
+_EVALUATION: dict[str, Any] = EvalSection.model_fields
 
 
 class SamplingOptions(Options):
     """How the tokens of a continuation are drawn: in evaluations, by `sample`, in a request."""
 
-    max_new_tokens: int = _as_in_evaluations("max_new_tokens")
-    temperature: float = _as_in_evaluations("temperature")
-    top_k: int | None = _as_in_evaluations("top_k")
+    max_new_tokens: int = _EVALUATION["max_new_tokens"]
+    temperature: float = _EVALUATION["temperature"]
+    top_k: int | None = _EVALUATION["top_k"]
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens whose probabilities add up to this, among those of top_k."""
     seed: int = 42

@@ -67,7 +67,6 @@ def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) ->
 
     Args:
         preset: None: `quickstart`, unless there is a file.
-        fields: Name -> value, from flags.
 
     Raises:
         ConfigError: both preset and file, or an unknown key or impossible value in them.

@@ -96,7 +96,6 @@ class RunPlan:
         config: `micro_batch_sequences` divides `worker_sequences`.
         world_size: Number of workers; with fewer than `num_workers` nodes, fewer than that.
         worker_sequences: Sequences of one worker in a step.
-        micro_batches_per_step: Forward and backward passes of one worker in a step.
     """
 
     config: ResolvedConfig
@@ -110,9 +109,7 @@ class RunPlan:
     ) -> RunPlan:
         """The plan for a micro-batch and a mode of activation checkpointing.
 
-        Args:
-            world_size: Divides the global batch.
-            micro_batch_sequences: Divides a worker's sequences per step.
+        `world_size` divides the global batch, `micro_batch_sequences` a worker's sequences per step.
         """
         resolved = decided(
             ResolvedConfig,

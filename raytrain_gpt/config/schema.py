@@ -13,22 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config.batch import nearest_multiples
+from raytrain_gpt.config.batch import nearest, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret
 
 STEPS_BEFORE_PROFILE = 5
 """Steps after a start that `profile_steps` leaves out: they compile, fill caches and warm up."""
-
 
 SAFE = "may change when a run goes on"
 """Marks a field that does not change the maths; every other one is refused on resume."""
@@ -61,10 +54,9 @@ class ModelSection(_Section):
     def _heads_divide(self) -> ModelSection:
         if self.embd_size % self.num_heads:
             valid = [h for h in range(1, self.embd_size + 1) if self.embd_size % h == 0]
-            near = sorted(valid, key=lambda h: (abs(h - self.num_heads), h))[:2]
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
-                f"nearest: num_heads {', '.join(map(str, sorted(near)))}"
+                f"nearest: num_heads {nearest(valid, self.num_heads)}"
             )
         return self
 
@@ -333,12 +325,11 @@ class Config(_Section):
 
     def to_yaml(self, compact: bool = False) -> str:
         """The file that `--config` reads back as this configuration; compact: a line per section."""
-        flow = None if compact else False
         return yaml.safe_dump(
             self.model_dump(),
             sort_keys=False,
             allow_unicode=True,
-            default_flow_style=flow,
+            default_flow_style=None if compact else False,
             width=10_000,
         )
 

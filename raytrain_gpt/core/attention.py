@@ -55,7 +55,6 @@ def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Atte
     Args:
         starts: int64 (B, T), from `document_starts`.
         dtype: Type of the queries, keys and values to come.
-        dropout: Probability of dropping an attention weight.
     """
     places = torch.arange(starts.shape[1], device=starts.device)
     seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, T, T)
@@ -69,24 +68,18 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
     parts = []
     for start in range(0, tokens, QUERIES_AT_ONCE):
         stop = min(start + QUERIES_AT_ONCE, tokens)
-        part = F.scaled_dot_product_attention(
-            q[:, :, start:stop],
-            k[:, :, :stop],
-            v[:, :, :stop],
-            attn_mask=mask[:, :, start:stop, :stop],
-            dropout_p=dropout,
-        )  # (B, H, stop − start, D/H)
-        parts.append(part)
+        query, key, value = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        seen = mask[:, :, start:stop, :stop]
+        part = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+        parts.append(part)  # (B, H, stop − start, D/H)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def block_sparse_attention(starts: Tensor) -> Attend:
     """Attention by torch's `flex_attention`, which skips blocks that are masked out entirely.
 
-    It has no dropout, and on a CPU no gradients. It is compiled on first use.
-
-    Args:
-        starts: int64 (B, T), from `document_starts`.
+    It has no dropout, and on a CPU no gradients. It is compiled on first use. `starts` are int64 (B, T),
+    from `document_starts`.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -119,8 +119,7 @@ def autocast_of(
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """A factory of contexts for forward passes; weights stay fp32."""
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    dtype = matmul_dtype(precision)
-    if dtype is None:
+    if (dtype := matmul_dtype(precision)) is None:
         return contextlib.nullcontext
     return lambda: torch.autocast(device.type, dtype)
 

@@ -86,8 +86,6 @@ class DecodingBatch:
 
     Args:
         model: Not wrapped; it is put into evaluation mode.
-        eot_token: Token that ends a text.
-        max_sequences: Size of the batch.
     """
 
     def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:
@@ -102,7 +100,7 @@ class DecodingBatch:
 
     @property
     def num_active(self) -> int:
-        """Number of unfinished sequences."""
+        """Unfinished sequences."""
         return len(self._waiting) + len(self._cached) + len(self._sliding)
 
     @property
@@ -115,7 +113,6 @@ class DecodingBatch:
 
         Args:
             prompt: At least one token; the model sees the last seq_len of them.
-            options: How tokens are drawn.
             stream: Selects one of many continuations with the same seed.
 
         Raises:
@@ -262,9 +259,7 @@ def sample_tokens(
 
     Args:
         model: Not wrapped.
-        eot_token: Token that ends a text.
         prompts: At least one token each; the model sees the last seq_len of them.
-        options: How tokens are drawn.
         first_stream: Stream of the first prompt; the next ones count up.
 
     Raises:
@@ -315,13 +310,10 @@ def draw_tokens(
         rows_by_k[k, k < vocab_size or wanted.top_p < 1].append(row)
     tokens = [0] * len(options)
     for (k, ranked), rows in rows_by_k.items():
+        own = [(options[row], uniforms[row]) for row in rows]
         numbers = [
-            (
-                max(options[row].temperature, TINY_TEMPERATURE),
-                options[row].top_p,
-                min(uniforms[row], BELOW_1),
-            )
-            for row in rows
+            (max(wanted.temperature, TINY_TEMPERATURE), wanted.top_p, min(uniform, BELOW_1))
+            for wanted, uniform in own
         ]
         group = logits if len(rows) == len(options) else logits[rows]
         drawn = _draw_group(group, k, ranked, torch.tensor(numbers, device=logits.device))
@@ -335,7 +327,6 @@ def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor
 
     Args:
         logits: float32 (N, V)
-        k: Draw from the k most likely tokens.
         ranked: Whether the tokens must be sorted by probability first.
         numbers: float32 (N, 3): temperature, top_p, uniform.
     """

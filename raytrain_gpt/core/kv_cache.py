@@ -18,12 +18,7 @@ from raytrain_gpt.core.model import GPTShape
 
 
 class KVCache:
-    """Grows to the number of rows and tokens that have been needed so far.
-
-    Args:
-        shape: The model's.
-        max_rows: Number of sequences at most.
-    """
+    """Grows to the number of rows and tokens that have been needed so far."""
 
     def __init__(self, shape: GPTShape, max_rows: int) -> None:
         self._shape = shape
@@ -33,9 +28,7 @@ class KVCache:
     def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
         """For each layer: causal attention of new sequences, which are stored from `first_row` on.
 
-        Args:
-            first_row: Row of the first new sequence.
-            room_tokens: Final length of the longest of them, to allocate once.
+        Allocates room once, for `room_tokens` in the longest of them.
         """
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,12 +41,7 @@ class KVCache:
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 
     def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
-        """For each layer: attention of one more token in each of the first rows, which is stored.
-
-        Args:
-            lengths: Number of tokens that rows 0, 1, … have so far.
-            device: The model's.
-        """
+        """For each layer: attention of one more token, which is stored, in rows of these lengths."""
         num_rows, tokens = len(lengths), max(lengths) + 1
         rows = torch.arange(num_rows, device=device)
         at = torch.tensor(lengths, device=device)

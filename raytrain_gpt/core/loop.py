@@ -63,16 +63,10 @@ def train_steps(
 
     Args:
         model: Returns the mean loss of (inputs, targets); wrapped in DDP, sharded, or neither.
-        optimizer: Over the model's parameters.
-        micro_batches: Each step takes `micro_batches_per_step` of them.
-        first_step: Updates done so far.
-        max_steps: Updates to do in all.
         micro_batches_per_step: Gradient accumulation; DDP reduces gradients once per step.
         learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        autocast: Makes the context for forward passes.
         seed: Decides dropout together with step and rank, so no generator state need be saved.
-        rank: Rank of this worker.
         loss_scale: For fp16; None: no scaling.
     """
     parameters = list(model.parameters())
@@ -110,10 +104,8 @@ def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step of one rank."""
     # SplitMix-like mixing: neighbouring (seed, step, rank) get unrelated seeds.
-    mixed = (
-        seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
-    ) % 2**63
-    torch.manual_seed(mixed)
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
+    torch.manual_seed(mixed % 2**63)
 
 
 def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:

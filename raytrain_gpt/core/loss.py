@@ -82,7 +82,11 @@ class _ChunkedMean(torch.autograd.Function):
                 # Of the sum, not the mean, whose gradient would be too small for fp16.
                 grad = log_p.exp_().scatter_add_(1, label, -torch.ones_like(counts)).to(dtype)
                 torch.mul(grad @ narrow, counts, out=grad_rows[part])
-                _add_product(grad_weight, grad, (x * counts).to(dtype))
+                x = (x * counts).to(dtype)
+                if dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad.T, x)
+                else:  # summed in the weight's type
+                    grad_weight += grad.T @ x
         num = counted.sum()
         ctx.gradients, ctx.num = (grad_rows, grad_weight), num
         return total / num
@@ -93,11 +97,3 @@ class _ChunkedMean(torch.autograd.Function):
         (rows, weight), ctx.gradients = ctx.gradients, None
         # In place: there is no second backward pass.
         return rows.mul_(factor), weight.mul_(factor), None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ · right, summed in the type of `total`."""
-    if left.dtype == total.dtype:
-        total.addmm_(left.T, right)
-    else:
-        total += left.T @ right

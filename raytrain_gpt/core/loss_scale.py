@@ -21,12 +21,8 @@ class LossScale:
     """The factor and the state that decides the next one; the same on all ranks, like the gradients.
 
     Args:
-        device: Device of the losses.
-        factor: First value, or the one saved in a checkpoint.
+        factor: First value, or the one saved in a checkpoint; as an attribute a fp32 scalar on the device.
         good_steps: Steps without overflow since the factor last changed.
-
-    Attributes:
-        factor: fp32 scalar on the device.
     """
 
     def __init__(

@@ -31,12 +31,9 @@ STATE_BYTES_PER_PARAMETER = 12
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device.
+    """Bytes on one device; weights, gradients and AdamW's two moments are in fp32.
 
     Attributes:
-        weights: fp32.
-        gradients: fp32.
-        moments: AdamW's two, fp32.
         activations: Kept for the backward pass, without the logits.
         logits: Logits that exist at once, their softmax, and the head's gradients.
         evaluation: What an evaluation needs beyond all this; 0 if it needs less.
@@ -61,7 +58,6 @@ class MemoryModel:
     """Predicts the memory of one rank for any micro-batch, as the eager model needs it on a GPU.
 
     Attributes:
-        shape: Sizes of the model.
         bf16: Whether the forward pass runs under 16-bit autocast.
         compiled: A compiled model has the logits of all tokens at once. It also keeps fewer activations,
             which is not taken into account.

@@ -56,8 +56,6 @@ class MemorySearch:
 
     Attributes:
         config: With `use_gpu` decided; a `micro_batch_sequences` that is not auto divides a rank's share.
-        world_size: Divides the batch.
-        memory: Predicts what a candidate needs.
     """
 
     config: Config
@@ -94,7 +92,6 @@ class MemorySearch:
         """The first mode in which enough sequences fit, else the one in which most do; None: none fit.
 
         Args:
-            limit_bytes: What training may use of the device's memory.
             measured: Decides, and is asked as seldom as possible; None: the prediction decides.
         """
         enough = min(ENOUGH_TOKENS / self.config.data.seq_len, self.sizes[-1])

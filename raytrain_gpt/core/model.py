@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from raytrain_gpt.config.batch import padded_vocab_size
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.activation_checkpointing import run_block
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
@@ -29,6 +34,14 @@ from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
+_ATTENTION_OPERATORS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,8 @@ class GPTShape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return padded_vocab_size(self.vocab_size)
+        """Rows of the embedding: the next multiple of 64, for speed on tensor cores."""
+        return -(-self.vocab_size // 64) * 64
 
     @property
     def num_parameters(self) -> int:
@@ -85,12 +98,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
 
     def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D).
-
-        Args:
-            x: (B, T, D)
-            attend: None: causal attention among the T tokens.
-        """
+        """(B, T, D) -> (B, T, D); without `attend`: causal attention among the T tokens."""
         b, t, d = x.shape
         q, k, v = self.c_attn(x).view(b, t, 3, self.num_heads, -1).unbind(2)  # (B, T, H, D/H)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)
@@ -141,7 +149,7 @@ class GPT(nn.Module):
 
     Args:
         activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
-            `full`, see `run_block`.
+            `full`, see `_run_block`.
         document_end: The token that closes a document. A token then attends only to those of its own
             document, and positions count from its start. None: all T tokens are one text.
     """
@@ -192,7 +200,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.shape.dropout, self.training)
         recompute = self.activation_checkpointing if self.training else "none"
         for block in self.h:
-            x = run_block(block, x, attend, recompute, self.shape.dropout > 0)
+            x = _run_block(block, x, attend, recompute, self.shape.dropout > 0)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -245,3 +253,36 @@ class GPT(nn.Module):
             reduction: `mean`: a scalar; `none`: (B, T).
         """
         return head_loss(self.hidden(ids), self.wte.weight, targets, reduction)
+
+
+def _run_block(
+    block: nn.Module, x: Tensor, attend: Attend | None, recompute: str, is_random: bool
+) -> Tensor:
+    """The output of a block; what is recomputed does not change the gradients.
+
+    Args:
+        recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
+            the linear layers whose outputs the backward pass needs; `full`: all but the block's input.
+        is_random: The block has dropout, which must be the same the second time.
+    """
+    if recompute == "none":
+        out: Tensor = block(x, attend)
+        return out
+    contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
+    again: Tensor = checkpoint(
+        block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
+    )
+    return again
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation is torch.ops.aten.addmm.default:
+        _bias, rows, weight = args
+        # The output of a block's last linear layer, the only one that narrows, is only added.
+        is_needed = weight.shape[1] >= rows.shape[1]
+    else:
+        is_needed = operation in _ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_needed else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)

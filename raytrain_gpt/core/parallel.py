@@ -34,7 +34,6 @@ def shard(
 
     Args:
         model: The whole model, the same on all ranks, on any device.
-        device: Where this rank computes.
         matmul_dtype: Type of matrix products under autocast; None: there is no autocast.
         group: The ranks; None: the default group.
     """
@@ -71,11 +70,6 @@ def gradients_synchronized(
     return model.no_sync()
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has split the model's parameters."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor in one piece, a collective of all ranks; any other tensor as it is."""
     if not hasattr(tensor, "full_tensor"):
@@ -103,7 +97,7 @@ def model_to_evaluate(model: GPT) -> GPT:
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
     """
-    if not is_sharded(model):
+    if not hasattr(model, "set_requires_gradient_sync"):  # `shard` adds it
         return model
     with torch.device("meta"):
         return GPT(model.shape, document_end=model.document_end).requires_grad_(False)
@@ -113,18 +107,13 @@ def model_to_evaluate(model: GPT) -> GPT:
 def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
     """Give the model to evaluate its full weights while the context lasts.
 
-    All ranks enter together. Each needs memory for the whole model in fp32.
-
-    Args:
-        model: The one that is trained.
-        to: Its `model_to_evaluate`.
+    All ranks enter together. Each needs memory for the whole model in fp32. `to` is the
+    `model_to_evaluate` of the one that is trained.
     """
     if to is model:
         yield
         return
-    weights = {
-        name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()
-    }
+    weights = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
     to.load_state_dict(weights, assign=True)
     try:
         yield

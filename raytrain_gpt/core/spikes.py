@@ -25,7 +25,6 @@ class BadStep:
     """A step unlike the good ones before it.
 
     Attributes:
-        step: Its number.
         finite: Whether loss and gradient norm were finite; if not, the update was skipped.
         loss_zscore: Standard deviations of the loss above the rolling mean; None: too few steps for one.
         grad_norm_zscore: The same for the gradient norm.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
@@ -99,14 +99,13 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
     """Read the weights of a checkpoint's files into a model of the same shape.
 
     Args:
-        directory: The checkpoint's files.
         model: Whole, not sharded.
         crop_context: The model may have a shorter context; it gets the first positions.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
     """
-    tensors = _load(directory / MODEL_FILE)
+    tensors = dict(_tensors(directory / MODEL_FILE))
     ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if crop_context and _POSITIONS in tensors:
         tensors[_POSITIONS] = tensors[_POSITIONS][: ours[_POSITIONS][0]]
@@ -158,11 +157,3 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    return tensors

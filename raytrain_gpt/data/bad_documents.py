@@ -20,11 +20,7 @@ MAX_KEPT = 100
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be read, and why.
-
-    Attributes:
-        place: Where it is in its file, for people: a byte or row.
-    """
+    """A document that cannot be read, where it is in its file (a byte or row), and why."""
 
     path: str
     place: str
@@ -35,11 +31,7 @@ class BadDocument:
 
 
 class BadDocuments:
-    """Collects the bad documents that one pass over the text meets.
-
-    Args:
-        limit: More than this many are an error; None: no limit.
-    """
+    """Collects the bad documents of a pass over the text; more than `limit` are an error, None: no limit."""
 
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
 from raytrain_gpt.data.stats import SplitStats, count_dataset, facts, histogram_edges
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.storage.location import Location
 
 PICTURE_FILE = "document_lengths.png"
@@ -25,9 +24,7 @@ _INK, _DOCUMENTS, _TOKENS = "#1b1f24", "#0b67b2", "#c44601"
 SAMPLE_TOKENS = 60
 
 
-def describe_dataset(
-    directory: Location, manifest: Manifest, say: Callable[[str], None]
-) -> dict[str, Any]:
+def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:
     """Print what is in a dataset; returns the same facts for JSON."""
     splits: dict[str, Any] = {}
     for split in SPLITS:
@@ -49,8 +46,7 @@ def describe_dataset(
         )
     left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
     if left_out["bad_documents"]:
-        report = directory / BAD_FILE
-        say(f"  skipped: {left_out['bad_documents']} unreadable, see {report}")
+        say(f"  skipped: {left_out['bad_documents']} unreadable, see {directory / BAD_FILE}")
     if left_out["duplicates"]:
         say(f"  skipped: {left_out['duplicates']} duplicates")
     first = manifest.split_shards("train")[0]
@@ -70,7 +66,7 @@ def describe_dataset(
 
 
 def dataset_stats(
-    directory: Location, manifest: Manifest, picture: Location, say: Callable[[str], None]
+    directory: Location, manifest: Manifest, picture: Location, say: Log
 ) -> dict[str, Any]:
     """Count a dataset, print the counts and write the plot `picture`; returns the same facts for JSON.
 
@@ -111,7 +107,7 @@ def dataset_stats(
     }
 
 
-def _say_split(split: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
+def _say_split(split: str, found: dict[str, Any], say: Log) -> None:
     lengths, vocabulary = found["document_tokens"], found["vocabulary"]
     say(
         f"  {split:5} {amount(found['tokens'])} tokens in {found['documents']} documents, "

@@ -51,8 +51,6 @@ class SourcePiece:
             read whole.
         stop: The end, exclusive, in the same unit; for a compressed file its size.
         text_bytes: Roughly how much text it contains, or its ids stand for.
-        endpoint: As in `Location`.
-        retry_for_s: As in `Location`.
         ids: For token ids their dtype (`.bin`, `.npy`) or column (`.parquet`); None: text.
         tokens: Number of ids, for parquet an upper bound; 0 for text.
     """
@@ -159,7 +157,7 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {piece.location} after byte {position} of its text: {error.strerror or error}; "
+            f"cannot read {path} after byte {position} of its text: {error.strerror or error}; "
             "fix the file"
         ) from None
 

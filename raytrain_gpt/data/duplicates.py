@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import Document, SourcePiece
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
 PART_HASHES = 2**23
@@ -51,9 +52,7 @@ def only_first(
 
 
 def find_duplicates(
-    files: list[Location],
-    part_hashes: int = PART_HASHES,
-    log: Callable[[str], None] | None = None,
+    files: list[Location], part_hashes: int = PART_HASHES, log: Log | None = None
 ) -> list[NDArray[np.bool_]]:
     """Which documents are equal to an earlier one; for each file bool (documents,).
 
@@ -62,7 +61,6 @@ def find_duplicates(
     Args:
         files: The hashes of each task, in source order.
         part_hashes: Hashes compared at a time, roughly; each part is a pass over all files.
-        log: Receives a line for each pass, if there are several.
     """
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
         counts = [size // HASH_BYTES for size in pool.map(Location.size_bytes, files)]

@@ -32,15 +32,8 @@ _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
 
 Ids = NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True)
-class IdFile:
-    """Type and place, bytes [start, stop), of the ids in a `.bin` or `.npy` file."""
-
-    dtype: np.dtype[Any]
-    start: int
-    stop: int
+Layout = tuple[np.dtype[Any], int]
+"""Type of the ids in a file, and the byte at which they begin; they go on to its end."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ class IdChunk:
     opens: bool = False
 
 
-def read_layout(path: Location, size: int) -> IdFile:
-    """The layout in the header of a `.bin` or `.npy` file, checked against its size in bytes.
+def read_layout(path: Location, size: int) -> Layout:
+    """The layout of a `.bin` or `.npy` file, checked against its size in bytes.
 
     Raises:
         DataError: it is of no known kind, or truncated.
@@ -79,7 +72,7 @@ def read_layout(path: Location, size: int) -> IdFile:
         raise DataError(f"cannot read source {path}: {error.strerror or error}") from None
 
 
-def _bin_layout(path: Location, head: bytes, size: int) -> IdFile:
+def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
     # Read as uint16 ids, the zeros in an llm.c header would be 506 times the first token of a vocabulary.
@@ -96,7 +89,7 @@ def _bin_layout(path: Location, head: bytes, size: int) -> IdFile:
                 f"source {path} has an odd number of bytes, {size}, so it is truncated or not a file of "
                 "uint16 ids; download or recreate it"
             )
-        return IdFile(np.dtype("<u2"), 0, size)
+        return np.dtype("<u2"), 0
     version, dtype = LLMC_KINDS[magic][0], np.dtype(LLMC_KINDS[magic][1])
     if len(head) < HEADER_BYTES:
         raise DataError(
@@ -113,10 +106,10 @@ def _bin_layout(path: Location, head: bytes, size: int) -> IdFile:
             f"source {path} has {size} bytes, but its header says {numbers[2]} ids, which take {wanted}; "
             "download or recreate it"
         )
-    return IdFile(dtype, HEADER_BYTES, size)
+    return dtype, HEADER_BYTES
 
 
-def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> IdFile:
+def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
     try:
         version = np.lib.format.read_magic(file)
         read_header = {
@@ -141,7 +134,7 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> IdFile:
             f"source {path} has {size} bytes, but its header says {shape[0]} ids, which take {wanted}; "
             "download or recreate it"
         )
-    return IdFile(dtype, start, size)
+    return dtype, start
 
 
 def id_column(schema: pa.Schema, text_field: str) -> str | None:

@@ -42,7 +42,6 @@ class MixedOrder:
         weights: One for each dataset; they sum to 1.
         batch_sequences: Sequences of a global batch, over all ranks.
         seq_len: Tokens of a sequence, without the last target.
-        seed: Decides the order.
 
     Raises:
         DataError: a batch is too small for so many datasets.

@@ -33,11 +33,7 @@ _LONE_WEIGHT = re.compile(r".+=\s*[0-9.]+(/[0-9]+)?")
 
 @dataclass(frozen=True)
 class WeightedDataset:
-    """One dataset of a mixture.
-
-    Attributes:
-        weight: Its fraction of the tokens of a batch.
-    """
+    """One dataset of a mixture, and its fraction of the tokens of a batch."""
 
     directory: Location
     manifest: Manifest
@@ -46,13 +42,10 @@ class WeightedDataset:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One dataset or several, whose sequences are numbered one dataset after the other.
-
-    Attributes:
-        parts: At least one; the weights sum to 1.
-    """
+    """One dataset or several, whose sequences are numbered one dataset after the other."""
 
     parts: tuple[WeightedDataset, ...]
+    """At least one; the weights sum to 1."""
 
     @property
     def is_mixed(self) -> bool:

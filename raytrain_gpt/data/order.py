@@ -56,7 +56,6 @@ class Stream:
 
     Args:
         row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
-        seed: Decides the order.
     """
 
     def __init__(self, row_group_sequences: Ids, seed: int) -> None:
@@ -87,7 +86,6 @@ class Order:
         row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
         batch_sequences: Sequences of a global batch, over all ranks.
         seq_len: Tokens of a sequence, without the last target.
-        seed: Decides the order.
         window_tokens: Tokens shuffled together; other values than the default are for tests.
 
     Raises:

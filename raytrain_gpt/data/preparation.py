@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, Literal
 
 import tiktoken
@@ -33,6 +32,7 @@ from raytrain_gpt.data.shards import (
 )
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, Place
 
 _NOTES_DIR = "unfinished"
@@ -40,13 +40,15 @@ _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
 
-
-def hashes_file(directory: Place, task: int) -> Location:
-    """The file with the hashes of a task's documents."""
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.hashes"
+NoteSuffix = Literal[".hashes", ".json"]
 
 
-def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int]:
+def task_file(directory: Place, task: int, suffix: NoteSuffix) -> Location:
+    """The file with the hashes of a task's documents, or with its result."""
+    return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
+
+
+def done_tasks(directory: Place, suffix: NoteSuffix) -> set[int]:
     """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
     return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
@@ -55,7 +57,7 @@ def done_tasks(directory: Place, suffix: Literal[".hashes", ".json"]) -> set[int
 def read_result(directory: Place, task: int) -> dict[str, Any] | None:
     """The result of a task, as `write_result` returned it; None: the task has to run."""
     directory = Location.of(directory)
-    file = _result_file(directory, task)
+    file = task_file(directory, task, ".json")
     if not file.exists():
         return None
     result: dict[str, Any] = json.loads(file.read_text())
@@ -81,12 +83,8 @@ def write_result(
         "bad": bad.facts(),
         "duplicates": num_duplicates,
     }
-    _result_file(directory, task).write_text(json.dumps(result))
+    task_file(directory, task, ".json").write_text(json.dumps(result))
     return result
-
-
-def _result_file(directory: Place, task: int) -> Location:
-    return Location.of(directory) / _NOTES_DIR / f"{task:05d}.json"
 
 
 def _is_whole(directory: Location, shard: Shard) -> bool:
@@ -97,10 +95,7 @@ def _is_whole(directory: Location, shard: Shard) -> bool:
 
 
 def start(
-    directory: Place,
-    plan: Plan,
-    encoding: tiktoken.Encoding,
-    log: Callable[[str], None] | None = None,
+    directory: Place, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
 ) -> Manifest | None:
     """Make the directory ready for the tasks.
 
@@ -158,9 +153,7 @@ def _another_dataset(directory: Location, hub_commits: list[str] | None = None) 
     )
 
 
-def _repair_tokenizer(
-    directory: Location, tokenizer: str, log: Callable[[str], None] | None
-) -> None:
+def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> None:
     file = directory / TOKENIZER_FILE
     try:
         if file.read_text() == tokenizer:
@@ -198,7 +191,7 @@ def finish(
     results: list[dict[str, Any]],
     source: dict[str, Any],
     max_bad_documents: int = 0,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> Manifest:
     """Write the report of bad documents and the manifest, which makes the directory a dataset.
 
@@ -243,9 +236,7 @@ def finish(
     return manifest
 
 
-def _compare_with_before(
-    directory: Location, manifest: Manifest, log: Callable[[str], None] | None
-) -> None:
+def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:
     """Keep the manifest from before a repair that wrote other bytes, and report it."""
     try:
         text = (directory / _NOTES_DIR / _REPAIR_FILE).read_text()

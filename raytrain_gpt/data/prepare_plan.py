@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import tiktoken
 
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, SourcePiece, read_documents
 from raytrain_gpt.data.duplicates import only_first
-from raytrain_gpt.data.imports import IdChunk, read_ids
+from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.split import VAL_FRACTION, SplitRule, fraction_rule, head_rule, id_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.web_files import without_query
 
 SHARD_TOKENS = 100_000_000
@@ -77,7 +79,7 @@ def make_plan(
     row_group_tokens: int = ROW_GROUP_TOKENS,
     dedupe: bool = False,
     max_bad_documents: int = 0,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> Plan:
     """The plan of a preparation; `max_bad_documents` does not change it, only what is an error.
 
@@ -88,6 +90,8 @@ def make_plan(
         raise DataError(f"shard_tokens={shard_tokens} is below 1; usual: {SHARD_TOKENS}")
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val_fraction={val_fraction:g} is not between 0 and 1; usual: 0.01")
+    if val_tokens is not None and val_tokens < 1:
+        raise DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
     if max_bad_documents < 0:
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
     pieces = find_pieces(sources, text_field)
@@ -96,9 +100,6 @@ def make_plan(
         # Counting against the limit is left to the tasks, as some documents are read here twice.
         return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
 
-    def read_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
-        return read_ids(piece, encoding)
-
     read = only_first(read_all) if dedupe else read_all
     is_import = pieces[0].ids is not None
     if is_import and dedupe:
@@ -106,6 +107,7 @@ def make_plan(
             f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
         )
     if is_import:
+        read_chunks = partial(read_ids, encoding=encoding)
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
     elif val_tokens is not None:
         rule = head_rule(pieces, read, encoding, val_tokens, log)

@@ -23,16 +23,9 @@ READ_THREADS = 16
 READ_AHEAD = 2 * READ_THREADS
 """Row groups, of 1 MB at most, that are requested or wait to be put in place."""
 
-Reading = Callable[[Shard, int], Tokens]
-
 
 def read_sequences(
-    directory: Place,
-    manifest: Manifest,
-    split: Split,
-    seq_len: int,
-    ids: Ids,
-    cache_bytes: int = 0,
+    directory: Place, manifest: Manifest, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
 ) -> tuple[Tokens, Ids]:
     """Tokens of sequences, and the ids of what was really put into each row.
 
@@ -76,7 +69,9 @@ def read_sequences(
     return tokens, delivered
 
 
-def _ahead(read: Reading, wanted: list[tuple[Shard, int]]) -> Iterator[Tokens]:
+def _ahead(
+    read: Callable[[Shard, int], Tokens], wanted: list[tuple[Shard, int]]
+) -> Iterator[Tokens]:
     """Row groups in the given order, read ahead by threads."""
     threads = ThreadPoolExecutor(READ_THREADS)
     coming: deque[Future[Tokens]] = deque()

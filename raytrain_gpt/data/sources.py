@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
-from raytrain_gpt.data.imports import IdFile, id_column, read_layout
+from raytrain_gpt.data.imports import Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
@@ -110,7 +110,6 @@ def _nothing_in(source: str) -> DataError:
 
 
 def _web_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
-    """The pieces of a web server's file."""
     file = Location.of_source(source)
     if glob.has_magic(urlsplit(source).path):
         raise DataError(
@@ -182,18 +181,15 @@ def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Itera
         yield whole
 
 
-def _id_pieces(whole: SourcePiece, found: IdFile, in_parts: bool) -> Iterator[SourcePiece]:
-    step = _ID_PIECE_TOKENS * found.dtype.itemsize if in_parts else max(1, found.stop - found.start)
-    for start in range(found.start, found.stop, step):
-        stop = min(start + step, found.stop)
-        tokens = (stop - start) // found.dtype.itemsize
+def _id_pieces(whole: SourcePiece, layout: Layout, in_parts: bool) -> Iterator[SourcePiece]:
+    dtype, first = layout
+    step = _ID_PIECE_TOKENS * dtype.itemsize if in_parts else max(1, whole.stop - first)
+    for start in range(first, whole.stop, step):
+        stop = min(start + step, whole.stop)
+        tokens = (stop - start) // dtype.itemsize
+        text_bytes = tokens * _TEXT_BYTES_PER_ID
         yield replace(
-            whole,
-            start=start,
-            stop=stop,
-            text_bytes=tokens * _TEXT_BYTES_PER_ID,
-            ids=found.dtype.str,
-            tokens=tokens,
+            whole, start=start, stop=stop, text_bytes=text_bytes, ids=dtype.str, tokens=tokens
         )
 
 

@@ -21,6 +21,7 @@ from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import encode_document
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import Log
 
 TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents than this, the end of the text validates instead of whole documents."""
@@ -69,10 +70,7 @@ class SplitRule:
         if here != cut or self.cut_offset == 0:
             return [(head if here < cut else tail, document.text)]
         text = document.text.encode("utf-8", "replace")
-        return [
-            (head, text[: self.cut_offset].decode()),
-            (tail, text[self.cut_offset :].decode()),
-        ]
+        return [(head, text[: self.cut_offset].decode()), (tail, text[self.cut_offset :].decode())]
 
     def id_parts(self, piece: int, name: str, chunk: IdChunk, eot: int) -> list[tuple[Split, Ids]]:
         """(split, ids) of the parts of a chunk, in order; none is empty."""
@@ -158,11 +156,9 @@ def head_rule(
     read: Read,
     encoding: tiktoken.Encoding,
     val_tokens: int,
-    log: Callable[[str], None] | None = None,
+    log: Log | None = None,
 ) -> SplitRule:
     """The first documents, until they have `val_tokens` tokens, validate; `log` reports the counting."""
-    if val_tokens < 1:
-        raise _too_few_val_tokens(val_tokens)
     if log:
         log(f"tokenizing up to val_tokens={val_tokens} on one core, to find the val split")
     started, tokens, documents = time.monotonic(), 0, 0
@@ -176,10 +172,6 @@ def head_rule(
             tokens += len(encode_document(encoding, document.text))
             documents += 1
     raise _nothing_to_train_on(val_tokens, tokens)
-
-
-def _too_few_val_tokens(val_tokens: int) -> DataError:
-    return DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
 
 
 def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
@@ -238,8 +230,6 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
 
 def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
     """The first `val_tokens` ids validate, extended to the end of a document."""
-    if val_tokens < 1:
-        raise _too_few_val_tokens(val_tokens)
     tokens = 0
     rule: SplitRule | None = None
     for i, piece in enumerate(pieces):

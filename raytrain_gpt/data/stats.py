@@ -63,8 +63,7 @@ class SplitStats:
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Documents, and their tokens, in bins of length, int64 (b,) each.
 
-        Args:
-            edges: int64 (b + 1,), the last one exclusive.
+        `edges` are int64 (b + 1,), the last one exclusive.
         """
         at = np.searchsorted(edges, self.lengths, "right") - 1
         documents, tokens = np.zeros((2, len(edges) - 1), np.int64)
@@ -76,10 +75,7 @@ class SplitStats:
 def count_dataset(
     directory: Place, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> dict[Split, SplitStats]:
-    """Count every token of a dataset.
-
-    Args:
-        progress: Called with tokens counted so far and in total, after every row group.
+    """Count every token of a dataset; `progress` gets tokens so far and in all after each row group.
 
     Raises:
         DataError: a shard cannot be read, or contains an id outside the vocabulary.

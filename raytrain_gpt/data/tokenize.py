@@ -23,13 +23,7 @@ from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, read_documents
 from raytrain_gpt.data.duplicates import HASH_BYTES, find_duplicates, hash_texts
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.preparation import (
-    finish,
-    hashes_file,
-    read_result,
-    start,
-    write_result,
-)
+from raytrain_gpt.data.preparation import finish, read_result, start, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import SPLITS, Manifest, ShardWriter, Split
 from raytrain_gpt.data.tokenizer import (
@@ -56,7 +50,7 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
     Raises:
         DataError: more documents than `max_bad_documents` cannot be read.
     """
-    file = hashes_file(directory, task)
+    file = task_file(directory, task, ".hashes")
     if not file.exists() or file.size_bytes() % HASH_BYTES:
         documents = _documents(plan, task, BadDocuments(max_bad_documents))
         file.write_bytes(hash_texts(document.text for _, document in documents))
@@ -74,7 +68,6 @@ def run_task(
 
     Args:
         task: Its index in `plan.tasks`.
-        max_bad_documents: More are an error.
         left_out: bool (documents,), True for duplicates; None: there are none.
 
     Raises:
@@ -124,7 +117,6 @@ def _encoded(
     bad: BadDocuments,
     left_out: NDArray[np.bool_] | None,
 ) -> Iterator[_Tokens]:
-    """A task's documents of text."""
     for number, (i, document) in enumerate(_documents(plan, task, bad)):
         if left_out is not None and left_out[number]:
             continue
@@ -167,6 +159,6 @@ def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options
     if plan.dedupe:
         for task in tasks:
             hash_task(directory, plan, task, max_bad)
-        left_out = [*find_duplicates([hashes_file(directory, task) for task in tasks])]
+        left_out = [*find_duplicates([task_file(directory, task, ".hashes") for task in tasks])]
     results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
     return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,11 +37,9 @@ def check_shards(directory: Place, manifest: Manifest, content: bool) -> None:
     """Call `check_shard` for every shard, and raise its error for the first one in the manifest."""
     directory = Location.of(directory)
     with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
-
-        def check(shard: Shard) -> None:
-            check_shard(directory, manifest, shard, content)
-
-        list(threads.map(check, manifest.shards))
+        list(
+            threads.map(partial(check_shard, directory, manifest, content=content), manifest.shards)
+        )
 
 
 def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: bool) -> None:
@@ -81,11 +80,8 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         )
     for i in range(groups):
         statistics = metadata.row_group(i).column(0).statistics
-        if (
-            statistics is not None
-            and statistics.has_min_max
-            and statistics.max >= manifest.vocab_size
-        ):
+        has_top = statistics is not None and statistics.has_min_max
+        if has_top and statistics.max >= manifest.vocab_size:
             raise DataError(
                 f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
                 f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {anew}"

@@ -27,8 +27,7 @@ from raytrain_gpt.core.device import (
 from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.schedule import learning_rate
+from raytrain_gpt.core.optim import build_optimizer, learning_rate
 from raytrain_gpt.format import duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
 from raytrain_gpt.train.model_setup import prepare_model

@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError
 from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.location import Location, Place
 
 TASK_PROMPTS = 32
@@ -44,17 +44,9 @@ PROGRESS_EVERY_S = 2.0
 ADDED = ("continuations", "finish_reasons")
 """Fields that are added to each line."""
 
-Log = Callable[[str], None]
-
 
 def sample_batch(
-    checkpoint: Place,
-    prompts: Place,
-    out: Place,
-    log: Log,
-    *,
-    num_samples: int,
-    **options: Any,
+    checkpoint: Place, prompts: Place, out: Place, log: Log, *, num_samples: int, **options: Any
 ) -> None:
     """Continue each prompt of a file of JSON lines.
 
@@ -63,7 +55,6 @@ def sample_batch(
         prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
         out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
             their `finish_reasons` (`stop` or `length`); it appears when it is complete.
-        log: Receives progress lines.
         num_samples: Continuations per prompt.
         options: Fields of `SamplingOptions`.
 
@@ -107,11 +98,7 @@ def _check_out(out: Location, source: Location) -> None:
 
 
 def _prompt_lines(source: Location) -> Iterator[str]:
-    """The lines with prompts.
-
-    Raises:
-        DataError: the first line that is not a prompt.
-    """
+    """The lines with prompts; raises a DataError for the first line that is not one."""
     try:
         content = source.read_bytes()
     except OSError as error:
@@ -191,13 +178,7 @@ def _mapped(
 
 
 class Generator:
-    """An actor that continues the prompts of a task.
-
-    Args:
-        checkpoint: Loaded once per actor.
-        num_samples: Continuations per prompt.
-        options: How tokens are drawn.
-    """
+    """An actor that loads a checkpoint once and continues the prompts of a task."""
 
     def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
         _, _, self._model, self._tokenizer, device = open_checkpoint(checkpoint)

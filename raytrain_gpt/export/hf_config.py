@@ -10,11 +10,8 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import CheckpointError
 
 HF_CONFIG_FILE = "config.json"
-HF_GENERATION_FILE = "generation_config.json"
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_DROPOUT_DEFAULT = 0.1
-"""The default of transformers."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
@@ -29,10 +26,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
     """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
-    Args:
-        shape: Shape of the model.
-        eot_token: Id that opens and closes documents.
-        dtype: torch's name of the tensors' type: `float32` or `bfloat16`.
+    `dtype` is torch's name of the tensors' type: `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     config = {
@@ -59,7 +53,7 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
     generation = {**ends, "pad_token_id": eot_token, "do_sample": True}
     return {
         HF_CONFIG_FILE: json.dumps(config, indent=2) + "\n",
-        HF_GENERATION_FILE: json.dumps(generation, indent=2) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }
 
 
@@ -80,7 +74,7 @@ def read_hf_config(directory: Path) -> GPTShape:
                     f"{path} has {key}={value!r}, a plain GPT-2 has {plain[0]!r}; only plain GPT-2 models "
                     "can be imported"
                 )
-        dropouts = {float(content.get(name, _DROPOUT_DEFAULT)) for name in _DROPOUTS}
+        dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
         return GPTShape(
             num_layers=int(content["n_layer"]),
             num_heads=int(content["n_head"]),

@@ -26,8 +26,6 @@ from raytrain_gpt.errors import DataError
 
 HF_TOKENIZER_FILE = "tokenizer.json"
 HF_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-VOCAB_FILES = ("vocab.json", "merges.txt")
-"""The format before `tokenizer.json`."""
 
 GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
@@ -49,15 +47,12 @@ _DIALECTS_DIFFER = re.compile(rf"(?<!\\)[$^](?![^\[]*\])|{_POSSESSIVE.pattern}|\
 TokenRanks = Mapping[bytes, int]
 
 
-def _characters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte itself, else the next one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    moved = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    return {byte: moved.get(byte, chr(byte)) for byte in range(256)}
-
-
-_CHARACTER = _characters()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_CHARACTER = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(0x100 + i) for i, byte in enumerate(_OTHERS)
+}
+"""GPT-2's printable character for each byte: the byte itself, else the next one from U+0100 on."""
 _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 
 
@@ -94,10 +89,6 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
 
     One difference remains: `tokenizers` recognizes special tokens in a text, tiktoken's `encode_ordinary`
     reads them as text.
-
-    Args:
-        encoding: The tokenizer.
-        seq_len: Context of the model in tokens.
     """
     ranks: TokenRanks = encoding._mergeable_ranks
     special: Mapping[str, int] = encoding._special_tokens
@@ -178,7 +169,8 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
         DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
     path = directory / HF_TOKENIZER_FILE
-    vocabulary, merges = (directory / name for name in VOCAB_FILES)
+    # The format before `tokenizer.json`.
+    vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
     try:
         if path.is_file():
             content = json.loads(path.read_text("utf-8"))

@@ -118,7 +118,6 @@ def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropou
         hf: The tensors, with or without the prefix and the tied head.
         where: Where they come from, for messages.
         num_heads: None: one per 64 channels.
-        dropout: Probability during training.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape or not finite.

@@ -11,7 +11,8 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,12 +32,7 @@ from raytrain_gpt.config.schema import FIELDS, Config, parse_config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
-from raytrain_gpt.data.tokenizer import (
-    TOKENIZER_FILE,
-    load_tokenizer,
-    tokenizer_json,
-    vocab_hash,
-)
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import load_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
@@ -49,7 +45,7 @@ from raytrain_gpt.export.hf_weights import (
     read_hf_weights,
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
-from raytrain_gpt.format import amount
+from raytrain_gpt.format import Log, amount
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
@@ -61,20 +57,13 @@ EVAL_SEQUENCES = 4
 _GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer of weights without one."""
 
-Log = Callable[[str], None]
-
 
 def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
-    """Write a checkpoint as a directory that transformers loads, with its tokenizer and a model card.
+    """Write and return a directory that transformers loads, with tokenizer and model card.
 
     Args:
         path: A checkpoint or a run.
         out: A local directory, new or empty.
-        dtype: Data type of the tensors.
-        log: Receives a line.
-
-    Returns:
-        The directory.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the directory is not empty.
@@ -137,7 +126,6 @@ def import_weights(
     Args:
         source: A Hugging Face directory, or a file of weights.
         out: Directory or URL of the checkpoint, new or empty.
-        log: Receives lines on what was chosen.
         tokenizer: Name; None: the directory's, else gpt2 or bytes by vocabulary size.
         num_heads: None: from config.json; for a file: one per 64 channels.
         seq_len: Number of positions to keep; None: all.
@@ -218,10 +206,7 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
     }
-
-    def write_model(file: Path) -> None:
-        save_file(model.state_dict(), file, metadata={"format": "pt"})
-
+    write_model = partial(save_file, model.state_dict(), metadata={"format": "pt"})
     with _staging(place) as directory:
         draft = Draft(Location.of(directory), 0, "import")
         entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}

@@ -31,15 +31,7 @@ Rows = list[tuple[str, str]]
 def model_card(
     checkpoint: Checkpoint, config: Config, tokenizer: str, shape: GPTShape, dtype: str
 ) -> str:
-    """The card as Markdown with YAML front matter.
-
-    Args:
-        checkpoint: The exported checkpoint.
-        config: Configuration of its run.
-        tokenizer: Name of the tokenizer.
-        shape: Shape of the model.
-        dtype: Data type of the exported tensors.
-    """
+    """The card as Markdown with YAML front matter; `tokenizer` and `dtype` are names."""
     padding = shape.embd_size * (shape.padded_vocab_size - shape.vocab_size)
     model = [
         ("parameters", f"{shape.num_parameters - padding:,}"),

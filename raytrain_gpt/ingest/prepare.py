@@ -19,7 +19,7 @@ import ray.data
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
-from raytrain_gpt.data.preparation import done_tasks, finish, hashes_file, start
+from raytrain_gpt.data.preparation import done_tasks, finish, start, task_file
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
@@ -89,7 +89,7 @@ def _run_tasks(
         progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
         for row in run(_hash_row, rows):
             progress.add(row["task"], row["documents"])
-        files = [hashes_file(directory, task) for task in range(len(plan.tasks))]
+        files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
         left_out = find_duplicates(files, log=log)
         for row, mask in zip(rows, left_out, strict=True):
             row["left_out"] = np.packbits(mask).tobytes()

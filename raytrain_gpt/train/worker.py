@@ -17,8 +17,8 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_flops, seed_everything
 from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
-from raytrain_gpt.core.schedule import learning_rate
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raytrain_gpt.config.batch import micro_batches_per_step, padded_vocab_size
+from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.load import load_config_file, load_preset, preset_names
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
@@ -257,11 +257,6 @@ def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
         "num_workers 2, 4",
     ):
         micro_batches_per_step(config, world_size=3)
-
-
-@pytest.mark.parametrize(("vocab_size", "padded"), [(50_257, 50_304), (257, 320), (64, 64)])
-def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocab_size: int, padded: int) -> None:
-    assert padded_vocab_size(vocab_size) == padded
 
 
 # --- resume

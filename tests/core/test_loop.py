@@ -19,8 +19,7 @@ from raytrain_gpt.core.loop import (
     train_steps,
 )
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.optim import build_optimizer, update
-from raytrain_gpt.core.schedule import learning_rate
+from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
 
 OPTIM = OptimSection(peak_lr=1e-2, min_lr=1e-3, warmup_steps=4)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
-from raytrain_gpt.data.preparation import finish, hashes_file, start
+from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import hash_task, prepare_here, run_task
@@ -76,7 +76,7 @@ def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
     (out / "unfinished" / "00001.hashes").unlink()
     start(out, plan, encoding)  # stopped, and started again
     assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
-    left_out = find_duplicates([hashes_file(out, task) for task in tasks])
+    left_out = find_duplicates([task_file(out, task, ".hashes") for task in tasks])
     results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
     assert finish(out, plan, results, {"sources": [source]}) == whole
     assert files(out) == files(tmp_path / "whole")
