@@ -54,7 +54,7 @@ def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_kille
     Path(evaluating.directory).mkdir()
     monkeypatch.setattr(async_evaluation, "_evaluate", held((evaluating,)))
     dies, again = gate(1, 35), gate(0, 45)
-    catalog = Catalog(Location.of(storage / "async"))
+    catalog = Catalog(Location.of(storage / "async-killed"))
 
     def kill() -> None:
         task, worker = evaluating.reached(), dies.reached()
@@ -67,7 +67,7 @@ def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_kille
         os.kill(task, signal.SIGKILL)
         again.open()
 
-    config = make_config(num_workers=2, run_name="async", eval_mode="async")
+    config = make_config(num_workers=2, run_name="async-killed", eval_mode="async")
     run_dir, lines = train_while(config, Faults((dies, again)), kill)
     assert sum("evaluation of step 25 failed (" in line for line in lines) == 1, lines
     assert [row["event"] for row in events(run_dir, "failed", "finished")] == ["failed", "finished"]
