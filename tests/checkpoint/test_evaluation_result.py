@@ -20,13 +20,13 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
 from tests.checkpoint.test_catalog import MODEL, STATE, content, names, steps
 
-BESIDE = Config().updated({"eval_mode": "async", "eval_every_steps": 20, "max_steps": 50})
+ASYNC = Config().updated({"eval_mode": "async", "eval_every_steps": 20, "max_steps": 50})
 LEFT_OUT = EvaluationResult(None, left_out="no memory")
 
 
 def write(catalog: Catalog, step: int, mode: str = "async", model: bytes = MODEL) -> Checkpoint:
     """A checkpoint of a run that evaluates at 20, 40 and 50."""
-    config = BESIDE.updated({"eval_mode": mode}).model_dump()
+    config = ASYNC.updated({"eval_mode": mode}).model_dump()
     draft = catalog.draft(step, "001")
     entries = {"model.safetensors": draft.add("model.safetensors", content(model))}
     state = dataclasses.replace(STATE, step=step, config=config)
@@ -128,15 +128,15 @@ def test_what_another_command_left_out_is_due_again(tmp_path: Path) -> None:
     catalog = Catalog(Location.of(tmp_path))
     checkpoint = write(catalog, 20)
     write_evaluation_result(checkpoint.path, checkpoint.hash, LEFT_OUT)
-    beside = AsyncEvaluation(BESIDE, catalog, None, threading.Event())
+    evaluations = AsyncEvaluation(ASYNC, catalog, None, threading.Event())
     try:
         (left_out,) = catalog.complete()
         assert not left_out.waits_for_evaluation
-        assert beside.is_due(left_out)
+        assert [checkpoint.state.step for checkpoint in evaluations.due()] == [20]
         evaluate(left_out, 1.0)
-        assert not beside.is_due(catalog.complete()[0])
+        assert evaluations.due() == []
     finally:
-        beside.close()
+        evaluations.close()
 
 
 def test_evaluations_lost_on_the_way_are_filled_in_from_checkpoints(tmp_path: Path) -> None:
