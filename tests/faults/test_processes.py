@@ -94,12 +94,12 @@ def test_a_worker_killed_three_times_costs_no_step(
 def test_a_killed_actor_of_the_run_is_replaced(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], actor: str
 ) -> None:
-    place = gate(0, 25)
+    place, others = gate(0, 25), set(own(f"ray::{actor}"))
 
     def kill() -> None:
         place.reached()
         place.open()
-        (pid,) = own(f"ray::{actor}")
+        (pid,) = set(own(f"ray::{actor}")) - others
         os.kill(pid, signal.SIGKILL)
 
     config = make_config(num_workers=2, run_name=f"killed-{actor}")
