@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import ray
 import tiktoken
 import torch
 from hypothesis import settings
+from ray._private import ray_constants
 
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
@@ -22,19 +26,22 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from tests import forked_worker
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 
-WITHOUT_METRICS = {
+CLUSTER_ENVIRONMENT = {
+    # As the package starts a cluster of its own: nobody looks at these numbers.
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
     "RAY_io_context_monitor_probe_interval_ms": "10000",
+    # A run of a second with ten checkpoints ends with as many polls, each of which takes one report.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
-"""As the package starts a cluster of its own: nobody looks at these numbers."""
 
 RaisesLine = Callable[..., AbstractContextManager[None]]
 
@@ -110,19 +117,40 @@ def raises_line() -> RaisesLine:
 
 
 @pytest.fixture(scope="session")
-def cluster(s3: S3Server) -> Iterator[str]:
+def fork_server() -> Iterator[str]:
+    """Address of a process that forks the workers of the shared cluster."""
+    with tempfile.TemporaryDirectory(prefix="fork-") as directory:
+        address = str(Path(directory, "server"))
+        with subprocess.Popen(
+            [sys.executable, forked_worker.__file__, "serve", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            yield address
+            server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(s3: S3Server, fork_server: str) -> Iterator[str]:
     """Address of a cluster that the tests' own process and commands started by them use.
 
     Its processes have the variables for the object store, which must be set before it starts.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in WITHOUT_METRICS.items():
+        for name, value in CLUSTER_ENVIRONMENT.items():
             patch.setenv(name, value)
-        context = ray.init(
-            "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
-        )
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+        with patch.context() as start:
+            start.setenv(forked_worker.ADDRESS, fork_server)
+            start.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
+            context = ray.init(
+                "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
+            )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)

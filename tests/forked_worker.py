@@ -1,0 +1,78 @@
+"""Ray worker processes forked from one that has imported the libraries all of them need.
+
+A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. For
+the cluster that the tests share, this file stands in for Ray's `setup_worker.py`, which becomes a
+worker: it hands its arguments, environment and output files to a server, which forks. The child runs
+Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. Ray
+and the package are imported by the child, never before, so none of their threads is forked. Clusters
+that tests or commands start themselves begin their workers as Ray does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+
+ADDRESS = "RAYTRAIN_GPT_TEST_FORK_SERVER"
+LIBRARIES = ("torch", "torch._dynamo", "pandas", "pyarrow.dataset", "requests", "boto3", "tiktoken")
+LARGEST_REQUEST = 1 << 20
+FOR_SETUP = ("--language=", "--serialized-runtime-env-context=")
+"""Arguments of `setup_worker.py` alone."""
+
+
+def ask(arguments: list[str]) -> None:
+    """Have the worker forked that this process was to become."""
+    mine = [argument for argument in arguments if not argument.startswith(FOR_SETUP)]
+    request = json.dumps([mine, dict(os.environ)]).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [request], [0, 1, 2])
+        connection.recv(1)  # it is forked
+
+
+def serve(address: str) -> tuple[bytes, list[int]] | None:
+    """Fork for every request, until stdin ends. Returns in a child: the request and its files."""
+    for library in LIBRARIES:
+        __import__(library)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print("ready", flush=True)
+        while True:
+            if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+                return None
+            connection, _ = listener.accept()
+            with connection:
+                request, files, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
+                if os.fork() == 0:
+                    return request, files
+            for file in files:
+                os.close(file)
+
+
+def become(request: bytes, files: list[int]) -> None:
+    """Be the worker."""
+    arguments, environment = json.loads(request)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(arguments[0])  # noqa: PTH120 (pathlib is slow to import)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] != "serve":
+        ask(sys.argv[1:])
+    elif (worker := serve(sys.argv[2])) is not None:
+        become(*worker)
