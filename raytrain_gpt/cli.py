@@ -71,13 +71,11 @@ def _complain(text: str) -> None:
 def _underscored(argv: Sequence[str]) -> list[str]:
     """All flags with underscores, except those after `--`, which belong to another program."""
     own = argv.index("--") if "--" in argv else len(argv)
-    return [re.sub(r"(?<=^--)[^=]+", _with_underscores, argument) for argument in argv[:own]] + [
-        *argv[own:]
+    flags = [
+        re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), argument)
+        for argument in argv[:own]
     ]
-
-
-def _with_underscores(name: re.Match[str]) -> str:
-    return name[0].replace("-", "_")
+    return [*flags, *argv[own:]]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
@@ -69,8 +68,6 @@ def train(options: TrainOptions) -> None:
     An existing run_name continues from its newest checkpoint. Values: defaults < preset or file < flags.
     """
     config = options.resolved()
-    if isinstance(config.cluster.num_workers, int):
-        micro_batches_per_step(config, config.cluster.num_workers)
     if options.dry_run:
         parse_data_path(config.data.data_path)
         say(config.to_yaml().rstrip())

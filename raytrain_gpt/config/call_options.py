@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from raytrain_gpt.config.schema import EvalSection
+from raytrain_gpt.config.schema import EvalSection, Strict
 from raytrain_gpt.errors import ConfigError
 
 
-class Options(BaseModel):
+class Options(Strict):
     """Options of a command; values are checked and converted, also from the text of a flag.
 
     Raises:
         ConfigError: one line for the first value that is out of range.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
-from raytrain_gpt.config.schema import FIELDS, Config, suggestion
+from raytrain_gpt.config.schema import FIELDS, Config, Strict, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
 from raytrain_gpt.sweep.space import Domain, Searched, leaf_value, parse_domain
@@ -45,13 +45,7 @@ DECIDED = {
 """Leaf that the sweep sets in every trial -> what to do instead of setting it."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class Base(_Strict):
+class Base(Strict):
     """The configuration that trials start from."""
 
     preset: str | None = None
@@ -76,13 +70,13 @@ class Base(_Strict):
         return load_config_file(Path(str(self.config)))
 
 
-class NoScheduler(_Strict):
+class NoScheduler(Strict):
     """Every trial gets its whole budget."""
 
     kind: Literal["none"] = "none"
 
 
-class Asha(_Strict):
+class Asha(Strict):
     """Asynchronous successive halving (Li et al., 2020): the best 1/reduction_factor pass each rung.
 
     Rungs are grace_tokens · reduction_factor^k, so trials report at all of them if at the first one.
@@ -95,7 +89,7 @@ class Asha(_Strict):
     """One of this many trials continues at each rung."""
 
 
-class Pbt(_Strict):
+class Pbt(Strict):
     """Population-based training (Jaderberg et al., 2017): bad trials become changed copies of good ones."""
 
     kind: Literal["pbt"]
@@ -109,16 +103,16 @@ class Pbt(_Strict):
     """Probability that a changed leaf is drawn again instead of moved a little."""
 
 
-class Sweep(_Strict):
+class Sweep(Strict):
     """A whole sweep file."""
 
     sweep_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Name of the sweep and its directory; default: the file's name."""
     base: Base
     """The configuration that trials start from: {preset: NAME} or {config: FILE}."""
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field({})
     """Leaf -> its value in all trials."""
-    space: dict[str, Domain] = {}
+    space: dict[str, Domain] = Field({})
     """Leaf -> domain of its values."""
     objective: Literal["val/loss", "val/perplexity", "val/bits_per_byte"] = "val/loss"
     """What is minimised."""
