@@ -39,7 +39,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor import node_probe, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, judge_token
+from raytrain_gpt.doctor.head_probe import ask_head, head_address, judge_head, judge_token
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -124,7 +124,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
     found = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
-        address = given_address()
+        address = head_address()
         wrong = None if address is None else judge_head(ask_head(address))
         found.add(wrong or _connect(found))
         if found.resources is not None and found.resources.ours:
