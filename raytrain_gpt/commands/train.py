@@ -118,7 +118,7 @@ def tune(options: TuneOptions) -> None:
     from raytrain_gpt.sweep.tune import run_sweep
     from raytrain_gpt.tracking.summary import next_line
 
-    summary = run_sweep(sweep, goes_on=options.resume, log=say)
+    summary = run_sweep(sweep, resume=options.resume, log=say)
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
     best = summary.directory / "best.yaml"

@@ -14,7 +14,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.format import amount, duration
@@ -30,7 +30,6 @@ from raytrain_gpt.sweep.trial_plan import (
 )
 from raytrain_gpt.train.launch import DEFAULT_DATA
 
-GPT2_VOCAB_SIZE = 50257
 PROBE_S = 5.0
 """Duration of the speed measurement, which is at least one forward and backward pass."""
 
@@ -134,5 +133,5 @@ def _vocab_size(config: Config) -> int:
     if data_is_there(config):
         return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
-        return int(load_tokenizer("bytes").max_token_value) + 1
+        return load_tokenizer("bytes").n_vocab
     return GPT2_VOCAB_SIZE

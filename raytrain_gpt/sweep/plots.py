@@ -108,7 +108,6 @@ def loss_figure(
 
 
 def _list_of(above: Sequence[Trial], x_leaf: str, budget_tokens: int) -> str:
-    """The legend's list of the trials at the upper edge."""
     lines = [
         f"{trial.name} at {value_label(trial.values[x_leaf])}: {_outcome(trial, budget_tokens)}"
         for trial in above[:_MAX_LISTED]
@@ -131,7 +130,7 @@ def curves_figure(
     drawn = [trial for trial in ranking(trials, budget_tokens) if trial.curve]
     groups = [t.values[line_leaf] if line_leaf else t.name for t in drawn[:MAX_NAMED_CURVES]]
     looks = drawing.line_looks(groups)
-    limit = _curves_limit(drawn, budget_tokens)
+    limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
     entries: list[tuple[str, Look]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
@@ -139,7 +138,7 @@ def curves_figure(
             pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
             axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
             continue
-        is_best, is_full = trial is best_trial(trials, budget_tokens), trial.state == "finished"
+        is_best, is_full = trial is best, trial.state == "finished"
         line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
         line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
         axes.plot(tokens, values, gid=f"trial {trial.name}", **line)

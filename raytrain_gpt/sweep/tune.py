@@ -38,12 +38,12 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
 
 
 def run_sweep(
-    sweep: Sweep, *, goes_on: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
+    sweep: Sweep, *, resume: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 
     Args:
-        goes_on: Continue the sweep if it has started before; else that is an error.
+        resume: Continue the sweep if it has started before; else that is an error.
         train_loop: What every worker of every trial runs; tests inject faults here.
 
     Raises:
@@ -57,7 +57,7 @@ def run_sweep(
         base = preflight.absolute_paths(base)
         data = existing_data(base, is_default_data)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
-        check_known(sweep, base, directory, goes_on)
+        check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base)) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
@@ -76,7 +76,7 @@ def to_yaml(sweep: Sweep) -> str:
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) -> None:
+def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
     """Check that a sweep neither overwrites another one's results nor continues it as a different one.
 
     Raises:
@@ -87,7 +87,7 @@ def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) 
     file = directory / SWEEP_FILE
     if not file.is_file():
         return
-    if not goes_on:
+    if not resume:
         raise ConfigError(
             f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
