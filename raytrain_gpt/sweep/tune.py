@@ -34,7 +34,7 @@ BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
 HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
-"""Leaves that do not change the loss of any trial."""
+"""Fields that do not change the loss of any trial."""
 
 
 def run_sweep(
@@ -98,11 +98,11 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
         for key in now
         if before.get(key) != now.get(key) and key not in MAY_CHANGE
     ]
-    leaves = parse_config(
+    fields = parse_config(
         yaml.safe_load((directory / BASE_FILE).read_text()), BASE_FILE
     ).field_values()
-    differs = changed_fields(leaves, base.field_values())
-    changed += [f"{leaf} {values}" for leaf, values in differs.items() if leaf not in HARMLESS]
+    differs = changed_fields(fields, base.field_values())
+    changed += [f"{name} {values}" for name, values in differs.items() if name not in HARMLESS]
     if changed:
         raise ConfigError(
             f"sweep {sweep.sweep_name} cannot continue with changed {', '.join(changed)}; restore it, or "
