@@ -133,5 +133,5 @@ def _vocab_size(config: Config) -> int:
     if data_is_there(config):
         return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:
-        return load_tokenizer("bytes").n_vocab
+        return int(load_tokenizer("bytes").n_vocab)
     return GPT2_VOCAB_SIZE
