@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from raytrain_gpt.config.schema import ClusterSection, Config, TrainSection, field_section
+from raytrain_gpt.config.schema import ClusterSection, Config, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -80,12 +80,10 @@ def decided(kind: type[C], config: Config, **values: Any) -> C:
     """A configuration as a type that allows fewer `auto`, with values in their place.
 
     Raises:
+        ConfigError: the values do not go with the configuration.
         ValidationError: an `auto` is left that the kind does not allow.
     """
-    tree = config.model_dump()
-    for name, value in values.items():
-        tree[field_section(name)][name] = value
-    return kind.model_validate(tree)
+    return kind.model_validate(config.updated(values).model_dump())
 
 
 @dataclass(frozen=True)

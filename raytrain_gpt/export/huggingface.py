@@ -25,15 +25,14 @@ from raytrain_gpt.checkpoint.catalog import (
     ROWS_FILE,
     CheckpointState,
     Draft,
-    resolve_checkpoint,
 )
-from raytrain_gpt.config.schema import FIELDS, Config, parse_config
+from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
-from raytrain_gpt.evaluate.inference import load_checkpoint
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer
 from raytrain_gpt.export.hf_weights import (
@@ -72,9 +71,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint = resolve_checkpoint(Location.of(path))
-    config = parse_config(checkpoint.state.config, str(checkpoint.path))
-    model, encoding = load_checkpoint(checkpoint, config, torch.device("cpu"))
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"))
     tensors = hf_tensors(model, DTYPES[dtype])
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     texts = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
@@ -24,6 +24,7 @@ from raytrain_gpt.train.worker import train_worker
 
 DEFAULT_DATA = "data/stdlib"
 
+C = TypeVar("C", bound=Config)
 Log = Callable[[str], None]
 
 
@@ -54,24 +55,22 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    is_default_data = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config)
-    data = existing_data(config, is_default_data)
+    config, data = with_existing_data(config)
     with connected(cpus_to_start(config)) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
 
 
-def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
-    """What is trained on; None if it is DEFAULT_DATA and has to be prepared first.
+def with_existing_data(config: C) -> tuple[C, Mixture | None]:
+    """The configuration with absolute paths, and its data; None: DEFAULT_DATA, not prepared yet.
 
     Raises:
-        ConfigError: a dataset of several has no weight.
+        ConfigError: a dataset of several has no weight, or a path of a submitted job is relative.
         DataError: other data is missing, or cannot be mixed.
     """
-    if is_default_data and not data_is_there(config):
-        return None
-    return data_of(config)
+    is_default_data = config.data.data_path == DEFAULT_DATA
+    config = preflight.absolute_paths(config)
+    return config, None if is_default_data and not data_is_there(config) else data_of(config)
 
 
 def make_default_data(config: Config, log: Log) -> Mixture:
