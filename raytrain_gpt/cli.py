@@ -87,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
-        *(data.prepare, data.data, train.estimate, train.train, train.tune, train.runs),
-        *(inference.evaluate, inference.sample, inference.serve),
-        *(inference.export, inference.import_, cluster.doctor, cluster.node),
-    ):
+        data.prepare, data.data, train.estimate, train.train, train.tune, train.runs,
+        inference.evaluate, inference.sample, inference.serve,
+        inference.export, inference.import_, cluster.doctor, cluster.node,
+    ):  # fmt: skip
         command.add_parser(commands)
     return parser
 

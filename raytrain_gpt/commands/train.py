@@ -28,7 +28,7 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     train_tokens: int | None = None
     """Tokens of the training data (default: those of data_path, if it exists)."""
     vocab_size: int | None = None
-    """Vocabulary size of the tokenizer (default: that of data_path, else 50257)."""
+    """Vocabulary size of the tokenizer (default: that of data_path, or the one it will probably have)."""
     price_per_hour: float | None = None
     """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = None

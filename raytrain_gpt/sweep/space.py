@@ -156,14 +156,14 @@ KINDS: dict[str, type[Domain]] = {
 }
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
-    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
-    **{ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos},
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., float]] = {
-    **{"min": min, "max": max, "sqrt": math.sqrt, "log": math.log},
+    "min": min, "max": max, "sqrt": math.sqrt, "log": math.log,
     "round": lambda number: float(round(number)),
-}
+}  # fmt: skip
 _NODES = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, *_OPERATORS)
 
 

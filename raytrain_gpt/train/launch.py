@@ -11,10 +11,12 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
@@ -23,6 +25,7 @@ from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
 DEFAULT_DATA = "data/stdlib"
+DEFAULT_TOKENIZER = "bytes"
 
 C = TypeVar("C", bound=Config)
 Log = Callable[[str], None]
@@ -73,11 +76,20 @@ def with_existing_data(config: C) -> tuple[C, Mixture | None]:
     return config, None if is_default_data and not data_is_there(config) else data_of(config)
 
 
+def expected_vocab_size(config: Config) -> int:
+    """Vocabulary size of the data, or what it will probably be where the data is not there yet."""
+    if data_is_there(config):
+        return data_of(config).vocab_size
+    if config.data.data_path == DEFAULT_DATA:
+        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
+    return GPT2_VOCAB_SIZE
+
+
 def make_default_data(config: Config, log: Log) -> Mixture:
     """Prepare DEFAULT_DATA on the connected cluster."""
     (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
-    prepare([STDLIB], data, "bytes", log=log)
+    prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log)
     return data_of(config)
 
 
