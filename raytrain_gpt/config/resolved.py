@@ -12,9 +12,9 @@ Code that runs after a decision takes the type that has it, so mypy knows that n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from raytrain_gpt.config.schema import ClusterSection, Config, TrainSection
+from raytrain_gpt.config.schema import ClusterSection, Config, ConfigT, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -73,10 +73,7 @@ class ResolvedConfig(FittedConfig):
     train: ResolvedTrain
 
 
-C = TypeVar("C", bound=Config)
-
-
-def decided(kind: type[C], config: Config, **values: Any) -> C:
+def decided(kind: type[ConfigT], config: Config, **values: Any) -> ConfigT:
     """A configuration as a type that allows fewer `auto`, with values in their place.
 
     Raises:

@@ -356,7 +356,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-C = TypeVar("C", bound=Config)
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def field_section(name: str) -> str:
@@ -379,7 +379,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     return _parsed(Config, tree, where)
 
 
-def _parsed(kind: type[C], tree: Mapping[str, Any], where: str) -> C:
+def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT:
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     for section, fields in tree.items():
         if section not in Config.model_fields:

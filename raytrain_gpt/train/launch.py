@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, ConfigT
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
@@ -27,7 +27,6 @@ from raytrain_gpt.train.worker import train_worker
 DEFAULT_DATA = "data/stdlib"
 DEFAULT_TOKENIZER = "bytes"
 
-C = TypeVar("C", bound=Config)
 Log = Callable[[str], None]
 
 
@@ -64,7 +63,7 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
         yield fitted, world_size, data or make_default_data(fitted, log)
 
 
-def with_existing_data(config: C) -> tuple[C, Mixture | None]:
+def with_existing_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
     """The configuration with absolute paths, and its data; None: DEFAULT_DATA, not prepared yet.
 
     Raises:
