@@ -71,13 +71,11 @@ def _complain(text: str) -> None:
 def _underscored(argv: Sequence[str]) -> list[str]:
     """All flags with underscores, except those after `--`, which belong to another program."""
     own = argv.index("--") if "--" in argv else len(argv)
-    return [re.sub(r"(?<=^--)[^=]+", _with_underscores, argument) for argument in argv[:own]] + [
-        *argv[own:]
+    flags = [
+        re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), argument)
+        for argument in argv[:own]
     ]
-
-
-def _with_underscores(name: re.Match[str]) -> str:
-    return name[0].replace("-", "_")
+    return [*flags, *argv[own:]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raytrain-gpt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (
-        *(data.prepare, data.data, train.estimate, train.train, train.tune, train.runs),
-        *(inference.evaluate, inference.sample, inference.serve),
-        *(inference.export, inference.import_, cluster.doctor, cluster.node),
-    ):
+        data.prepare, data.data, train.estimate, train.train, train.tune, train.runs,
+        inference.evaluate, inference.sample, inference.serve,
+        inference.export, inference.import_, cluster.doctor, cluster.node,
+    ):  # fmt: skip
         command.add_parser(commands)
     return parser
 

@@ -81,6 +81,17 @@ def connect(num_cpus_needed: int) -> Resources:
     return cluster_resources(ours)
 
 
+@contextlib.contextmanager
+def connected(num_cpus_needed: int) -> Iterator[Resources]:
+    """Inside, `connect` has been called; afterwards a cluster that it started is shut down."""
+    resources = connect(num_cpus_needed)
+    try:
+        yield resources
+    finally:
+        if resources.ours:
+            ray.shutdown()
+
+
 def knock(address: str) -> None:
     """Open and close a connection to HOST:PORT: it fails at once where Ray itself takes minutes.
 
@@ -92,19 +103,30 @@ def knock(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S).close()
 
 
-def _join_given_cluster(quiet: dict[str, Any]) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, else to the one of `ray start`; False if there is none.
+def given_address() -> str | None:
+    """The address in RAY_ADDRESS, else that of a cluster of `ray start` that answers; None: neither.
 
-    Not by the address `auto`: that would join the private cluster of any other run on this machine,
-    which ends with that run.
+    Not `auto` where nothing is named: that would join the private cluster of any other run on this
+    machine, which ends with that run.
     """
-    named = os.environ.get("RAY_ADDRESS")
-    address = named or ray._private.services.find_bootstrap_address(None)
-    if not address or address == "local":
+    if named := os.environ.get("RAY_ADDRESS"):
+        return None if named == "local" else named
+    address: str | None = ray._private.services.find_bootstrap_address(None)
+    if not address:
+        return None
+    try:
+        knock(address)
+    except (OSError, ValueError):  # `ray start` writes it to a file that outlives a dead cluster
+        return None
+    return address
+
+
+def _join_given_cluster(quiet: dict[str, Any]) -> bool:
+    """Connect to the cluster at the given address; False if there is none."""
+    address = given_address()
+    if address is None:
         return False
     try:
-        if not named:  # `ray start` writes its address to a file that outlives a dead cluster
-            knock(address)
         with _sigterm_is_ours():
             ray.init(address, **quiet)
     except ray.exceptions.AuthenticationError:
@@ -113,11 +135,11 @@ def _join_given_cluster(quiet: dict[str, Any]) -> bool:
             "token into RAY_AUTH_TOKEN or the file ~/.ray/auth_token"
         ) from None
     except (OSError, ValueError):
-        if not named:
+        if not os.environ.get("RAY_ADDRESS"):
             return False
         # With a wrong token Ray raises ConnectionError as well, so it is named here.
         raise ClusterError(
-            f"no Ray cluster answers at RAY_ADDRESS={named}; start one, check its token "
+            f"no Ray cluster answers at RAY_ADDRESS={address}; start one, check its token "
             "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
         ) from None
     return True

@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.call_options import Options
 
 
@@ -30,8 +29,6 @@ def doctor(options: DoctorOptions) -> None:
     one line: PASS, FAIL with what to do, or SKIP with the reason. Exit code 1 if one fails.
     """
     config = options.resolved()
-    if isinstance(config.cluster.num_workers, int):
-        micro_batches_per_step(config, config.cluster.num_workers)
     from raytrain_gpt.doctor.examine import examine
 
     found = examine(config, options.tokenizer, options.bench, say)

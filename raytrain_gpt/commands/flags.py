@@ -14,6 +14,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import preset_names, resolve
 from raytrain_gpt.config.schema import FIELDS, Config
@@ -66,12 +67,16 @@ class ConfigOptions(Options):
         """The configuration.
 
         Raises:
-            ConfigError: an unknown preset, or a value that is not possible.
+            ConfigError: an unknown preset, a value that is not possible, or a batch that does not divide
+                over the number of workers, if that is given.
         """
         from raytrain_gpt.data.locations import config_on_disk
 
         with config_on_disk(self.config) as file:
-            return resolve(self.preset, file, self.fields)
+            config = resolve(self.preset, file, self.fields)
+        if isinstance(config.cluster.num_workers, int):
+            micro_batches_per_step(config, config.cluster.num_workers)
+        return config
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""

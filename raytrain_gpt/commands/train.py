@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
-from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.data.mixture import parse_data_path
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
@@ -29,7 +28,7 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     train_tokens: int | None = None
     """Tokens of the training data (default: those of data_path, if it exists)."""
     vocab_size: int | None = None
-    """Vocabulary size of the tokenizer (default: that of data_path, else 50257)."""
+    """Vocabulary size of the tokenizer (default: that of data_path, or the one it will probably have)."""
     price_per_hour: float | None = None
     """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = None
@@ -69,8 +68,6 @@ def train(options: TrainOptions) -> None:
     An existing run_name continues from its newest checkpoint. Values: defaults < preset or file < flags.
     """
     config = options.resolved()
-    if isinstance(config.cluster.num_workers, int):
-        micro_batches_per_step(config, config.cluster.num_workers)
     if options.dry_run:
         parse_data_path(config.data.data_path)
         say(config.to_yaml().rstrip())
@@ -121,7 +118,7 @@ def tune(options: TuneOptions) -> None:
     from raytrain_gpt.sweep.tune import run_sweep
     from raytrain_gpt.tracking.summary import next_line
 
-    summary = run_sweep(sweep, goes_on=options.resume, log=say)
+    summary = run_sweep(sweep, resume=options.resume, log=say)
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
     best = summary.directory / "best.yaml"

@@ -7,31 +7,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from raytrain_gpt.config.schema import EvalSection
+from raytrain_gpt.config.schema import EvalSection, Strict, suggestion
 from raytrain_gpt.errors import ConfigError
 
 
-class Options(BaseModel):
+class Options(Strict):
     """Options of a command; values are checked and converted, also from the text of a flag.
 
     Raises:
-        ConfigError: one line for the first value that is out of range.
+        ConfigError: one line for the first value that is out of range, or has no such name.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first = error.errors()[0]
+            first, fields = error.errors()[0], type(self).model_fields
             name = str(first["loc"][0])
+            if name not in fields:
+                near = suggestion(name, fields)
+                raise ConfigError(f"unknown option {name}{near}; use {', '.join(fields)}") from None
             message = first["msg"].replace("Input should be", "must be")
-            hint = (type(self).model_fields[name].description or "").rstrip(".")
+            hint = (fields[name].description or "").rstrip(".")
             raise ConfigError(f"{name}={first['input']}: {message} ({hint})") from None
 
 

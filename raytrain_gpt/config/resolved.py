@@ -12,9 +12,9 @@ Code that runs after a decision takes the type that has it, so mypy knows that n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from raytrain_gpt.config.schema import ClusterSection, Config, TrainSection, field_section
+from raytrain_gpt.config.schema import ClusterSection, Config, ConfigT, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -73,19 +73,14 @@ class ResolvedConfig(FittedConfig):
     train: ResolvedTrain
 
 
-C = TypeVar("C", bound=Config)
-
-
-def decided(kind: type[C], config: Config, **values: Any) -> C:
+def decided(kind: type[ConfigT], config: Config, **values: Any) -> ConfigT:
     """A configuration as a type that allows fewer `auto`, with values in their place.
 
     Raises:
+        ConfigError: the values do not go with the configuration.
         ValidationError: an `auto` is left that the kind does not allow.
     """
-    tree = config.model_dump()
-    for name, value in values.items():
-        tree[field_section(name)][name] = value
-    return kind.model_validate(tree)
+    return kind.model_validate(config.updated(values).model_dump())
 
 
 @dataclass(frozen=True)

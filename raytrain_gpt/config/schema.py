@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,16 +27,19 @@ SAFE = "may change when a run goes on"
 """Marks a field that does not change the maths; every other one is refused on resume."""
 
 
-class _Section(BaseModel):
-    safe: ClassVar[bool] = False
-    """Whether all of its fields are SAFE."""
+class Strict(BaseModel):
+    """Immutable, without unknown fields, infinities and NaNs; the text below a field describes it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
-class ModelSection(_Section):
+class _SafeSection(Strict):
+    """A section all of whose fields are SAFE."""
+
+
+class ModelSection(Strict):
     """The GPT-2 architecture."""
 
     num_layers: int = Field(4, ge=1)
@@ -61,7 +64,7 @@ class ModelSection(_Section):
         return self
 
 
-class DataSection(_Section):
+class DataSection(Strict):
     """What is trained on."""
 
     data_path: Annotated[str, SAFE] = "data/stdlib"
@@ -74,7 +77,7 @@ class DataSection(_Section):
     """Keep attention within each document and restart positions at 0; false: attend across documents."""
 
 
-class OptimSection(_Section):
+class OptimSection(Strict):
     """AdamW and its learning rate."""
 
     peak_lr: float = Field(1e-3, gt=0)
@@ -106,7 +109,7 @@ class OptimSection(_Section):
         return self
 
 
-class TrainSection(_Section):
+class TrainSection(Strict):
     """Steps, batch and arithmetic."""
 
     max_steps: Annotated[int, SAFE] = Field(300, ge=1)
@@ -155,10 +158,8 @@ class TrainSection(_Section):
         return self
 
 
-class SpikesSection(_Section):
+class SpikesSection(_SafeSection):
     """Bad steps: a loss or gradient norm that is not finite or far above those before."""
-
-    safe: ClassVar[bool] = True
 
     spike_detection: bool = True
     """Detect loss spikes and roll back to before them; false: only skip updates that are not finite."""
@@ -172,10 +173,8 @@ class SpikesSection(_Section):
     """Global batches to skip before the first bad one, in addition to the bad ones."""
 
 
-class EvalSection(_Section):
+class EvalSection(_SafeSection):
     """Validation loss, HellaSwag and samples during training."""
-
-    safe: ClassVar[bool] = True
 
     eval_every_steps: int = Field(250, ge=1)
     """Steps between evaluations; the last step is always evaluated."""
@@ -197,10 +196,8 @@ class EvalSection(_Section):
     """Sampling temperature; 0: always the most likely token."""
 
 
-class ClusterSection(_Section):
+class ClusterSection(_SafeSection):
     """What the run asks of Ray."""
-
-    safe: ClassVar[bool] = True
 
     num_workers: int | Literal["auto"] = "auto"
     """Training processes, one per GPU; auto: one for every GPU of the cluster, or 1 without GPUs."""
@@ -240,10 +237,8 @@ class ClusterSection(_Section):
         return self
 
 
-class RunSection(_Section):
+class RunSection(_SafeSection):
     """Name and place of the run."""
-
-    safe: ClassVar[bool] = True
 
     run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Directory of the run below storage_path; the same name resumes the run."""
@@ -257,10 +252,8 @@ class RunSection(_Section):
     """Endpoint URL of an S3-compatible store; null: AWS_ENDPOINT_URL, else Amazon S3."""
 
 
-class TrackingSection(_Section):
+class TrackingSection(_SafeSection):
     """Where curves go besides the run's own files."""
-
-    safe: ClassVar[bool] = True
 
     mlflow_uri: str | None = "auto"
     """MLflow tracking URI; auto: mlflow.db (SQLite) in storage_path; null: off."""
@@ -270,7 +263,7 @@ class TrackingSection(_Section):
     """Write TensorBoard event files to the run's directory."""
 
 
-class Config(_Section):
+class Config(Strict):
     """The whole configuration of a run."""
 
     model: ModelSection = ModelSection()
@@ -295,8 +288,9 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
+        values = self.field_values()
         for name, way_out in _URL_FIELDS.items():
-            if has_secret(str(self.field_values()[name])):
+            if has_secret(str(values[name])):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
                     f"would show; take it out and set {way_out}"
@@ -337,7 +331,7 @@ class Config(_Section):
 def _collect_fields() -> dict[str, tuple[str, FieldInfo]]:
     fields: dict[str, tuple[str, FieldInfo]] = {}
     for section, of_section in Config.model_fields.items():
-        for name, field in cast(type[_Section], of_section.annotation).model_fields.items():
+        for name, field in cast(type[Strict], of_section.annotation).model_fields.items():
             assert name not in fields, f"field {name} is in two sections"
             fields[name] = (section, field)
     return fields
@@ -362,7 +356,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-C = TypeVar("C", bound=Config)
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def field_section(name: str) -> str:
@@ -385,7 +379,7 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
     return _parsed(Config, tree, where)
 
 
-def _parsed(kind: type[C], tree: Mapping[str, Any], where: str) -> C:
+def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT:
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
     for section, fields in tree.items():
         if section not in Config.model_fields:
@@ -398,7 +392,7 @@ def _parsed(kind: type[C], tree: Mapping[str, Any], where: str) -> C:
                     f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
                 )
     try:
-        return kind.model_validate(dict(tree))
+        return kind.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
@@ -419,7 +413,8 @@ def _unknown(name: str) -> str:
 SAFE_ON_RESUME = frozenset(
     name
     for name, (section, field) in FIELDS.items()
-    if SAFE in field.metadata or cast(type[_Section], Config.model_fields[section].annotation).safe
+    if SAFE in field.metadata
+    or issubclass(cast(type, Config.model_fields[section].annotation), _SafeSection)
 )
 """Fields that may change when a run goes on; all others would change the maths."""
 

@@ -34,6 +34,7 @@ from raytrain_gpt.core.device import autocast_dtype
 from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
+GPT2_VOCAB_SIZE = 50_257
 _ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -36,10 +36,10 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_is_there, data_of, location, run_location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.doctor import node_probe, rank_probe
+from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, judge_token
+from raytrain_gpt.doctor.head_probe import ask_head, head_address, judge_head, judge_token
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
@@ -124,7 +124,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
     found = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
-        address = given_address()
+        address = head_address()
         wrong = None if address is None else judge_head(ask_head(address))
         found.add(wrong or _connect(found))
         if found.resources is not None and found.resources.ours:
@@ -151,7 +151,6 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
 
 @named_check("cluster")
 def _connect(found: Examination) -> str:
-    """Join the cluster, or start one."""
     try:
         resources = connect(cpus_to_start(found.config))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
@@ -166,7 +165,6 @@ def _connect(found: Examination) -> str:
 
 @named_check("workers")
 def _fit(found: Examination, resources: Resources) -> str:
-    """Whether the workers fit the cluster."""
     found.fitted = fitted, world_size = fit_to_cluster(found.config, resources)
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
@@ -228,11 +226,11 @@ def _look_at_ranks(found: Examination, config: FittedConfig, world_size: int, be
             bench = False
     group = rank_probe.ask_ranks(config, world_size, ingest, plan)
     found.add(
-        rank_probe.judge_devices(group),
-        rank_probe.judge_all_reduce(group),
-        rank_probe.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
+        rank_findings.judge_devices(group),
+        rank_findings.judge_all_reduce(group),
+        rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
     )
-    found.all_reduce_bytes_per_s = rank_probe.all_reduce_bytes_per_s(group.all_reduce or [])
+    found.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
     if bench:
         found.add(_bench(found, config, group))
 

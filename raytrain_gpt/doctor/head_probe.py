@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import grpc  # type: ignore[import-untyped]
 import ray
 from ray._common.tls_utils import load_certs_from_env
-from ray._private import services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
-from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock, token_file
+from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, given_address, knock, token_file
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -45,20 +44,12 @@ class HeadFacts:
     ray_version: str = ""
 
 
-def given_address() -> str | None:
-    """HOST:PORT of the cluster that a command would join, None if it would start one itself."""
+def head_address() -> str | None:
+    """HOST:PORT of the head of the cluster that a command would join; None: none, or only Ray finds it."""
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
-    named = os.environ.get("RAY_ADDRESS")
-    address = named or services.find_bootstrap_address(None)
-    if not address or address in ("local", "auto") or "://" in address:
-        return None
-    if not named:
-        try:
-            knock(address)
-        except (OSError, ValueError):  # the file of `ray start` stays behind when a cluster dies
-            return None
-    return str(address)
+    address = given_address()
+    return None if address is None or address == "auto" or "://" in address else address
 
 
 def ask_head(address: str) -> HeadFacts:

@@ -15,13 +15,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -35,7 +32,6 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
-from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
@@ -48,17 +44,6 @@ NUM_BATCHES = 4
 """Global batches that are read."""
 ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
 REPEATS = 3
-BETWEEN_NODES = (
-    "let all nodes reach each other on all ports, and name the interface by GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME where a node has several"
-)
-SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9, ("nccl", 2): 1e9}
-"""(backend, 1 node or 2 for more) -> what a rank's link must carry, by the links that it may be:
-
-- gloo: 80 % of gigabit Ethernet (125 MB/s); slower is Wi-Fi, a VPN, or a wrong interface.
-- nccl in one node: half of four lanes of PCIe 3.0 (3.9 GB/s); any GPU slot has more.
-- nccl between nodes: 80 % of 10-gigabit Ethernet (1.25 GB/s); below, GPUs mostly wait.
-"""
 
 
 @dataclass(frozen=True)
@@ -246,125 +231,3 @@ def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> Al
             times.append(time.perf_counter() - started)
         seconds[num_bytes] = statistics.median(times)
     return AllReduceFacts(dist.get_backend(group), wrong, seconds)
-
-
-@named_check("devices")
-def judge_devices(group: GroupFacts) -> str:
-    """Whether each rank has a GPU of its own, if GPUs are asked for."""
-    devices = group.devices
-    if devices is None:
-        raise Failed(
-            f"the workers did not connect to each other: {group.error}; see that no other job holds the "
-            f"cluster's resources, and {BETWEEN_NODES}"
-        )
-    if not group.use_gpu:
-        places = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
-        return f"CPUs, as the configuration says: {places}"
-    missing = [
-        f"rank {d.rank} on {d.node} ({d.error}, CUDA_VISIBLE_DEVICES="
-        f"{'not set' if d.visible is None else d.visible})"
-        for d in devices
-        if not d.uuid
-    ]
-    if missing:
-        raise Failed(
-            f"no GPU for {', '.join(missing)}; see that nvidia-smi works there, that torch is a CUDA "
-            "build, and that Ray was started with no more --num-gpus than there are"
-        )
-    ranks_of: dict[str, list[str]] = {}
-    for device in devices:
-        ranks_of.setdefault(device.uuid, []).append(str(device.rank))
-    shared = [
-        f"ranks {', '.join(ranks)} are on the same GPU ({uuid})"
-        for uuid, ranks in ranks_of.items()
-        if len(ranks) > 1
-    ]
-    if shared:
-        raise Failed(
-            f"{'; '.join(shared)}; start Ray with no more --num-gpus than there are, and let Ray set "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    places = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    return f"a GPU for each rank: {places}"
-
-
-def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
-    """Bytes of the tensor -> algorithm bandwidth: these bytes by the time on the slowest rank."""
-    sizes = ranks[0].seconds if ranks else ()
-    return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
-
-
-@named_check("all_reduce")
-def judge_all_reduce(group: GroupFacts) -> str:
-    """Whether sums over all ranks are right, and over what kind of link they go.
-
-    A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor
-    is what the link carries, whatever the number of ranks ("bus bandwidth" of nccl-tests).
-    """
-    ranks, n = group.all_reduce, group.world_size
-    if n == 1:
-        raise Skipped("one worker")
-    if group.devices is None or not group.has_devices:
-        raise Skipped("not all ranks have a device")
-    if ranks is None:
-        raise Failed(f"it did not finish: {group.error}; {BETWEEN_NODES}")
-    backend, num_nodes = ranks[0].backend, len({device.node for device in group.devices})
-    wrong = sum(rank.wrong for rank in ranks)
-    speeds = all_reduce_bytes_per_s(ranks)
-    each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{n} ranks over {backend}, bytes of the tensor / time: {each}"
-    if wrong:
-        raise Failed(
-            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: leave "
-            "nodes out one by one to find it"
-        )
-    link = speeds[max(speeds)] * 2 * (n - 1) / n
-    least = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))]
-    carried = f"{link / 1e9:.2f} GB/s on each link (× 2·(n−1)/n)"
-    if link < least:
-        raise Failed(
-            f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; name the fast interface by "
-            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME, or use nodes nearer to each other"
-        )
-    return f"sums are right; {seen}, {carried}"
-
-
-@named_check("sequences")
-def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Sequence[int]) -> str:
-    """Whether the ranks together were given each sequence of the plan once, and in its step."""
-    ranks = group.sequences
-    if ingest is None:
-        raise Skipped("there is no data that all nodes can read")
-    if ranks is None and not (group.has_devices and (group.all_reduce or group.world_size == 1)):
-        raise Skipped("the ranks did not get that far")
-    if ranks is None:
-        raise Failed(f"reading did not finish: {group.error}")
-    order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
-    plans = {"the validation": val[val >= 0]}
-    given = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
-    for batch in batches:
-        plans[f"global batch {batch}"] = order.batch_ids(batch)
-        given[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
-    report = "do not train like this: compare the installed versions with constraints.txt"
-    for what, plan in plans.items():
-        # A batch of a mixture may have a sequence twice, where a small dataset's epochs meet.
-        planned = Counter(plan.tolist())
-        found = Counter(np.concatenate(given[what]).tolist())
-        too_often = sorted(id_ for id_, n in found.items() if n > max(1, planned[id_]))
-        if too_often:
-            sharing = [str(r) for r, own in enumerate(given[what]) if np.isin(too_often[0], own)]
-            raise Failed(
-                f"{len(too_often)} sequences of {what} were read more than once: {too_often[0]} by ranks "
-                f"{', '.join(sharing)}; {report}"
-            )
-        missing, others = (planned - found).total(), (found - planned).total()
-        if missing or others:
-            raise Failed(
-                f"{missing} of {len(plan)} sequences of {what} were read by no rank, and "
-                f"{others} are not of it; {report}"
-            )
-    total = sum(len(plan) for plan in plans.values())
-    return (
-        f"{len(ranks)} ranks read {total} sequences of {len(batches)} global batches and the "
-        "validation, each as planned"
-    )

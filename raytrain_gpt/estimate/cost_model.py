@@ -19,14 +19,13 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel, TrainingMemory
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
-from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.errors import ConfigError
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
 MOST_SEQUENCES = 2**20
 """In a micro-batch; no device has memory for so many."""
-GPT2_VOCAB_SIZE = 50_257
 GPT2_SIZES = {
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),

@@ -11,6 +11,7 @@ from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.train.launch import expected_vocab_size
 from raytrain_gpt.train.preflight import absolute_paths
 
 SPEED_SOURCES = {
@@ -37,6 +38,7 @@ def answer(
         UserError: the configuration is not possible, or the device is not in the table.
     """
     gpu = None if device is None else _device(device)
+    vocab_size = given.vocab_size or expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
         from raytrain_gpt.estimate.speed_probe import probe_speed
@@ -46,11 +48,9 @@ def answer(
         gpu = gpu or gpu_spec(device_name)
     else:
         config = absolute_paths(config)
-    vocab_size, train_tokens = given.vocab_size, given.train_tokens
-    if data_is_there(config):
-        data = data_of(config)
-        vocab_size = data.vocab_size if vocab_size is None else vocab_size
-        train_tokens = data.split_tokens("train") if train_tokens is None else train_tokens
+    train_tokens = given.train_tokens
+    if train_tokens is None and data_is_there(config):
+        train_tokens = data_of(config).split_tokens("train")
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe has decided use_gpu, on a device that need not be in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False

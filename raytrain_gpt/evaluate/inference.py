@@ -28,15 +28,20 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
 
 
-def open_checkpoint(path: Place) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
-    """A verified checkpoint, its configuration, its model on the best device, its tokenizer.
+def open_checkpoint(
+    path: Place, device: torch.device | None = None
+) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
+    """A verified checkpoint, its configuration, its model on a device, its tokenizer, the device.
+
+    Args:
+        device: None: the best one.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     checkpoint = resolve_checkpoint(Location.of(path))
     config = parse_config(checkpoint.state.config, str(checkpoint.path))
-    device = best_device()
+    device = best_device() if device is None else device
     model, tokenizer = load_checkpoint(checkpoint, config, device)
     return checkpoint, config, model, tokenizer, device
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -26,15 +25,14 @@ from raytrain_gpt.checkpoint.catalog import (
     ROWS_FILE,
     CheckpointState,
     Draft,
-    resolve_checkpoint,
 )
-from raytrain_gpt.config.schema import FIELDS, Config, parse_config
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
-from raytrain_gpt.evaluate.inference import load_checkpoint
+from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer
 from raytrain_gpt.export.hf_weights import (
@@ -46,7 +44,7 @@ from raytrain_gpt.export.hf_weights import (
 )
 from raytrain_gpt.export.model_card import CARD_FILE, IMPORT_EVENT, model_card
 from raytrain_gpt.format import Log, amount
-from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 from raytrain_gpt.tracking.mlflow_run import track_export
 
 UNFINISHED = ".unfinished-"
@@ -54,7 +52,7 @@ DType = Literal["fp32", "bf16"]
 DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
-_GUESSED_TOKENIZERS = {50_257: "gpt2", 257: "bytes"}
+_GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
 """Vocabulary size -> tokenizer of weights without one."""
 
 
@@ -73,9 +71,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint = resolve_checkpoint(Location.of(path))
-    config = parse_config(checkpoint.state.config, str(checkpoint.path))
-    model, encoding = load_checkpoint(checkpoint, config, torch.device("cpu"))
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"))
     tensors = hf_tensors(model, DTYPES[dtype])
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     texts = {
@@ -92,8 +88,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         # safetensors makes the file readable for its owner only; others may read the rest.
         (directory / HF_WEIGHTS_FILE).chmod((directory / CARD_FILE).stat().st_mode)
         for file in directory.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+            force_to_disk(file)
         directory.rename(place.path)
     log(
         f"exported {checkpoint.path}: {_shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"

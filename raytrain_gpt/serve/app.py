@@ -172,7 +172,8 @@ class _Interface:
 
 
 async def _body(request: Request) -> bytes:
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
         raise ApiError(415, "the body must have Content-Type: application/json")
     body = bytearray()
     try:

@@ -47,8 +47,8 @@ class Weights:
     """Unix time."""
     model: GPT
     tokenizer: tiktoken.Encoding
-    hash: str = ""
-    """Identifies the checkpoint; empty without one."""
+    hash: str
+    """Identifies the checkpoint."""
 
     @cached_property
     def max_prompt_bytes(self) -> int:

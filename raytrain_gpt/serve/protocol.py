@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.config.schema import suggestion
+from raytrain_gpt.config.schema import Strict, suggestion
 
 MAX_BODY_BYTES = 1 << 20
 MAX_STOPS = 4
@@ -69,17 +69,15 @@ class ApiError(HTTPException):
         }
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict, strict=True):
     """What a stream contains besides text."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     include_usage: bool = False
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Strict, strict=True):
     """The body of a request; OpenAI's reference explains the fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     prompt: str | list[str] | list[int] | list[list[int]]
     model: str | None = None
     max_tokens: Annotated[int, _SAMPLING["max_new_tokens"]] = 16

@@ -112,9 +112,10 @@ def check_can_listen(options: ServeOptions) -> None:
             # As the server does it: a port whose last connections are still closing is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name too long for the internet is a UnicodeError
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot listen on {host} port {port} ({error.strerror}); set another --port or --host"
+            f"cannot listen on {host} port {port} ({why}); set another --port or --host"
         ) from None
 
 

@@ -16,14 +16,13 @@ from ray.tune.experiment import Trial as TuneTrial
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.sweep.history import History
+from raytrain_gpt.sweep.history import REPORTED, History
 from raytrain_gpt.sweep.results import progress_table
-from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN, SweepContext
+from raytrain_gpt.sweep.trial_actor import TOKENS_SEEN, SweepContext
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.sweep.trials import Trial
 
 SHOW_EVERY_S = 10.0
-REPORTED = ("step", TOKENS_SEEN, OBJECTIVE, "tokens_per_s", "elapsed_s", "run_dir", "values")
 
 
 class Stopped(Exception):
@@ -56,7 +55,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._add("started", trial, values=values)
 
     def on_trial_result(self, trial: TuneTrial, result: Any, **_info: Any) -> None:
-        self._add("report", trial, **{key: result[key] for key in REPORTED})
+        self._add("report", trial, **{key: result[key] for key in ("step", *REPORTED)})
 
     def on_trial_complete(self, trial: TuneTrial, **_info: Any) -> None:
         report = self._history.last_report(str(trial))

@@ -10,13 +10,10 @@ import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
-from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.data.locations import data_is_there, data_of
-from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.format import amount, duration
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
 from raytrain_gpt.sweep.results import plan_table
@@ -28,9 +25,8 @@ from raytrain_gpt.sweep.trial_plan import (
     planned_trials,
     tied_values,
 )
-from raytrain_gpt.train.launch import DEFAULT_DATA
+from raytrain_gpt.train.launch import expected_vocab_size
 
-GPT2_VOCAB_SIZE = 50257
 PROBE_S = 5.0
 """Duration of the speed measurement, which is at least one forward and backward pass."""
 
@@ -98,7 +94,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
     On a CPU with one sequence at a time.
     """
     torch.set_num_threads(config.cluster.cpus_per_worker)
-    shape = GPTShape.of(config, _vocab_size(config))
+    shape = GPTShape.of(config, expected_vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
     num_workers, on_gpu, limit_bytes = config.cluster.num_workers, device.type == "cuda", math.inf
     if on_gpu:
@@ -127,12 +123,3 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
         step()
         steps += 1
     return steps * tokens.numel() / elapsed
-
-
-def _vocab_size(config: Config) -> int:
-    """Vocabulary size of the data, or what it will probably be where the data is not there yet."""
-    if data_is_there(config):
-        return data_of(config).vocab_size
-    if config.data.data_path == DEFAULT_DATA:
-        return int(load_tokenizer("bytes").max_token_value) + 1
-    return GPT2_VOCAB_SIZE

@@ -96,12 +96,12 @@ def in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a leaf's value has a place on a numeric axis."""
+    """Whether a field's value has a place on a numeric axis."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def value_label(value: Any) -> str:
-    """A leaf's value, cut to a few characters; dollars do not start matplotlib's math mode."""
+    """A field's value, cut to a few characters; dollars do not start matplotlib's math mode."""
     text = value_text(value)
     text = text if len(text) <= _MAX_LABEL_CHARS else f"…{text[1 - _MAX_LABEL_CHARS :]}"
     return text.replace("$", r"\$")
@@ -119,14 +119,14 @@ def objective_label(objective: str, at_tokens: int | None = None) -> str:
     return f"{name}{at} ({unit})"
 
 
-def leaf_label(leaf: str) -> str:
-    """Axis label of a leaf: its name and the start of its help text, which has the unit."""
-    meaning = re.split(r"[.;:,](?:\s|$)", FIELDS[leaf][1].description or "")[0]
-    return f"{leaf}\n({meaning[:1].lower()}{meaning[1:]})" if meaning else leaf
+def field_label(field: str) -> str:
+    """Axis label of a field: its name and the start of its help text, which has the unit."""
+    meaning = re.split(r"[.;:,](?:\s|$)", FIELDS[field][1].description or "")[0]
+    return f"{field}\n({meaning[:1].lower()}{meaning[1:]})" if meaning else field
 
 
-def scale_x(axes: Axes, leaf: str, values: Iterable[Any]) -> dict[Any, float]:
-    """Fit the x axis to a leaf's values; returns the place of each value on it.
+def scale_x(axes: Axes, field: str, values: Iterable[Any]) -> dict[Any, float]:
+    """Fit the x axis to a field's values; returns the place of each value on it.
 
     Learning rates and numbers over a wide range get a log scale; names stand side by side. The
     values themselves are the ticks where they are far enough apart.
@@ -134,7 +134,7 @@ def scale_x(axes: Axes, leaf: str, values: Iterable[Any]) -> dict[Any, float]:
     distinct = in_order(values)
     is_numeric = all(map(is_number, distinct))
     places = [float(value) if is_numeric else float(i) for i, value in enumerate(distinct)]
-    is_log = is_numeric and places[0] > 0 and (leaf == "peak_lr" or places[-1] >= 8 * places[0])
+    is_log = is_numeric and places[0] > 0 and (field == "peak_lr" or places[-1] >= 8 * places[0])
     if is_log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -16,6 +16,8 @@ from raytrain_gpt.sweep.trials import State, Trial
 
 HISTORY_FILE = "sweep.jsonl"
 ENDED = ("finished", "stopped")
+REPORTED = ("values", "objective", "tokens_seen", "tokens_per_s", "elapsed_s", "run_dir")
+"""Fields of a trial that a `report` has."""
 
 Event = dict[str, Any]
 
@@ -58,15 +60,6 @@ def _after(trial: Trial, event: Event) -> Trial:
     if event["event"] == "ended":
         state: State = event["state"]
         return replace(trial, state=state, error=event.get("error"))
-    tokens, objective = event["tokens_seen"], event["objective"]
-    before = tuple(point for point in trial.curve if point[0] < tokens)
-    return replace(
-        trial,
-        values=event["values"],
-        objective=objective,
-        tokens_seen=tokens,
-        tokens_per_s=event["tokens_per_s"],
-        elapsed_s=event["elapsed_s"],
-        run_dir=event["run_dir"],
-        curve=(*before, (tokens, objective)),
-    )
+    point = event["tokens_seen"], event["objective"]
+    curve = (*(before for before in trial.curve if before[0] < point[0]), point)
+    return replace(trial, curve=curve, **{name: event[name] for name in REPORTED})

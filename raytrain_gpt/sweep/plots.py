@@ -24,7 +24,7 @@ from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Loo
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
-"""A leaf with more values does not get a line, row or column for each of them."""
+"""A field with more values does not get a line, row or column for each of them."""
 MAX_NAMED_CURVES = 10
 """The legend of the learning curves names no more than these."""
 
@@ -40,8 +40,8 @@ def sweep_plots(
 ) -> dict[str, bytes]:
     """File name -> PNG of every picture for which there is data; none before the first evaluation.
 
-    `loss_by_lr.png`, `curves.png` and, for two leaves with few values, `heat_map.png`. `searched` has
-    at least one leaf, and none that is tied to others; `budget_tokens` are those of a trial that is
+    `loss_by_lr.png`, `curves.png` and, for two fields with few values, `heat_map.png`. `searched` has
+    at least one field, and none that is tied to others; `budget_tokens` are those of a trial that is
     not stopped.
     """
     trials = [trial for trial in trials if trial.values]  # pending ones may have none yet
@@ -51,7 +51,7 @@ def sweep_plots(
         "loss_by_lr.png": loss_figure(trials, searched, objective, budget_tokens),
         "curves.png": curves_figure(trials, searched, objective, budget_tokens),
     }
-    if len(discrete_leaves(trials, searched)) > 1:
+    if len(discrete_fields(trials, searched)) > 1:
         figures["heat_map.png"] = heat_map_figure(trials, searched, objective, budget_tokens)
     return {name: drawing.png(figure) for name, figure in figures.items()}
 
@@ -61,21 +61,21 @@ def loss_figure(
 ) -> Figure:
     """The objective over the learning rate, with a line for each batch size.
 
-    If the rate was not searched, over the first searched leaf that is a number; if the batch was not,
-    with a line for each value of the first other leaf with few values. A line joins the lowest values
+    If the rate was not searched, over the first searched field that is a number; if the batch was not,
+    with a line for each value of the first other field with few values. A line joins the lowest values
     of the trials that used their whole budget, and the y axis is scaled to these.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
-    x_leaf, line_leaf = _x_and_line(trials, searched)
-    place = drawing.scale_x(axes, x_leaf, [trial.values[x_leaf] for trial in trials])
-    looks = drawing.line_looks(trial.values.get(line_leaf) for trial in trials)
-    entries = [(f"{line_leaf} {value_label(v)}", look) for v, look in looks.items() if line_leaf]
+    x_field, line_field = _x_and_line(trials, searched)
+    place = drawing.scale_x(axes, x_field, [trial.values[x_field] for trial in trials])
+    looks = drawing.line_looks(trial.values.get(line_field) for trial in trials)
+    entries = [(f"{line_field} {value_label(v)}", look) for v, look in looks.items() if line_field]
     best = best_trial(trials, budget_tokens)
     limit = max(_loss_limit(trials, budget_tokens), (best and best.score) or -math.inf)
     lowest: dict[Any, dict[float, float]] = {value: {} for value in looks}
     above: list[Trial] = []
     for trial in trials:
-        value, x, score = trial.values.get(line_leaf), place[trial.values[x_leaf]], trial.score
+        value, x, score = trial.values.get(line_field), place[trial.values[x_field]], trial.score
         is_full = _full_score(trial, budget_tokens) is not None
         point = looks[value] | {"linestyle": ""} | ({} if is_full else _HOLLOW)
         if score is not None and score <= limit:
@@ -85,32 +85,31 @@ def loss_figure(
         elif score is not None or trial.diverged or trial.state == "failed":
             drawing.mark_edge(axes, x, **point)
             above.append(trial)
-    # Where a further leaf varies freely, neighbours on the axis are not neighbours in the space.
-    further = [name for name in searched if name not in (x_leaf, line_leaf)]
-    if not further or x_leaf in discrete_leaves(trials, [x_leaf]):
+    # Where a further field varies freely, neighbours on the axis are not neighbours in the space.
+    further = [name for name in searched if name not in (x_field, line_field)]
+    if not further or x_field in discrete_fields(trials, [x_field]):
         for value, points in lowest.items():
             line = looks[value] | {"marker": ""}
             axes.plot([*sorted(points)], [points[x] for x in sorted(points)], gid="series", **line)
     if best is not None and best.score is not None:
-        axes.plot(place[best.values[x_leaf]], best.score, gid="best", **_RING)
+        axes.plot(place[best.values[x_field]], best.score, gid="best", **_RING)
         entries.append((f"best: {best.name}, {best.score:.4f}", _RING))
     if any(compared_tokens(trial, budget_tokens) < budget_tokens for trial in trials):
         hollow = f"hollow: fewer than {drawing.tokens_label(budget_tokens)} tokens"
         entries.append((hollow, {"marker": "o", "linestyle": "", **_HOLLOW}))
     if above:
-        entries.append((_list_of(above, x_leaf, budget_tokens), {"linestyle": ""}))
+        entries.append((_list_of(above, x_field, budget_tokens), {"linestyle": ""}))
     axes.margins(x=0.1, y=0.14)
-    axes.set_xlabel(drawing.leaf_label(x_leaf))
+    axes.set_xlabel(drawing.field_label(x_field))
     axes.set_ylabel(drawing.objective_label(objective, budget_tokens))
-    axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_leaf}")
+    axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_field}")
     drawing.legend(figure, entries)
     return figure
 
 
-def _list_of(above: Sequence[Trial], x_leaf: str, budget_tokens: int) -> str:
-    """The legend's list of the trials at the upper edge."""
+def _list_of(above: Sequence[Trial], x_field: str, budget_tokens: int) -> str:
     lines = [
-        f"{trial.name} at {value_label(trial.values[x_leaf])}: {_outcome(trial, budget_tokens)}"
+        f"{trial.name} at {value_label(trial.values[x_field])}: {_outcome(trial, budget_tokens)}"
         for trial in above[:_MAX_LISTED]
     ]
     more = len(above) - _MAX_LISTED
@@ -127,11 +126,11 @@ def curves_figure(
     stopped or failed trial is faded and has a hollow end, at the upper edge if it is above the scale.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
-    x_leaf, line_leaf = _x_and_line(trials, searched)
+    x_field, line_field = _x_and_line(trials, searched)
     drawn = [trial for trial in ranking(trials, budget_tokens) if trial.curve]
-    groups = [t.values[line_leaf] if line_leaf else t.name for t in drawn[:MAX_NAMED_CURVES]]
+    groups = [t.values[line_field] if line_field else t.name for t in drawn[:MAX_NAMED_CURVES]]
     looks = drawing.line_looks(groups)
-    limit = _curves_limit(drawn, budget_tokens)
+    limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
     entries: list[tuple[str, Look]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
@@ -139,7 +138,7 @@ def curves_figure(
             pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
             axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
             continue
-        is_best, is_full = trial is best_trial(trials, budget_tokens), trial.state == "finished"
+        is_best, is_full = trial is best, trial.state == "finished"
         line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
         line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
         axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
@@ -148,7 +147,7 @@ def curves_figure(
             axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
         else:
             drawing.mark_edge(axes, tokens[-1], **end)
-        names = ", ".join(value_label(trial.values[n]) for n in (x_leaf, line_leaf) if n)
+        names = ", ".join(value_label(trial.values[n]) for n in (x_field, line_field) if n)
         text = f"{trial.name}: {names}\n{_outcome(trial, budget_tokens)}{', best' * is_best}"
         entries.append((text, line | end | {"alpha": 1.0}))
     if len(drawn) > MAX_NAMED_CURVES:
@@ -161,27 +160,27 @@ def curves_figure(
     axes.set_xlabel("tokens seen (tokens)")
     axes.set_ylabel(drawing.objective_label(objective))
     axes.set_title("Learning curves")
-    drawing.legend(figure, entries, f"trial: {', '.join(n for n in (x_leaf, line_leaf) if n)}")
+    drawing.legend(figure, entries, f"trial: {', '.join(n for n in (x_field, line_field) if n)}")
     return figure
 
 
 def heat_map_figure(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """A cell for each learning rate and batch size, or the first two leaves with few values.
+    """A cell for each learning rate and batch size, or the first two fields with few values.
 
     A cell shows the best of its trials. It is coloured if that one used its whole budget, hatched if
     it did not, and white if there is no trial.
     """
-    x_leaf, y_leaf = _x_and_line(trials, discrete_leaves(trials, searched))
-    columns = drawing.in_order(trial.values[x_leaf] for trial in trials)
-    rows = drawing.in_order(trial.values[y_leaf] for trial in trials)
+    x_field, y_field = _x_and_line(trials, discrete_fields(trials, searched))
+    columns = drawing.in_order(trial.values[x_field] for trial in trials)
+    rows = drawing.in_order(trial.values[y_field] for trial in trials)
     figure, axes = drawing.new_figure(3 + 1.25 * len(columns), 2.4 + 0.9 * len(rows))
     axes.grid(visible=False)
     cells: dict[tuple[int, int], list[Trial]] = {}
     scores = np.full((len(rows), len(columns)), np.nan)
     for trial in ranking(trials, budget_tokens):
-        column, row = columns.index(trial.values[x_leaf]), rows.index(trial.values[y_leaf])
+        column, row = columns.index(trial.values[x_field]), rows.index(trial.values[y_field])
         cells.setdefault((column, row), []).append(trial)
         score = _full_score(cells[column, row][0], budget_tokens)
         scores[row, column] = np.nan if score is None else score
@@ -206,8 +205,8 @@ def heat_map_figure(
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9, **look)
     axes.set_xticks(np.arange(len(columns)) + 0.5, [value_label(value) for value in columns])
     axes.set_yticks(np.arange(len(rows)) + 0.5, [value_label(value) for value in rows])
-    axes.set_xlabel(drawing.leaf_label(x_leaf))
-    axes.set_ylabel(drawing.leaf_label(y_leaf))
+    axes.set_xlabel(drawing.field_label(x_field))
+    axes.set_ylabel(drawing.field_label(y_field))
     axes.set_title(f"Final {OBJECTIVES[objective][0]}; hatched: fewer tokens")
     if len(full):
         label = drawing.objective_label(objective, budget_tokens).replace(" (", "\n(")
@@ -232,8 +231,8 @@ def _outcome(trial: Trial, budget_tokens: int) -> str:
     return f"{trial.score:.4f}" + (f", {trial.state} at {share:.0%}" if share < 1 else "")
 
 
-def discrete_leaves(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
-    """The leaves among `names` that have few values: no numbers, or numbers that come repeatedly."""
+def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
+    """The fields among `names` that have few values: no numbers, or numbers that come repeatedly."""
     found = []
     for name in names:
         values = drawing.in_order(trial.values[name] for trial in trials)
@@ -244,12 +243,12 @@ def discrete_leaves(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
 
 
 def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
-    """The leaf of the x axis, and the one with a line (or row) for each value, "" if there is none."""
+    """The field of the x axis, and the one with a line (or row) for each value, "" if there is none."""
     numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
-    x_leaf = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
-    others = discrete_leaves(trials, [name for name in names if name != x_leaf])
+    x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
+    others = discrete_fields(trials, [name for name in names if name != x_field])
     batch = "global_batch_tokens"
-    return x_leaf, batch if batch in others else next(iter(others), "")
+    return x_field, batch if batch in others else next(iter(others), "")
 
 
 def _full_score(trial: Trial, budget_tokens: int) -> float | None:

@@ -79,15 +79,15 @@ def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
     Unknown values are empty; so is the rank of a failed trial and of an objective that is not finite.
     """
-    leaves = _leaf_names(trials)
+    fields = _field_names(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("tokens_seen", "tokens_per_s", "elapsed_s")
-    writer.writerow(["trial", "state", "rank", objective, *measured, *leaves, "run_dir", "error"])
+    writer.writerow(["trial", "state", "rank", objective, *measured, *fields, "run_dir", "error"])
     for rank, trial in enumerate(ranking(trials, budget_tokens), 1):
         ranked = [trial.name, trial.state, "" if trial.score is None else rank, trial.objective]
         numbers = [getattr(trial, name) for name in measured]
-        values = [_plain(trial.values[n]) if n in trial.values else "" for n in leaves]
+        values = [_plain(trial.values[n]) if n in trial.values else "" for n in fields]
         writer.writerow([*ranked, *numbers, *values, trial.run_dir, trial.error])
     return text.getvalue()
 
@@ -109,7 +109,7 @@ def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> 
 def _table(
     trials: Sequence[Trial], objective: str, budget_tokens: int, ranks: bool = False
 ) -> list[str]:
-    leaves = _leaf_names(trials)
+    fields = _field_names(trials)
     rows = []
     for rank, trial in enumerate(trials, 1):
         row = [
@@ -121,11 +121,11 @@ def _table(
             f"{trial.tokens_seen / budget_tokens:.0%}",
             "-" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",
             "-" if trial.elapsed_s is None else duration(trial.elapsed_s),
-            *(value_text(trial.values[n]) if n in trial.values else "-" for n in leaves),
+            *(value_text(trial.values[n]) if n in trial.values else "-" for n in fields),
         ]
         rows.append(row if ranks else row[1:])
     names = ["rank"] * ranks + ["trial", "state"]
-    return _table_lines(names, [objective, "tokens", "share", "tokens/s", "time", *leaves], rows)
+    return _table_lines(names, [objective, "tokens", "share", "tokens/s", "time", *fields], rows)
 
 
 def _table_lines(
@@ -158,7 +158,7 @@ def _best_text(best: Trial | None, objective: str) -> str:
     return f" | best {best.name}: {objective} {_objective_text(best)} at {tokens} tokens"
 
 
-def _leaf_names(trials: Iterable[Trial]) -> list[str]:
+def _field_names(trials: Iterable[Trial]) -> list[str]:
     return list(dict.fromkeys(name for trial in trials for name in trial.values))
 
 

@@ -14,14 +14,14 @@ from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, ex
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections about places, resources and how the objective is measured."""
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
-"""Leaves of other sections that make losses incomparable."""
+"""Fields of other sections that make losses incomparable."""
 
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
-"""Leaves that may change in the middle of a trial: not shapes, batches or the schedule's form."""
+"""Fields that may change in the middle of a trial: not shapes, batches or the schedule's form."""
 
 
 def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
-    """Refuse leaves that cannot differ between trials, and a space that searches nothing."""
+    """Refuse fields that cannot differ between trials, and a space that searches nothing."""
     for name, domain in space.items():
         if name in overrides:
             raise ConfigError(
@@ -79,7 +79,7 @@ def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens
 
 
 def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> None:
-    """Refuse to mutate leaves that cannot change mid-trial, directly or through an expression."""
+    """Refuse to mutate fields that cannot change mid-trial, directly or through an expression."""
     for name in mutate:
         if name not in MUTABLE:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The search space: a domain for every leaf that differs between trials.
+"""The search space: a domain for every field of the configuration that differs between trials.
 
 A domain is a mapping with one key:
 
@@ -7,7 +7,7 @@ A domain is a mapping with one key:
     uniform: [low, high]         a number between them, drawn
     loguniform: [low, high]      a number between them, drawn with a uniform logarithm
     randint: [low, high]         a whole number, drawn; both ends are possible
-    expression: "peak_lr / 10"   computed from other leaves of the trial
+    expression: "peak_lr / 10"   computed from other fields of the trial
 
 Nothing in a sweep file is run as code: an expression is arithmetic on floats with five functions, and
 anything else in it is refused before it is evaluated.
@@ -42,7 +42,7 @@ class _Domain(BaseModel):
 
 
 class Searched(_Domain):
-    """A domain of values that are searched, not computed from other leaves."""
+    """A domain of values that are searched, not computed from other fields."""
 
     @property
     def extremes(self) -> tuple[Any, ...]:
@@ -96,13 +96,13 @@ class RandInt(Searched):
 
 
 class Expression(_Domain):
-    """A value that is computed from other leaves."""
+    """A value that is computed from other fields."""
 
     expression: str
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the leaves that it uses.
+        """Names of the fields that it uses.
 
         Raises:
             ConfigError: it is not an arithmetic expression.
@@ -156,14 +156,14 @@ KINDS: dict[str, type[Domain]] = {
 }
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
-    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
-    **{ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos},
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., float]] = {
-    **{"min": min, "max": max, "sqrt": math.sqrt, "log": math.log},
+    "min": min, "max": max, "sqrt": math.sqrt, "log": math.log,
     "round": lambda number: float(round(number)),
-}
+}  # fmt: skip
 _NODES = (ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load, *_OPERATORS)
 
 
@@ -190,27 +190,27 @@ class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
         return value
 
 
-def leaf_value(name: str, raw: Any) -> Any:
-    """The value with the leaf's type: YAML reads `1e-3` as text, which is a number for some leaves.
+def field_value(name: str, raw: Any) -> Any:
+    """The value with the field's type: YAML reads `1e-3` as text, which is a number for some fields.
 
     Raises:
-        ConfigError: no leaf has this name, or it cannot have this value.
+        ConfigError: no field has this name, or it cannot have this value.
     """
     field_section(name)
-    leaf = FIELDS[name][1]
-    kind = cast(Any, Annotated[leaf.annotation, leaf])
+    field = FIELDS[name][1]
+    kind = cast(Any, Annotated[field.annotation, field])
     try:
         return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(raw)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise ConfigError(f"{name}={raw!r}: {reason} ({leaf.description})") from None
+        raise ConfigError(f"{name}={raw!r}: {reason} ({field.description})") from None
 
 
 def parse_domain(name: str, raw: Any) -> Domain:
-    """The domain of a leaf, from its text in a sweep file.
+    """The domain of a field, from its text in a sweep file.
 
     Raises:
-        ConfigError: unknown leaf or kind of domain, or values that the leaf cannot have.
+        ConfigError: unknown field or kind of domain, or values that the field cannot have.
     """
     field_section(name)
     if isinstance(raw, Domain):
@@ -229,7 +229,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
         return _expression(name, argument)
     if not isinstance(argument, list | tuple) or not argument:
         raise ConfigError(f"{kind} of {name} has no values: {argument!r}; write a list")
-    values = tuple(leaf_value(name, value) for value in argument)
+    values = tuple(field_value(name, value) for value in argument)
     if kind in ("grid", "choice"):
         if len(set(values)) < len(values):
             raise ConfigError(f"{kind} of {name} has a value twice: {list(values)}; leave one out")
@@ -269,7 +269,7 @@ def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
 
 
 def number_type(name: str) -> type[int] | type[float] | None:
-    """int or float if the leaf can be such a number, else None."""
+    """int or float if the field can be such a number, else None."""
     annotation = FIELDS[name][1].annotation
     types = typing.get_args(annotation) or (annotation,)
     return int if int in types else float if float in types else None
@@ -291,15 +291,15 @@ def expression_order(space: Mapping[str, Domain]) -> list[str]:
 
 
 def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values (all leaves and `budget_tokens`) with those of the expressions; integers are rounded.
+    """The values (all fields and `budget_tokens`) with those of the expressions; integers are rounded.
 
     Raises:
-        ConfigError: an expression has no value, or one that its leaf cannot have.
+        ConfigError: an expression has no value, or one that its field cannot have.
     """
     values = dict(values)
     for name in expression_order(space):
         domain = space[name]
         assert isinstance(domain, Expression)
         value = domain.value(values)
-        values[name] = leaf_value(name, round(value) if number_type(name) is int else value)
+        values[name] = field_value(name, round(value) if number_type(name) is int else value)
     return values

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
-from raytrain_gpt.config.schema import FIELDS, Config, suggestion
+from raytrain_gpt.config.schema import FIELDS, Config, Strict, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
-from raytrain_gpt.sweep.space import Domain, Searched, leaf_value, parse_domain
+from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
 
 SWEEP_FLAGS = (
     "sweep_name",
@@ -34,7 +34,7 @@ SWEEP_FLAGS = (
     "max_concurrent_trials",
     "sweep_seed",
 )
-"""Fields that can be set on the command line, besides all leaves."""
+"""Fields that can be set on the command line, besides all of the configuration."""
 DECIDED = {
     "max_steps": "set budget_tokens",
     "eval_every_steps": "set report_every_tokens",
@@ -42,16 +42,10 @@ DECIDED = {
     "run_name": "set sweep_name",
     "resume": "trials always resume, and `tune --resume` continues a sweep",
 }
-"""Leaf that the sweep sets in every trial -> what to do instead of setting it."""
+"""Field that the sweep sets in every trial -> what to do instead of setting it."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class Base(_Strict):
+class Base(Strict):
     """The configuration that trials start from."""
 
     preset: str | None = None
@@ -76,13 +70,13 @@ class Base(_Strict):
         return load_config_file(Path(str(self.config)))
 
 
-class NoScheduler(_Strict):
+class NoScheduler(Strict):
     """Every trial gets its whole budget."""
 
     kind: Literal["none"] = "none"
 
 
-class Asha(_Strict):
+class Asha(Strict):
     """Asynchronous successive halving (Li et al., 2020): the best 1/reduction_factor pass each rung.
 
     Rungs are grace_tokens · reduction_factor^k, so trials report at all of them if at the first one.
@@ -95,31 +89,31 @@ class Asha(_Strict):
     """One of this many trials continues at each rung."""
 
 
-class Pbt(_Strict):
+class Pbt(Strict):
     """Population-based training (Jaderberg et al., 2017): bad trials become changed copies of good ones."""
 
     kind: Literal["pbt"]
     perturb_every_tokens: int = Field(ge=1)
     """Tokens between comparisons of all trials."""
     mutate: tuple[str, ...] = Field(min_length=1)
-    """Leaves of the space that a copy changes."""
+    """Fields of the space that a copy changes."""
     quantile_fraction: float = Field(0.25, gt=0, le=0.5)
     """Share of trials that count as good, and as bad."""
     resample_probability: float = Field(0.25, ge=0, le=1)
-    """Probability that a changed leaf is drawn again instead of moved a little."""
+    """Probability that a changed field is drawn again instead of moved a little."""
 
 
-class Sweep(_Strict):
+class Sweep(Strict):
     """A whole sweep file."""
 
     sweep_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Name of the sweep and its directory; default: the file's name."""
     base: Base
     """The configuration that trials start from: {preset: NAME} or {config: FILE}."""
-    overrides: dict[str, Any] = {}
-    """Leaf -> its value in all trials."""
-    space: dict[str, Domain] = {}
-    """Leaf -> domain of its values."""
+    overrides: dict[str, Any] = Field({})
+    """Field -> its value in all trials."""
+    space: dict[str, Domain] = Field({})
+    """Field -> domain of its values."""
     objective: Literal["val/loss", "val/perplexity", "val/bits_per_byte"] = "val/loss"
     """What is minimised."""
     budget_tokens: int = Field(ge=1)
@@ -131,7 +125,7 @@ class Sweep(_Strict):
     max_concurrent_trials: int | None = Field(None, ge=1)
     """Trials that run at the same time; null: as many as fit."""
     sweep_seed: int = Field(0, ge=0)
-    """Seed of the values drawn; the seed of training is the leaf seed."""
+    """Seed of the values drawn; the seed of training is the field seed."""
     scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
     """Which trials are stopped or copied: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
     searcher: Literal["random", "optuna"] = "random"
@@ -141,14 +135,14 @@ class Sweep(_Strict):
     @classmethod
     def _known_values(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
-            raise ValueError(f"overrides are leaf: value, not {raw!r}")
-        return {name: leaf_value(str(name), value) for name, value in raw.items()}
+            raise ValueError(f"overrides are field: value, not {raw!r}")
+        return {name: field_value(str(name), value) for name, value in raw.items()}
 
     @field_validator("space", mode="before")
     @classmethod
     def _known_domains(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
-            raise ValueError(f"space is leaf: domain, not {raw!r}")
+            raise ValueError(f"space is field: domain, not {raw!r}")
         return {name: parse_domain(str(name), domain) for name, domain in raw.items()}
 
     @model_validator(mode="after")
@@ -177,7 +171,7 @@ class Sweep(_Strict):
 
     @property
     def searched(self) -> list[str]:
-        """Leaves of the space that are not computed from others, in the file's order."""
+        """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]
 
 
@@ -185,8 +179,8 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
     """The sweep of a file.
 
     Args:
-        flags: Values as text that win over the file's: fields in SWEEP_FLAGS, or leaves, which
-            become overrides. `null` is None.
+        flags: Values as text that win over the file's: of SWEEP_FLAGS, or of fields of the
+            configuration, which become overrides. `null` is None.
 
     Raises:
         ConfigError: the file is missing, not YAML, or asks for something impossible.

@@ -230,7 +230,7 @@ class SweepRun:
             scheduler = Population(sweep, pbt)
             synced = scheduler.tell(begun[n][0] if n in begun else 0 for n in names)
             for name, report in reports.items():
-                values[name] = {leaf: report["values"][leaf] for leaf in sweep.searched}
+                values[name] = {one: report["values"][one] for one in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))
         return _Remaining(scheduler, names, begun, [values[name] for name in names])
 
@@ -277,9 +277,9 @@ class SweepRun:
         files |= sweep_plots(trials, sweep.searched, objective, budget_tokens)
         best, metrics = best_trial(trials, budget_tokens), {}
         if best is not None:
-            values = {leaf: best.values[leaf] for leaf in sweep.searched}
+            values = {name: best.values[name] for name in sweep.searched}
             config = trial_config(sweep, self._base, values)
-            # Leaves that the sweep changes for its own sake are as base and overrides have them.
+            # Fields that the sweep changes for its own sake are as base and overrides have them.
             given = sweep.base.load().field_values() | sweep.overrides
             own = ("num_workers", "cpus_per_worker", "spike_detection")
             config = config.updated({name: given[name] for name in own})

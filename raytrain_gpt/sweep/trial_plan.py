@@ -29,10 +29,10 @@ NUM_DRAWS_CHECKED = 100
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
-    """Searched leaf -> value for every trial, a pure function of the file.
+    """Searched field -> value for every trial, a pure function of the file.
 
     Every point of the grid gets the same draws, so that points are compared at equal draws. More
-    trials do not change the first ones, and a new leaf does not change the draws of the others. Empty
+    trials do not change the first ones, and a new field does not change the draws of the others. Empty
     for Optuna, whose values depend on losses.
     """
     if sweep.searcher == "optuna":
@@ -54,20 +54,20 @@ def num_trials(sweep: Sweep) -> int:
 def base_config(sweep: Sweep) -> Config:
     """The configuration that trials share: base, overrides and what the sweep decides.
 
-    Searched leaves have the first trial's values (Optuna: the low ends of their domains).
+    Searched fields have the first trial's values (Optuna: the low ends of their domains).
 
     Raises:
         ConfigError: it is not possible, or tokens are not whole steps of every batch in the space.
     """
-    leaves = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
-    leaves |= {"run_name": sweep.sweep_name, "resume": "auto"}
-    if leaves["eval_mode"] == "async":
+    fields = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
+    fields |= {"run_name": sweep.sweep_name, "resume": "auto"}
+    if fields["eval_mode"] == "async":
         raise ConfigError(
             "eval_mode=async has no use in a sweep, whose trials pause at every evaluation; set "
             "eval_mode to inline in overrides"
         )
     batch = sweep.space.get("global_batch_tokens")
-    batches = batch.extremes if isinstance(batch, Searched) else (leaves["global_batch_tokens"],)
+    batches = batch.extremes if isinstance(batch, Searched) else (fields["global_batch_tokens"],)
     unit = math.lcm(*batches)
     for name in ("budget_tokens", "report_every_tokens"):
         tokens = getattr(sweep, name)
@@ -77,11 +77,11 @@ def base_config(sweep: Sweep) -> Config:
                 f"tokens; nearest: {nearest_multiples(tokens, unit)}"
             )
     lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}
-    return _settled(sweep, leaves, next(iter(planned_trials(sweep)), lowest))
+    return _settled(sweep, fields, next(iter(planned_trials(sweep)), lowest))
 
 
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration of the trial with these values for the searched leaves, without a name.
+    """The configuration of the trial with these values for the searched fields, without a name.
 
     Raises:
         ConfigError: these values are not possible together.
@@ -92,8 +92,8 @@ def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Confi
 
 def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """All values that define a trial, searched or tied to those, in the file's order."""
-    leaves = config.field_values()
-    return {name: values.get(name, leaves[name]) for name in sweep.space}
+    fields = config.field_values()
+    return {name: values.get(name, fields[name]) for name in sweep.space}
 
 
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
@@ -121,15 +121,15 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     return configs[: len(trials)]
 
 
-def _settled(sweep: Sweep, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
-    """Leaves with a trial's values, its steps and expressions, validated together."""
-    leaves = {**leaves, **values}
-    steps = sweep.budget_tokens // leaves["global_batch_tokens"]
-    every = sweep.report_every_tokens // leaves["global_batch_tokens"]
-    leaves |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
+def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
+    """Fields with a trial's values, its steps and expressions, validated together."""
+    fields = {**fields, **values}
+    steps = sweep.budget_tokens // fields["global_batch_tokens"]
+    every = sweep.report_every_tokens // fields["global_batch_tokens"]
+    fields |= {"max_steps": steps, "eval_every_steps": every, "checkpoint_every_steps": every}
     with _naming(values):
-        leaves = with_expressions(sweep.space, leaves | {"budget_tokens": sweep.budget_tokens})
-        return Config().updated({name: leaves[name] for name in FIELDS})
+        fields = with_expressions(sweep.space, fields | {"budget_tokens": sweep.budget_tokens})
+        return Config().updated({name: fields[name] for name in FIELDS})
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def _naming(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
-    """A value for each leaf that is drawn.
+    """A value for each field that is drawn.
 
     Uses only `random()` and text seeds, which give the same numbers in all versions of Python.
     """

@@ -25,7 +25,7 @@ class Trial:
     """Its number in the sweep, `000`."""
     state: State = "pending"
     values: dict[str, Any] = field(default_factory=dict)
-    """Leaf -> value of everything searched or tied to it, in the sweep file's order."""
+    """Field -> value of everything searched or tied to it, in the sweep file's order."""
     objective: float | None = None
     """The newest evaluation's value."""
     tokens_seen: int = 0
@@ -83,7 +83,7 @@ def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
 
 
 def value_text(value: Any) -> str:
-    """A leaf's value, short: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
+    """A field's value, short: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, int):

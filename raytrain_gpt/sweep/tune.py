@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ray
 import yaml
 
 from raytrain_gpt.cluster.capacity import fit_to_cluster
-from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
@@ -25,8 +24,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA, existing_data, make_default_data
+from raytrain_gpt.train.launch import make_default_data, with_existing_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -35,16 +33,16 @@ BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
 HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
-"""Leaves that do not change the loss of any trial."""
+"""Fields that do not change the loss of any trial."""
 
 
 def run_sweep(
-    sweep: Sweep, *, goes_on: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
+    sweep: Sweep, *, resume: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 
     Args:
-        goes_on: Continue the sweep if it has started before; else that is an error.
+        resume: Continue the sweep if it has started before; else that is an error.
         train_loop: What every worker of every trial runs; tests inject faults here.
 
     Raises:
@@ -53,14 +51,10 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base = one_worker_for_auto(base_config(sweep))
-        is_default_data = base.data.data_path == DEFAULT_DATA
-        base = preflight.absolute_paths(base)
-        data = existing_data(base, is_default_data)
+        base, data = with_existing_data(one_worker_for_auto(base_config(sweep)))
         directory = location(base, base.run.storage_path) / sweep.sweep_name
-        check_known(sweep, base, directory, goes_on)
-        resources = connect(cpus_to_start(sweep, base))
-        try:
+        check_known(sweep, base, directory, resume)
+        with connected(cpus_to_start(sweep, base)) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
@@ -71,9 +65,6 @@ def run_sweep(
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)
                 return sweep_run.run(at_once, signals, lease, train_loop)
-        finally:
-            if resources.ours:
-                ray.shutdown()
 
 
 def to_yaml(sweep: Sweep) -> str:
@@ -81,7 +72,7 @@ def to_yaml(sweep: Sweep) -> str:
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) -> None:
+def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
     """Check that a sweep neither overwrites another one's results nor continues it as a different one.
 
     Raises:
@@ -92,7 +83,7 @@ def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) 
     file = directory / SWEEP_FILE
     if not file.is_file():
         return
-    if not goes_on:
+    if not resume:
         raise ConfigError(
             f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
@@ -103,11 +94,11 @@ def check_known(sweep: Sweep, base: Config, directory: Location, goes_on: bool) 
         for key in now
         if before.get(key) != now.get(key) and key not in MAY_CHANGE
     ]
-    leaves = parse_config(
+    fields = parse_config(
         yaml.safe_load((directory / BASE_FILE).read_text()), BASE_FILE
     ).field_values()
-    differs = changed_fields(leaves, base.field_values())
-    changed += [f"{leaf} {values}" for leaf, values in differs.items() if leaf not in HARMLESS]
+    differs = changed_fields(fields, base.field_values())
+    changed += [f"{name} {values}" for name, values in differs.items() if name not in HARMLESS]
     if changed:
         raise ConfigError(
             f"sweep {sweep.sweep_name} cannot continue with changed {', '.join(changed)}; restore it, or "

@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ray
-
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
-from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
@@ -25,6 +25,7 @@ from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
 DEFAULT_DATA = "data/stdlib"
+DEFAULT_TOKENIZER = "bytes"
 
 Log = Callable[[str], None]
 
@@ -56,35 +57,38 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    is_default_data = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config)
-    data = existing_data(config, is_default_data)
-    resources = connect(cpus_to_start(config))
-    try:
+    config, data = with_existing_data(config)
+    with connected(cpus_to_start(config)) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
-    finally:
-        if resources.ours:
-            ray.shutdown()
 
 
-def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
-    """What is trained on; None if it is DEFAULT_DATA and has to be prepared first.
+def with_existing_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
+    """The configuration with absolute paths, and its data; None: DEFAULT_DATA, not prepared yet.
 
     Raises:
-        ConfigError: a dataset of several has no weight.
+        ConfigError: a dataset of several has no weight, or a path of a submitted job is relative.
         DataError: other data is missing, or cannot be mixed.
     """
-    if is_default_data and not data_is_there(config):
-        return None
-    return data_of(config)
+    is_default_data = config.data.data_path == DEFAULT_DATA
+    config = preflight.absolute_paths(config)
+    return config, None if is_default_data and not data_is_there(config) else data_of(config)
+
+
+def expected_vocab_size(config: Config) -> int:
+    """Vocabulary size of the data, or what it will probably be where the data is not there yet."""
+    if data_is_there(config):
+        return data_of(config).vocab_size
+    if config.data.data_path == DEFAULT_DATA:
+        return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
+    return GPT2_VOCAB_SIZE
 
 
 def make_default_data(config: Config, log: Log) -> Mixture:
     """Prepare DEFAULT_DATA on the connected cluster."""
     (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
-    prepare([STDLIB], data, "bytes", log=log)
+    prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log)
     return data_of(config)
 
 
@@ -97,10 +101,6 @@ def prepare_dataset(
         UserError: a source, the tokenizer or the directory cannot be used.
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
-    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
-        resources = connect(num_cpus_needed=0)
-        try:
-            return prepare(sources, directory, tokenizer, log=log, **options)
-        finally:
-            if resources.ours:
-                ray.shutdown()
+    signals = StopSignals("interrupted; finished shards are kept, the same command goes on")
+    with signals, connected(num_cpus_needed=0):
+        return prepare(sources, directory, tokenizer, log=log, **options)

@@ -6,11 +6,10 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import TypeVar
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import Config, ConfigT
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
@@ -28,8 +27,6 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-
-C = TypeVar("C", bound=Config)
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
@@ -124,7 +121,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
         )
 
 
-def absolute_paths(config: C) -> C:
+def absolute_paths(config: ConfigT) -> ConfigT:
     """The configuration with every path absolute.
 
     Raises:

@@ -18,6 +18,7 @@ from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
+from tests.conftest import RaisesLine
 
 
 def config(**values: object) -> Config:
@@ -104,6 +105,11 @@ def test_fewer_workers_start_where_that_is_allowed() -> None:
     assert fitted.cluster.num_workers == 6
     with pytest.raises(ConfigError, match="no number of workers from 5 to 5"):
         fit_to_cluster(config(num_workers=6, min_workers=5), small)
+
+
+def test_a_minimum_above_all_that_auto_finds_is_one_line(raises_line: RaisesLine) -> None:
+    with raises_line(ConfigError, "min_workers=4 is above num_workers=2; set min_workers"):
+        fit_to_cluster(config(min_workers=4), given(Node(8, 2)))
 
 
 def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:

@@ -50,6 +50,8 @@ def test_a_wrong_value_is_one_line_with_the_limit_and_the_help(raises_line: Rais
         parsed(RunsOptions, "shew")
     with raises_line(ConfigError, "seed=x: must be a valid integer"):
         SamplingOptions(seed="x")
+    with raises_line(ConfigError, "unknown option top_q; did you mean top_p?", "temperature"):
+        SamplingOptions(top_q=0.9)
 
 
 def test_fields_of_the_configuration_win_over_the_preset_and_make_the_same_train_command() -> None:

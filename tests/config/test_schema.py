@@ -23,12 +23,12 @@ REFERENCE = {
 }
 
 
-def test_leaf_names_are_unique_over_all_sections() -> None:
+def test_field_names_are_unique_over_all_sections() -> None:
     names = [name for _, section in Config() for name in type(section).model_fields]
     assert len(names) == len(set(names)) == len(FIELDS)
 
 
-def test_the_leaves_that_others_rely_on_are_there() -> None:
+def test_the_fields_that_others_rely_on_are_there() -> None:
     relied_on = {
         "model": "num_layers num_heads embd_size dropout init_from",
         "data": "data_path seq_len",
@@ -45,7 +45,7 @@ def test_the_leaves_that_others_rely_on_are_there() -> None:
             assert FIELDS[name][0] == section
 
 
-def test_every_leaf_says_why_it_exists() -> None:
+def test_every_field_says_why_it_exists() -> None:
     assert all(field.description for _, field in FIELDS.values())
 
 
@@ -71,7 +71,7 @@ def test_a_configuration_is_frozen() -> None:
         Config().train.seed = 5  # type: ignore[misc]
 
 
-def test_an_update_replaces_leaves_and_keeps_the_rest() -> None:
+def test_an_update_replaces_fields_and_keeps_the_rest() -> None:
     config = Config().updated({"seq_len": 64})
     changed = config.updated({"peak_lr": 5e-4, "num_workers": 3})
     assert (changed.optim.peak_lr, changed.cluster.num_workers) == (5e-4, 3)
@@ -193,7 +193,7 @@ def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
 
 
 def ways_out(message: str) -> dict[str, list[int]]:
-    """Leaf -> the values that a message proposes."""
+    """Field -> the values that a message proposes."""
     nearest = message.split("nearest: ")[1]
     found = re.findall(r"(\w+) ((?:\d+, )*\d+)", nearest)
     return {name: [int(value) for value in values.split(", ")] for name, values in found}
@@ -281,7 +281,7 @@ def test_what_is_safe_on_resume_is_no_maths() -> None:
     assert harmless <= SAFE_ON_RESUME
 
 
-def test_sections_and_leaves_have_different_names() -> None:
+def test_sections_and_fields_have_different_names() -> None:
     assert not set(FIELDS) & set(Config.model_fields)
     assert parse_config({}, "nothing") == Config()
 

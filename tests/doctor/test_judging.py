@@ -28,15 +28,8 @@ from raytrain_gpt.doctor.bench import (
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.head_probe import HeadFacts, ask_head, judge_head, judge_token
 from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, local_versions
-from raytrain_gpt.doctor.rank_probe import (
-    AllReduceFacts,
-    DeviceFacts,
-    GroupFacts,
-    RankIds,
-    judge_all_reduce,
-    judge_devices,
-    judge_sequences,
-)
+from raytrain_gpt.doctor.rank_findings import judge_all_reduce, judge_devices, judge_sequences
+from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def test_auto_is_counted_for_the_device() -> None:
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (1, "full")
     _, found = answer(auto, Facts(), print)
     assert (found.micro_batch_sequences, found.activation_checkpointing) == (2, "none")
+
+
+def test_the_quickstarts_data_has_bytes_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, found = answer(load_preset("quickstart"), Facts(), print)
+    assert found.num_parameters == 850_688
+    _, found = answer(load_preset("quickstart").updated({"data_path": "other"}), Facts(), print)
+    assert found.num_parameters == 850_688 + (50_304 - 320) * 128
 
 
 def test_sharding_makes_room_for_larger_models() -> None:

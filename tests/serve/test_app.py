@@ -120,6 +120,9 @@ def test_another_page_of_the_browser_cannot_call(ask: Ask) -> None:
     """It may send a form or plain text to any address, or give this one a name of its own."""
     plain = ask("POST", "/v1/completions", content="{}", headers={"Content-Type": "text/plain"})
     assert "application/json" in message(plain, 415)
+    named = {"Content-Type": "Application/JSON; charset=utf-8"}
+    named_otherwise = ask("POST", "/v1/completions", content="{}", headers=named)
+    assert "prompt is missing" in message(named_otherwise, 400)
     for path in ("/", "/health", "/v1/models"):
         wrong = ask("GET", path, headers={"Host": "rebound.example:8000", "Origin": "http://x"})
         assert "rebound.example" in message(wrong, 403)

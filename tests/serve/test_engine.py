@@ -22,7 +22,7 @@ SHAPE = GPTShape(num_layers=1, num_heads=2, embd_size=16, seq_len=64, vocab_size
 def weights(seed: int) -> Weights:
     model = GPT(SHAPE)
     model.init_weights(seed)
-    return Weights("small", seed, None, 0, model, TOKENIZER)
+    return Weights("small", seed, None, 0, model, TOKENIZER, "hash")
 
 
 def job(of: Weights, length: int, index: int = 0, prompt: Sequence[int] = b"ab") -> Job:

@@ -26,7 +26,7 @@ def weights(longest_token: bytes) -> Weights:
         "small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     model = GPT(GPTShape(1, 2, 16, CONTEXT_TOKENS, 258))
-    return Weights("small", 1, None, 0, model, tokenizer)
+    return Weights("small", 1, None, 0, model, tokenizer, "hash")
 
 
 def test_a_text_that_cannot_fit_is_not_encoded() -> None:

@@ -30,6 +30,14 @@ def test_a_port_that_is_taken_is_named(raises_line: RaisesLine, taken: int) -> N
         check_can_listen(ServeOptions(port=taken))
 
 
+def test_a_host_that_no_machine_can_have_is_named(
+    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "some-key")
+    with raises_line(ConfigError, "cannot listen on aaaa", "label", "--host"):
+        check_can_listen(ServeOptions(host="a" * 64))
+
+
 def test_others_may_reach_it_only_with_a_key(
     raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def pictures_of(trials: list[Trial], space: list[str], monkeypatch: pytest.Monke
     return set(sweep_plots(trials, space, "val/loss", BUDGET))
 
 
-def test_a_heat_map_needs_two_leaves_whose_values_come_again(
+def test_a_heat_map_needs_two_fields_whose_values_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rates = [trial(i, {"peak_lr": lr}) for i, lr in enumerate(LRS)]
@@ -198,7 +198,7 @@ def test_without_a_rate_the_first_number_is_the_axis_else_names_side_by_side() -
     assert [label.get_text() for label in axes.get_xticklabels()] == ["wsd", "cosine"]
 
 
-def test_points_are_not_joined_where_another_leaf_varies_freely() -> None:
+def test_points_are_not_joined_where_another_field_varies_freely() -> None:
     rates = [1e-3, 1.3e-3, 2.1e-3, 4.7e-3]
     trials = [trial(i, {"peak_lr": r, "dropout": 0.013 * i}) for i, r in enumerate(rates)]
     assert lines(loss(trials, ["peak_lr", "dropout"]).axes[0], "series") == []

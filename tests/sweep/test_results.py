@@ -210,7 +210,7 @@ def test_results_csv_reads_back() -> None:
     assert math.isnan(float(found["005"]["val/loss"]))
 
 
-def test_results_csv_has_every_leaf_though_a_pending_trial_has_no_values() -> None:
+def test_results_csv_has_every_field_though_a_pending_trial_has_no_values() -> None:
     some = [trial(0, schedule="wsd", compile=True), Trial("001")]
     rows = list(csv.DictReader(io.StringIO(results_csv(some, "val/loss", BUDGET))))
     assert (rows[0]["schedule"], rows[0]["compile"]) == ("wsd", "true")

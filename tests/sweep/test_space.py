@@ -21,7 +21,7 @@ from raytrain_gpt.sweep.space import (
     RandInt,
     Uniform,
     expression_order,
-    leaf_value,
+    field_value,
     parse_domain,
     with_expressions,
 )
@@ -44,9 +44,9 @@ FRACTIONS = st.floats(0, 1)
         ("hang_timeout_s", "1e2", 100.0),
     ],
 )
-def test_a_value_becomes_what_its_leaf_has(name: str, raw: Any, value: Any) -> None:
-    assert leaf_value(name, raw) == value
-    assert type(leaf_value(name, raw)) is type(value)
+def test_a_value_becomes_what_its_field_has(name: str, raw: Any, value: Any) -> None:
+    assert field_value(name, raw) == value
+    assert type(field_value(name, raw)) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_value_becomes_what_its_leaf_has(name: str, raw: Any, value: Any) -> N
         ("peek_lr", 1e-3, ["unknown", "peek_lr", "did you mean peak_lr?"]),
     ],
 )
-def test_a_value_that_its_leaf_cannot_have_is_one_line(
+def test_a_value_that_its_field_cannot_have_is_one_line(
     name: str, raw: Any, words: list[str], raises_line
 ) -> None:
     with raises_line(ConfigError, *words):
-        leaf_value(name, raw)
+        field_value(name, raw)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +302,6 @@ def test_a_circle_of_expressions_is_one_line(
         expression_order(space)
 
 
-def test_a_value_that_its_leaf_cannot_have_is_refused_when_it_is_worked_out(raises_line) -> None:
+def test_a_value_that_its_field_cannot_have_is_refused_when_it_is_worked_out(raises_line) -> None:
     with raises_line(ConfigError, "peak_lr=-0.9", "greater than 0"):
         with_expressions({"peak_lr": Expression(expression="dropout - 1")}, {"dropout": 0.1})

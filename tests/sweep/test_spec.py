@@ -49,7 +49,7 @@ def load(tmp_path: Path) -> Load:
     return load_changed
 
 
-def test_fields_and_leaves_have_names_of_their_own() -> None:
+def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
     assert not set(Sweep.model_fields) & set(FIELDS)
     assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
     assert {*DECIDED, *MUTABLE} <= set(FIELDS)
@@ -76,7 +76,7 @@ def test_a_part_with_nothing_below_it_counts_as_left_out(tmp_path: Path) -> None
     assert load_sweep(tmp_path / "small.yaml", {}).overrides == {}
 
 
-def test_values_are_as_their_leaves_have_them(load: Load) -> None:
+def test_values_are_as_their_fields_have_them(load: Load) -> None:
     sweep = load(
         overrides={"weight_decay": "1e-2", "seed": "7"}, space={"peak_lr": {"grid": ["1e-3"]}}
     )
@@ -161,7 +161,7 @@ def test_a_wrong_flag_is_one_line(
         ({"sweep_seed": -1}, ["sweep_seed=-1"]),
         ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
         ({"max_concurrent_trials": 0}, ["max_concurrent_trials=0"]),
-        ({"overrides": ["peak_lr"]}, ["overrides are leaf: value", "peak_lr"]),
+        ({"overrides": ["peak_lr"]}, ["overrides are field: value", "peak_lr"]),
         ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"overrides": {1: 1}}, ["unknown configuration key 1"]),
         ({"overrides": {"num_layers": "abc"}}, ["num_layers='abc'", "integer"]),
@@ -170,7 +170,7 @@ def test_a_wrong_flag_is_one_line(
         ({"space": None}, ["nothing is searched"]),
         ({"space": {}}, ["nothing is searched"]),
         ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["nothing is searched"]),
-        ({"space": "peak_lr"}, ["space is leaf: domain"]),
+        ({"space": "peak_lr"}, ["space is field: domain"]),
         ({"space": {"model": {"num_layers": {"grid": [1]}}}}, ["unknown", "key model"]),
         ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"space": {"peak_lr": {"eval": "1"}}}, ["unknown domain eval of peak_lr"]),

@@ -73,7 +73,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
         overrides={"mlflow_uri": uri, "schedule": "constant"},
     )
     lines: list[str] = []
-    summary = run_sweep(sweep, goes_on=False, log=lines.append, train_loop=breaks_at_one_rate)
+    summary = run_sweep(sweep, resume=False, log=lines.append, train_loop=breaks_at_one_rate)
 
     good, broken, *others = summary.trials
     assert [t.state for t in summary.trials] == ["finished", "failed", "stopped", "stopped"]
@@ -126,7 +126,7 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
         lines: list[str] = []
         space = {"peak_lr": {"grid": [1e-3, 2e-3]}}
         sweep = make_sweep(name, space, steps=10, report=5, overrides=overrides)
-        summary = run_sweep(sweep, goes_on=False, log=lines.append)
+        summary = run_sweep(sweep, resume=False, log=lines.append)
         assert [t.state for t in summary.trials] == ["finished", "finished"]
         return sorted(running(t.run_dir) for t in summary.trials), lines[0]
 
@@ -226,7 +226,7 @@ def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(make_sweep:
 
     wanted = [{"peak_lr": GOOD_LR}, {"peak_lr": IDLE_LR}]
     seed = next(s for s in range(1000) if planned_trials(planned(s)) == wanted)
-    summary = run_sweep(planned(seed), goes_on=False, log=print)
+    summary = run_sweep(planned(seed), resume=False, log=print)
 
     good, copied = summary.trials
     assert good.values["peak_lr"] == GOOD_LR
@@ -249,7 +249,7 @@ def test_optuna_chooses_rates_and_knows_them_when_it_goes_on(make_sweep: MakeSwe
     sweep = make_sweep(
         "chosen", space, steps=10, report=10, num_trials=3, searcher="optuna", sweep_seed=1
     )
-    summary = run_sweep(sweep, goes_on=False, log=print)
+    summary = run_sweep(sweep, resume=False, log=print)
     rates = [trial.values["peak_lr"] for trial in summary.trials]
     assert [trial.state for trial in summary.trials] == ["finished"] * 3
     assert len({*rates}) == 3
@@ -259,7 +259,7 @@ def test_optuna_chooses_rates_and_knows_them_when_it_goes_on(make_sweep: MakeSwe
     kept = [event for event in History(summary.directory).events if event["trial"] != "002"]
     unended = [e for e in kept if (e["trial"], e["event"]) != ("001", "ended")]
     history.write_text("".join(json.dumps(event) + "\n" for event in unended))
-    again = run_sweep(sweep, goes_on=True, log=print)
+    again = run_sweep(sweep, resume=True, log=print)
     assert [t.values["peak_lr"] for t in again.trials][:2] == rates[:2]
     assert [t.objective for t in again.trials][:2] == [t.objective for t in summary.trials][:2]
     assert again.trials[2].state == "finished"
@@ -272,7 +272,7 @@ def test_what_cannot_run_is_said_before_the_first_trial(
     sizes = {"steps": 10, "report": 5}
     many = make_sweep("many", space, **sizes, overrides={"num_workers": 6})
     with pytest.raises(ClusterError, match=r"do not fit the cluster"):
-        run_sweep(many, goes_on=False, log=print)
+        run_sweep(many, resume=False, log=print)
     population = make_sweep(
         "crowd",
         {"peak_lr": {"uniform": [1e-3, 2e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
@@ -281,7 +281,7 @@ def test_what_cannot_run_is_said_before_the_first_trial(
         scheduler={"kind": "pbt", "perturb_every_tokens": 5 * BATCH_TOKENS, "mutate": ["peak_lr"]},
     )
     with pytest.raises(ClusterError, match=r"compares 4 trials at the same time.*room for 3"):
-        run_sweep(population, goes_on=False, log=print)
+        run_sweep(population, resume=False, log=print)
     indivisible = make_sweep(
         "odd",
         {**space, "global_batch_tokens": {"grid": [BATCH_TOKENS, BATCH_TOKENS // 6]}},
@@ -291,9 +291,9 @@ def test_what_cannot_run_is_said_before_the_first_trial(
     with pytest.raises(
         ConfigError, match=r"global_batch_tokens=64 .* does not divide over 3 workers"
     ):
-        run_sweep(indivisible, goes_on=False, log=print)
+        run_sweep(indivisible, resume=False, log=print)
     assert not list(tmp_path.glob("runs/*/trials"))
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="is already a run"):
-        run_sweep(make_sweep("taken", space, **sizes), goes_on=False, log=print)
+        run_sweep(make_sweep("taken", space, **sizes), resume=False, log=print)

@@ -83,7 +83,7 @@ def test_a_plan_is_pure_and_more_of_it_leaves_the_rest_as_it_is(
     assert [{n: t[n] for n in space} for t in planned_trials(wider)] == trials
 
 
-def test_seeds_and_leaves_have_draws_of_their_own() -> None:
+def test_seeds_and_fields_have_draws_of_their_own() -> None:
     space = {name: {"uniform": [0.0, 0.5]} for name in ("dropout", "weight_decay")}
     trials = [
         trial
@@ -259,10 +259,10 @@ def test_what_optuna_may_come_to_is_tried_out_before(
 
 
 def test_a_large_space_is_tried_out_in_part() -> None:
-    leaves = [n for n, (section, _) in FIELDS.items() if section in ("optim", "spikes", "model")]
+    fields = [n for n, (section, _) in FIELDS.items() if section in ("optim", "spikes", "model")]
     space = {
         name: {"choice": [FIELDS[name][1].default]}
-        for name in leaves
+        for name in fields
         if FIELDS[name][1].default is not None
     }
     space |= {f: {"uniform": [0.1, 0.9]} for f in ("beta1", "beta2", "dropout", "decay_fraction")}
