@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import RETRY_FOR_S, Location
 
 STDLIB = "stdlib"
@@ -107,7 +107,7 @@ def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         bad.add(str(path), f"byte {error.start}", "not UTF-8")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
@@ -121,7 +121,7 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
             file = pa.CompressedInputStream(file, compression)
         return io.BufferedReader(file, _READ_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
@@ -157,8 +157,7 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {path} after byte {position} of its text: {error.strerror or error}; "
-            "fix the file"
+            f"cannot read {path} after byte {position} of its text: {reason(error)}; fix the file"
         ) from None
 
 
@@ -196,7 +195,6 @@ def _parquet_documents(
                         yield Document(position, text)
                     position += 1
     except (OSError, pa.ArrowException) as error:
-        why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.location} row {position}: {why}; fix the file or set --text_field"
+            f"{piece.location} row {position}: {reason(error)}; fix the file or set --text_field"
         ) from None

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location, Place, force_to_disk
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
@@ -315,11 +315,6 @@ def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
         else:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
-        raise DataError(f"cannot read row group {index} of {path}: {one_line(error)}") from None
+        raise DataError(f"cannot read row group {index} of {path}: {reason(error)}") from None
     tokens: Tokens = column.combine_chunks().to_numpy()
     return tokens
-
-
-def one_line(error: Exception) -> str:
-    """An error's message on one line, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

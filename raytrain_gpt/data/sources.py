@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import Layout, id_column, read_layout
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
 
@@ -84,7 +84,7 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
             yield from find(source, text_field)
         except OSError as error:
             raise DataError(
-                f"cannot read source {without_query(source)}: {error.strerror or error}"
+                f"cannot read source {without_query(source)}: {reason(error)}"
             ) from None
         return
     root = Path(source)
@@ -199,7 +199,7 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
         with path.open() as file:
             metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        why = " ".join(str(error).split())
+        why = reason(error)
         raise DataError(f"source {path} is not a parquet file: {why}; download it again") from None
     schema = metadata.schema.to_arrow_schema()
     ids = id_column(schema, text_field)

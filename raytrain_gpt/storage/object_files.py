@@ -167,6 +167,14 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def copy_file(self, src: str, dest: str) -> None:
         self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
 
+    def has_ranges(self, path: str) -> bool:
+        """Whether a web server sends parts of a file."""
+        return self._retried(lambda: bool(self.store.has_ranges(path)), "read", path)
+
+    def pinned(self, path: str) -> str:
+        """A path on the hub at the commit that its revision has now."""
+        return self._retried(lambda: str(self.store.pinned(path)), "read", path)
+
     def reader(self, path: str) -> RetriedReader:
         """Random access to an object."""
         source = self._retried(lambda: self.store.open_input_file(path), "read", path)
