@@ -7,7 +7,6 @@ object that never arrived looks written (pyarrow 25).
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -226,10 +225,14 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def fetch(self, path: str, target: Path) -> None:
         """Download an object into a local file, several requests at a time."""
         source = self.reader(path)
-        with target.open("wb") as file, ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
+        target.write_bytes(b"")
 
-            def copy(offset: int) -> None:
-                os.pwrite(file.fileno(), source.read_at(CHUNK_BYTES, offset), offset)
+        def copy(offset: int) -> None:
+            # Not os.pwrite, which writes less than it was given, without an error, when the disk fills up.
+            with target.open("r+b") as file:
+                file.seek(offset)
+                file.write(source.read_at(CHUNK_BYTES, offset))
 
+        with ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
             list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()
