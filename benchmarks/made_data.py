@@ -34,7 +34,7 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int, num_shards: int 
     shards = []
     parts = [("train", i, -(-tokens // num_shards)) for i in range(num_shards)]
     for split, i, amount in [*parts, ("val", 0, 1)]:
-        writer = ShardWriter(directory / f"{split}-{i:05d}.parquet", np.uint16, ROW_GROUP_TOKENS)
+        writer = ShardWriter(directory / f"{split}-{i:05d}.parquet", "uint16", ROW_GROUP_TOKENS)
         for _ in range(-(-amount // WRITE_TOKENS)):
             ids = generator.zipf(1.2, WRITE_TOKENS) % (vocab_size - 1)
             writer.add(ids.astype(np.uint32), 4 * len(ids))

@@ -27,6 +27,7 @@ from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_er
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
+UNFINISHED = ".unfinished"
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -266,8 +267,7 @@ class Location:
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
         """A temporary path that becomes this file once its content is on the disk."""
-        # A random name: a process that was given up on may still write while its successor does.
-        unfinished = self.path.with_name(f"{self.name}.{secrets.token_hex(4)}.unfinished")
+        unfinished = unfinished_path(self.path)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield unfinished
@@ -330,6 +330,12 @@ class Location:
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
         return pafs.PyFileSystem(self._handler), self._key
+
+
+def unfinished_path(path: Path) -> Path:
+    """A name beside a file, for its content until it is complete."""
+    # Random: a process that was given up on may still write while its successor does.
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
 def force_to_disk(path: Path) -> None:

@@ -23,6 +23,7 @@ from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     load_tokenizer,
     read_tokenizer,
+    token_dtype,
     tokenizer_json,
     vocab_hash,
 )
@@ -107,7 +108,7 @@ def write_dataset(
     directory.mkdir(parents=True)
     encoding = load_tokenizer("bytes")
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    dtype = token_dtype(vocab_size)
     generator = np.random.default_rng(seed)
 
     def write_shard(split: Split, index: int, tokens: int) -> Shard:
@@ -121,7 +122,7 @@ def write_dataset(
         vocab_hash=vocab_hash(encoding),
         vocab_size=vocab_size,
         eot_token=encoding.eot_token,
-        dtype="uint16" if vocab_size <= 2**16 else "uint32",
+        dtype=dtype,
         row_group_tokens=row_group_tokens,
         shards=(
             *(write_shard("train", i, tokens) for i, tokens in enumerate(train)),
