@@ -17,11 +17,11 @@ from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import all_tokens, documents, files, write_jsonl
+from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
 
 EOT = 256
 """Of the tokenizer `bytes`."""

@@ -11,9 +11,9 @@ import pytest
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.shards import repair_advice
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import prepare_here
 from tests.ports import free_port
 from tests.storage.test_web_files import FILES, JSON_LINES, TEXTS, read
 from tests.web import HUB_COMMIT, HUB_TOKEN, HubServer

@@ -20,13 +20,13 @@ from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import ConfigError, DataError, StorageError
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedHandler
+from tests.data.shard_tools import prepare_here
 from tests.ports import free_port
 from tests.web import WebServer
 
