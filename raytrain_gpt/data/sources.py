@@ -216,14 +216,11 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
         stop = min(start + step, metadata.num_row_groups)
         chunks = [metadata.row_group(i).column(leaf) for i in range(start, stop)]
         if ids is None:
-            text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
-            yield replace(whole, start=start, stop=stop, text_bytes=text_bytes)
+            tokens, text_bytes = 0, sum(chunk.total_uncompressed_size for chunk in chunks)
         else:
             tokens = sum(chunk.num_values for chunk in chunks)
             text_bytes = tokens * _TEXT_BYTES_PER_ID
-            yield replace(
-                whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens
-            )
+        yield replace(whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens)
 
 
 def _stdlib_names() -> list[str]:

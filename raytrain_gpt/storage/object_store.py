@@ -128,15 +128,13 @@ def _is_transient(error: OSError, url: str) -> bool:
 
 def access_error(url: str, why: str) -> ClusterError:
     """The error for refused access: it names the bucket and the variables, never their values."""
-    bucket = url.removeprefix("gs://").removeprefix("s3://").partition("/")[0]
-    if url.startswith("gs://"):
-        return ClusterError(
-            f"no access to bucket {bucket} ({why}) for {url}; check its name and "
-            "GOOGLE_APPLICATION_CREDENTIALS on every node"
-        )
+    scheme, _, key = url.partition("://")
+    settings = ", AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
+    if scheme == "gs":
+        settings = " and GOOGLE_APPLICATION_CREDENTIALS"
     return ClusterError(
-        f"no access to bucket {bucket} ({why}) for {url}; check its name, AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL on every node"
+        f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name{settings} on "
+        "every node"
     )
 
 
