@@ -62,11 +62,11 @@ def _told_apart(pieces: list[SourcePiece]) -> list[SourcePiece]:
     A document's split follows from its file's name and its position: without the number, one-document
     files that share a name would all go to one split.
     """
-    numbers: dict[str, dict[str, int]] = {}
+    numbers: dict[str, dict[Location, int]] = {}
     told_apart = []
     for piece in pieces:
         same_name = numbers.setdefault(piece.name, {})
-        number = same_name.setdefault(piece.path, len(same_name))
+        number = same_name.setdefault(piece.location, len(same_name))
         # No relative path contains two slashes.
         told_apart.append(replace(piece, name=f"{number}//{piece.name}") if number else piece)
     return told_apart
@@ -76,7 +76,7 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
-            yield SourcePiece(name, f"{STDLIB}:{name}", 0, size, size)
+            yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
     if is_url(source):
         try:
@@ -161,7 +161,7 @@ def _fixed_prefix(pattern: str) -> Path:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
-    whole = SourcePiece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
+    whole = SourcePiece(name, path, 0, size, size)
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"source {path} has an unknown file type; expected {', '.join(SUFFIXES)}")
     in_parts = path.has_ranges()
