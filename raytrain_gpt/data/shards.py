@@ -256,7 +256,7 @@ def read_manifest(directory: Place) -> Manifest:
                 f"{path} has format version {version}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in another directory"
             )
-        stated = content.pop("manifest_hash")
+        stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).splitlines()[0]

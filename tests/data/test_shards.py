@@ -152,6 +152,14 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, old: str, new: str, raise
         read_manifest(tmp_path / "d")
 
 
+def test_a_manifest_with_a_hash_that_is_none_is_refused(tmp_path: Path, raises_line) -> None:
+    write_dataset(tmp_path / "d", train=[100])
+    path = tmp_path / "d" / MANIFEST_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "manifest_hash": None}))
+    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of None"):
+        read_manifest(tmp_path / "d")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "3", "{}", '{"format_version": 1}', "{\n\n"])
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
