@@ -129,7 +129,8 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_T
                 ended = int(np.count_nonzero(ids == eot))
                 last = _Tokens(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
                 yield last
-        is_files_last = i + 1 == len(plan.pieces) or plan.pieces[i + 1].location != piece.location
+        following = [(other.location, other.start) for other in plan.pieces[i + 1 : i + 2]]
+        is_files_last = (piece.location, piece.stop) not in following
         if is_files_last and last is not None and last.tokens[-1] != eot:
             yield _Tokens(last.split, last.tokens[:0], 0, 1)
 

@@ -276,6 +276,8 @@ def test_ids_without_eot_are_one_document(tmp_path: Path) -> None:
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.2)
     assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (800, 200)
     assert sum(shard.documents for shard in manifest.shards) == 1
+    twice = prepare_here([source] * 2, tmp_path / "twice", "bytes", val_fraction=0.2)
+    assert sum(shard.documents for shard in twice.shards) == 2
 
 
 def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None:
