@@ -21,10 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from made_data import stdlib_dataset
+
 from raytrain_gpt.checkpoint.evaluation_result import EVALUATION_FILE
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.format import amount
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        prepare_here(["stdlib"], Path(work, "data"), "bytes")
+        stdlib_dataset(Path(work, "data"))
         config = load_preset("quickstart").updated(
             {
                 **{name: getattr(args, name) for name in ("num_layers", "embd_size", "seq_len")},

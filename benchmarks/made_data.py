@@ -1,4 +1,4 @@
-"""A made dataset of any size and vocabulary: random ids, and a tokenizer that has them."""
+"""Datasets of benchmarks: random ids of any number and vocabulary, or the standard library's text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from raytrain_gpt.data.preparation import finish, start
+from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
     ROW_GROUP_TOKENS,
@@ -14,7 +16,14 @@ from raytrain_gpt.data.shards import (
     ShardWriter,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import EOT, TOKENIZER_FILE, tokenizer_json, vocab_hash
+from raytrain_gpt.data.tokenize import run_task
+from raytrain_gpt.data.tokenizer import (
+    EOT,
+    TOKENIZER_FILE,
+    load_tokenizer,
+    tokenizer_json,
+    vocab_hash,
+)
 
 WRITE_TOKENS = 2**20
 
@@ -34,7 +43,7 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int, num_shards: int 
     shards = []
     parts = [("train", i, -(-tokens // num_shards)) for i in range(num_shards)]
     for split, i, amount in [*parts, ("val", 0, 1)]:
-        writer = ShardWriter(directory / f"{split}-{i:05d}.parquet", np.uint16, ROW_GROUP_TOKENS)
+        writer = ShardWriter(directory / f"{split}-{i:05d}.parquet", "uint16", ROW_GROUP_TOKENS)
         for _ in range(-(-amount // WRITE_TOKENS)):
             ids = generator.zipf(1.2, WRITE_TOKENS) % (vocab_size - 1)
             writer.add(ids.astype(np.uint32), 4 * len(ids))
@@ -53,6 +62,15 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int, num_shards: int 
     )
     write_manifest(directory, manifest)
     return manifest
+
+
+def stdlib_dataset(directory: Path) -> None:
+    """The text of Python's standard library as bytes, prepared in this process."""
+    encoding = load_tokenizer("bytes")
+    plan = make_plan(["stdlib"], encoding)
+    start(directory, plan, encoding)
+    results = [run_task(directory, plan, task) for task in range(len(plan.tasks))]
+    finish(directory, plan, results, {"sources": ["stdlib"]})
 
 
 def made_encoding(vocab_size: int) -> tiktoken.Encoding:

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from made_data import stdlib_dataset
 from torch import Tensor, nn
 from training import (
     VOCAB_SIZE,
@@ -45,7 +46,6 @@ from training import (
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.format import amount
 
 WAYS = ("bare", "run", "transformers", "run_bf16")
@@ -63,7 +63,7 @@ def main() -> None:
     times: dict[str, list[list[float]]] = {way: [] for way in args.ways}
     waits: dict[str, list[float]] = {way: [] for way in args.ways if way.startswith("run")}
     with tempfile.TemporaryDirectory() as work:
-        prepare_here(["stdlib"], Path(work) / "data", "bytes")
+        stdlib_dataset(Path(work, "data"))
         print(
             f"{amount(shape(args).num_parameters)} parameters, {args.threads} threads", flush=True
         )

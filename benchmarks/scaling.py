@@ -21,10 +21,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from made_data import stdlib_dataset
 from training import data_wait_fraction, quiet_config, ratios, run_rows, step_times
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.tokenize import prepare_here
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     waits: dict[int, list[float]] = {n: [] for n in args.workers}
     hashes = set()
     with tempfile.TemporaryDirectory() as work:
-        prepare_here(["stdlib"], Path(work, "data"), "bytes")
+        stdlib_dataset(Path(work, "data"))
         for i in range(args.rounds):
             for n in args.workers[::-1] if i % 2 else args.workers:
                 rows = run_rows(run_config(args, n, Path(work), i))

@@ -65,3 +65,9 @@ class Interrupted(RaytrainGptError):
     """The run was stopped by a signal, after saving a checkpoint."""
 
     exit_code = 130
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, on one line: the system's words, else the message, else the error's type."""
+    said = getattr(error, "strerror", None) or str(error)
+    return " ".join(said.split()) or type(error).__name__

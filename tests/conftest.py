@@ -21,12 +21,12 @@ from ray._private import ray_constants
 from raytrain_gpt import cli
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests import forked_worker
+from tests.data.shard_tools import prepare_here
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 

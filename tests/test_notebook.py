@@ -14,10 +14,10 @@ import nbformat
 import pytest
 
 from raytrain_gpt.config.load import resolve
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import eval_line, step_line
 from raytrain_gpt.notebook import RunDisplay, TrainedRun
+from tests.data.shard_tools import prepare_here
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 SMALL = "num_layers=1, num_heads=1, embd_size=16, num_workers=1, mlflow_uri=None, num_samples=0"

@@ -272,7 +272,7 @@ class Draft:
             place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
             raise CheckpointError(
                 f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
-                f"free on {place}; older checkpoints are intact: free some space and run the same "
+                f"free on {place}; older checkpoints are intact: make room and run the same "
                 "command again"
             ) from None
 

@@ -18,7 +18,6 @@ text. The token after the end of a document starts again at position 0, as in tr
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,16 +30,12 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.attention import last_document
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.sampling import draw_tokens
 from raytrain_gpt.errors import DataError
 
 PREFILL_TOKENS = 4096
 """Padded tokens per forward pass of whole sequences, unless a single one has more. Bounds the memory of the
 pass and how long the other sequences wait for it."""
-TINY_TEMPERATURE = 1e-30
-"""Divisor in place of a temperature of 0 or too small for float32."""
-BELOW_1 = 1 - 2**-24
-"""The largest float32 below 1."""
-
 MAX_SEQUENCES = 64
 """Sequences that `sample_tokens` continues at a time, if their cache fits `CACHE_BYTES`."""
 CACHE_BYTES = 2**31
@@ -287,58 +282,3 @@ def _max_sequences(shape: GPTShape, longest: int) -> int:
     token_bytes = 2 * 4 * shape.num_layers * shape.embd_size
     fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
     return max(1, min(MAX_SEQUENCES, fit))
-
-
-def draw_tokens(
-    logits: Tensor, options: Sequence[SamplingOptions], uniforms: Sequence[float]
-) -> list[int]:
-    """Sample one token per row, by inverting the cumulative distribution at a uniform number.
-
-    Args:
-        logits: float32 (N, V), without padded ids.
-        options: One per row.
-        uniforms: One per row, in [0, 1).
-
-    Returns:
-        N tokens; any token of the vocabulary where a row is not finite.
-    """
-    # Rows with the same k are drawn together, so that a row's sums do not depend on other rows' options.
-    rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    vocab_size = logits.shape[1]
-    for row, wanted in enumerate(options):
-        k = 1 if wanted.temperature == 0 else min(wanted.top_k or vocab_size, vocab_size)
-        rows_by_k[k, k < vocab_size or wanted.top_p < 1].append(row)
-    tokens = [0] * len(options)
-    for (k, ranked), rows in rows_by_k.items():
-        own = [(options[row], uniforms[row]) for row in rows]
-        numbers = [
-            (max(wanted.temperature, TINY_TEMPERATURE), wanted.top_p, min(uniform, BELOW_1))
-            for wanted, uniform in own
-        ]
-        group = logits if len(rows) == len(options) else logits[rows]
-        drawn = _draw_group(group, k, ranked, torch.tensor(numbers, device=logits.device))
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = token
-    return tokens
-
-
-def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
-    """One token per row, int64 (N,).
-
-    Args:
-        logits: float32 (N, V)
-        ranked: Whether the tokens must be sorted by probability first.
-        numbers: float32 (N, 3): temperature, top_p, uniform.
-    """
-    temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
-    if ranked:
-        best, ids = logits.topk(k)  # (N, k)
-    else:
-        best, ids = logits, torch.arange(k, device=logits.device).expand_as(logits)
-    weights = torch.softmax((best - best.amax(1, keepdim=True)) / temperature, 1)  # (N, k)
-    if ranked:
-        weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
-    reached = weights.cumsum(1)  # (N, k)
-    # The first token past the uniform number; rounding must never select one of weight 0.
-    beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
-    return ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0]

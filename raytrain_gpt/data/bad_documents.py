@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.storage.web_files import without_query
+from raytrain_gpt.storage.location import Location
 
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT = 100
@@ -38,13 +38,13 @@ class BadDocuments:
         self.count = 0
         self.kept: list[BadDocument] = []
 
-    def add(self, path: str, place: str, why: str) -> None:
+    def add(self, path: Location, place: str, why: str) -> None:
         """Record a document that is left out.
 
         Raises:
             DataError: there are more than the limit.
         """
-        self._add(1, [BadDocument(without_query(path), place, " ".join(why.split()))])
+        self._add(1, [BadDocument(str(path), place, " ".join(why.split()))])
 
     def merge(self, facts: dict[str, Any]) -> None:
         """Add the `facts` of another pass.

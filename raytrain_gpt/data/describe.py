@@ -12,7 +12,7 @@ from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
 from raytrain_gpt.data.stats import SplitStats, count_dataset, facts, histogram_edges
 from raytrain_gpt.data.tokenizer import read_tokenizer
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.storage.location import Location
 
@@ -95,8 +95,7 @@ def dataset_stats(
     try:
         picture.write_bytes(lengths_picture(stats, edges))
     except OSError as error:
-        why = error.strerror or error
-        raise DataError(f"cannot write {picture}: {why}; choose another --png") from None
+        raise DataError(f"cannot write {picture}: {reason(error)}; choose another --png") from None
     say(f"picture {picture}")
     return {
         "path": str(directory),

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.errors import DataError
-from raytrain_gpt.storage.location import RETRY_FOR_S, Location
+from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -46,7 +46,7 @@ class SourcePiece:
 
     Attributes:
         name: The file's path relative to the source it was found in.
-        path: Absolute path or URL; `stdlib:` and a relative path for the standard library.
+        location: The file; `stdlib:` and a relative path for the standard library.
         start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for a file that is
             read whole.
         stop: The end, exclusive, in the same unit; for a compressed file its size.
@@ -56,19 +56,12 @@ class SourcePiece:
     """
 
     name: str
-    path: str
+    location: Location
     start: int
     stop: int
     text_bytes: int
-    endpoint: str | None = None
-    retry_for_s: float = RETRY_FOR_S
     ids: str | None = None
     tokens: int = 0
-
-    @property
-    def location(self) -> Location:
-        """The file."""
-        return Location(self.path, self.retry_for_s, self.endpoint)
 
 
 @cache
@@ -90,8 +83,8 @@ def read_documents(
         DataError: more bad documents than the limit, or a damaged file; names file and place.
     """
     bad = bad or BadDocuments()
-    if piece.path.startswith(f"{STDLIB}:"):
-        path = stdlib_root() / piece.path.removeprefix(f"{STDLIB}:")
+    if piece.location.url.startswith(f"{STDLIB}:"):
+        path = stdlib_root() / piece.location.url.removeprefix(f"{STDLIB}:")
         yield from _text_document(Location.of(path), bad)
     elif piece.location.name.endswith(".txt"):
         yield from _text_document(piece.location, bad)
@@ -105,9 +98,9 @@ def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
     try:
         yield Document(0, path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
-        bad.add(str(path), f"byte {error.start}", "not UTF-8")
+        bad.add(path, f"byte {error.start}", "not UTF-8")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
@@ -121,7 +114,7 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
             file = pa.CompressedInputStream(file, compression)
         return io.BufferedReader(file, _READ_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
@@ -137,9 +130,7 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
             ):
                 start, position = position, position + len(line)
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    bad.add(
-                        piece.path, f"byte {start}", f"a line of {MAX_LINE_BYTES} bytes or more"
-                    )
+                    bad.add(path, f"byte {start}", f"a line of {MAX_LINE_BYTES} bytes or more")
                     while (line := file.readline(_READ_BYTES)) and not line.endswith(b"\n"):
                         position += len(line)
                     position += len(line)
@@ -152,13 +143,12 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
                         raise TypeError(f"field {text_field} is {_kind(text)}, not a string")
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     why = f"no field {error}" if isinstance(error, KeyError) else str(error)
-                    bad.add(piece.path, f"byte {start}", why)
+                    bad.add(path, f"byte {start}", why)
                     continue
                 yield Document(start, text)
     except OSError as error:
         raise DataError(
-            f"cannot read {path} after byte {position} of its text: {error.strerror or error}; "
-            "fix the file"
+            f"cannot read {path} after byte {position} of its text: {reason(error)}; fix the file"
         ) from None
 
 
@@ -191,12 +181,11 @@ def _parquet_documents(
                         if not isinstance(text, str):
                             raise TypeError(f"{text_field} is {_kind(text)}, not a string")
                     except (UnicodeDecodeError, TypeError) as error:
-                        bad.add(piece.path, f"row {position}", str(error))
+                        bad.add(piece.location, f"row {position}", str(error))
                     else:
                         yield Document(position, text)
                     position += 1
     except (OSError, pa.ArrowException) as error:
-        why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.location} row {position}: {why}; fix the file or set --text_field"
+            f"{piece.location} row {position}: {reason(error)}; fix the file or set --text_field"
         ) from None

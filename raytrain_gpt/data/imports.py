@@ -21,7 +21,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import SourcePiece
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location
 
 COLUMNS = ("input_ids", "tokens")
@@ -69,7 +69,7 @@ def read_layout(path: Location, size: int) -> Layout:
                 return _npy_layout(path, file, size)
             return _bin_layout(path, file.read(min(size, HEADER_BYTES)), size)
     except OSError as error:
-        raise DataError(f"cannot read source {path}: {error.strerror or error}") from None
+        raise DataError(f"cannot read source {path}: {reason(error)}") from None
 
 
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
@@ -100,12 +100,7 @@ def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
             f"source {path} has llm.c's magic number {magic} with version {numbers[1]}, not {version}; "
             "recreate it with a current llm.c"
         )
-    wanted = HEADER_BYTES + int(numbers[2]) * dtype.itemsize
-    if wanted != size:
-        raise DataError(
-            f"source {path} has {size} bytes, but its header says {numbers[2]} ids, which take {wanted}; "
-            "download or recreate it"
-        )
+    _check_size(path, size, int(numbers[2]), HEADER_BYTES + int(numbers[2]) * dtype.itemsize)
     return dtype, HEADER_BYTES
 
 
@@ -118,7 +113,7 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
         }[version]
         shape, _, dtype = read_header(file)
     except (ValueError, KeyError) as error:
-        why = " ".join(str(error).split())
+        why = reason(error)
         raise DataError(
             f"source {path} is not a .npy file of numbers: {why}; recreate it"
         ) from None
@@ -128,13 +123,16 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
             "ids as numpy.uint16 (tokens,)"
         )
     start = int(file.tell())
-    wanted = start + shape[0] * dtype.itemsize
-    if wanted != size:
+    _check_size(path, size, shape[0], start + shape[0] * dtype.itemsize)
+    return dtype, start
+
+
+def _check_size(path: Location, size: int, num_ids: int, wanted: int) -> None:
+    if size != wanted:
         raise DataError(
-            f"source {path} has {size} bytes, but its header says {shape[0]} ids, which take {wanted}; "
+            f"source {path} has {size} bytes, but its header says {num_ids} ids, which take {wanted}; "
             "download or recreate it"
         )
-    return dtype, start
 
 
 def id_column(schema: pa.Schema, text_field: str) -> str | None:
@@ -193,7 +191,7 @@ def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
                     )
                 yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
     except OSError as error:
-        raise DataError(f"cannot read {piece.location}: {error.strerror or error}") from None
+        raise DataError(f"cannot read {piece.location}: {reason(error)}") from None
 
 
 def _parquet_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
@@ -211,7 +209,6 @@ def _parquet_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
                     position += len(ids)
                     row += len(batch)
     except (OSError, pa.ArrowException, TypeError) as error:
-        why = " ".join(str(error).split())
         raise DataError(
-            f"{piece.location} row group {group} from row {row}: {why}; fix the file"
+            f"{piece.location} row group {group} from row {row}: {reason(error)}; fix the file"
         ) from None

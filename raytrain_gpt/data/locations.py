@@ -43,14 +43,13 @@ def config_on_disk(file: str | Path | None) -> Iterator[Path | None]:
         yield copy
 
 
-def data_locations(config: Config, data_path: str | None = None) -> list[Location]:
-    """The datasets of a `data_path`; None: the configuration's.
+def data_locations(config: Config) -> list[Location]:
+    """The datasets of the configuration's `data_path`.
 
     Raises:
         ConfigError: one of several datasets has no weight.
     """
-    parts = parse_data_path(config.data.data_path if data_path is None else data_path)
-    return [location(config, path) for path, _ in parts]
+    return [location(config, path) for path, _ in parse_data_path(config.data.data_path)]
 
 
 def data_is_there(config: Config) -> bool:
@@ -60,9 +59,8 @@ def data_is_there(config: Config) -> bool:
 
 def data_of(config: Config, data_path: str | None = None) -> Mixture:
     """The prepared datasets of a `data_path`; None: the configuration's. Raises as `read_mixture`."""
-    data_path = config.data.data_path if data_path is None else data_path
-    weights = [weight for _, weight in parse_data_path(data_path)]
-    return read_mixture(zip(data_locations(config, data_path), weights, strict=True))
+    parts = parse_data_path(config.data.data_path if data_path is None else data_path)
+    return read_mixture([(location(config, path), weight) for path, weight in parts])
 
 
 def run_location(config: Config) -> Location:

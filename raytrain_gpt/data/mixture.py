@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -203,13 +203,12 @@ def map_paths(data_path: str, change: Callable[[str], str]) -> str:
     return ",".join(f"{change(path.strip())}={weight.strip()}" for path, _, weight in parts)
 
 
-def read_mixture(parts: Iterable[tuple[Location, Fraction]]) -> Mixture:
+def read_mixture(parts: Sequence[tuple[Location, Fraction]]) -> Mixture:
     """The datasets with their manifests.
 
     Raises:
         DataError: one is missing, damaged or listed twice, or the tokenizers differ.
     """
-    parts = list(parts)
     if len(parts) == 1 and _LONE_WEIGHT.fullmatch(str(parts[0][0])) and not parts[0][0].exists():
         path, _, weight = str(parts[0][0]).rpartition("=")
         raise DataError(

@@ -24,16 +24,15 @@ from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
-    UNFINISHED,
     Manifest,
     Shard,
     read_manifest,
     write_manifest,
 )
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, tokenizer_json
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_dtype, tokenizer_json
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import UNFINISHED, Location, Place
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
@@ -220,7 +219,7 @@ def finish(
         vocab_hash=plan.vocab_hash,
         vocab_size=vocab_size,
         eot_token=encoding.eot_token,
-        dtype="uint16" if vocab_size <= 2**16 else "uint32",
+        dtype=token_dtype(vocab_size),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
         source={**source, **left_out, **plan.commits, "plan_hash": plan.hash},

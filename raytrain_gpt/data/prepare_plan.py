@@ -55,15 +55,15 @@ class Plan:
         """Changes whenever anything that decides the shards does."""
         content = asdict(self)
         for piece in content["pieces"]:  # how a file is reached does not change its content
-            del piece["endpoint"], piece["retry_for_s"]
-            piece["path"] = without_query(piece["path"])
+            piece["path"] = without_query(piece.pop("location")["url"])
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def commits(self) -> dict[str, list[str]]:
         """For the manifest: OWNER/NAME@COMMIT of datasets on the hub, if there are any."""
-        parts = (piece.path.split("/") for piece in self.pieces if piece.path.startswith("hf://"))
+        urls = (piece.location.url for piece in self.pieces)
+        parts = (url.split("/") for url in urls if url.startswith("hf://"))
         found = sorted({f"{owner}/{name}" for _, _, _, owner, name, *_ in parts})
         return {"hub_commits": found} if found else {}
 

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shlex
 import tempfile
 from pathlib import Path
@@ -25,18 +24,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.errors import DataError
-from raytrain_gpt.storage.location import Location, Place, force_to_disk
+from raytrain_gpt.data.tokenizer import Dtype, Tokens
+from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
 
 FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1
 MANIFEST_FILE = "manifest.json"
-UNFINISHED = ".unfinished"
 COLUMN = "tokens"
 
 Split = Literal["train", "val"]
@@ -65,7 +63,7 @@ class Manifest(BaseModel):
     vocab_hash: str
     vocab_size: int
     eot_token: int
-    dtype: Literal["uint16", "uint32"]
+    dtype: Dtype
     row_group_tokens: int
     shards: tuple[Shard, ...]
     source: dict[str, Any]
@@ -123,13 +121,10 @@ class ShardWriter:
     A shard for an object store is written to the local disk first.
     """
 
-    def __init__(
-        self, path: Place, dtype: type[np.unsignedinteger[Any]], row_group_tokens: int
-    ) -> None:
+    def __init__(self, path: Place, dtype: Dtype, row_group_tokens: int) -> None:
         self._path = Location.of(path)
         if self._path.is_local:
-            # A random name: a node that was given up on may still write while its successor does.
-            self._unfinished = Path(f"{self._path}.{secrets.token_hex(4)}{UNFINISHED}")
+            self._unfinished = unfinished_path(self._path.path)
         else:
             descriptor, name = tempfile.mkstemp(suffix=f"-{self._path.name}")
             os.close(descriptor)
@@ -261,9 +256,9 @@ def read_manifest(directory: Place) -> Manifest:
                 f"{path} has format version {version}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in another directory"
             )
-        stated = content.pop("manifest_hash")
+        stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).splitlines()[0]
         raise DataError(f"cannot read {path}: {first}; {anew}") from None
     if manifest.hash != stated:
@@ -315,11 +310,6 @@ def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
         else:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
-        raise DataError(f"cannot read row group {index} of {path}: {one_line(error)}") from None
+        raise DataError(f"cannot read row group {index} of {path}: {reason(error)}") from None
     tokens: Tokens = column.combine_chunks().to_numpy()
     return tokens
-
-
-def one_line(error: Exception) -> str:
-    """An error's message on one line, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

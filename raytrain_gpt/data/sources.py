@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import Layout, id_column, read_layout
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
 
@@ -62,11 +62,11 @@ def _told_apart(pieces: list[SourcePiece]) -> list[SourcePiece]:
     A document's split follows from its file's name and its position: without the number, one-document
     files that share a name would all go to one split.
     """
-    numbers: dict[str, dict[str, int]] = {}
+    numbers: dict[str, dict[Location, int]] = {}
     told_apart = []
     for piece in pieces:
         same_name = numbers.setdefault(piece.name, {})
-        number = same_name.setdefault(piece.path, len(same_name))
+        number = same_name.setdefault(piece.location, len(same_name))
         # No relative path contains two slashes.
         told_apart.append(replace(piece, name=f"{number}//{piece.name}") if number else piece)
     return told_apart
@@ -76,7 +76,7 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
-            yield SourcePiece(name, f"{STDLIB}:{name}", 0, size, size)
+            yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
     if is_url(source):
         try:
@@ -84,7 +84,7 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
             yield from find(source, text_field)
         except OSError as error:
             raise DataError(
-                f"cannot read source {without_query(source)}: {error.strerror or error}"
+                f"cannot read source {without_query(source)}: {reason(error)}"
             ) from None
         return
     root = Path(source)
@@ -161,7 +161,7 @@ def _fixed_prefix(pattern: str) -> Path:
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
-    whole = SourcePiece(name, path.url, 0, size, size, path.endpoint, path.retry_for_s)
+    whole = SourcePiece(name, path, 0, size, size)
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"source {path} has an unknown file type; expected {', '.join(SUFFIXES)}")
     in_parts = path.has_ranges()
@@ -199,7 +199,7 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
         with path.open() as file:
             metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        why = " ".join(str(error).split())
+        why = reason(error)
         raise DataError(f"source {path} is not a parquet file: {why}; download it again") from None
     schema = metadata.schema.to_arrow_schema()
     ids = id_column(schema, text_field)
@@ -216,14 +216,11 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
         stop = min(start + step, metadata.num_row_groups)
         chunks = [metadata.row_group(i).column(leaf) for i in range(start, stop)]
         if ids is None:
-            text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
-            yield replace(whole, start=start, stop=stop, text_bytes=text_bytes)
+            tokens, text_bytes = 0, sum(chunk.total_uncompressed_size for chunk in chunks)
         else:
             tokens = sum(chunk.num_values for chunk in chunks)
             text_bytes = tokens * _TEXT_BYTES_PER_ID
-            yield replace(
-                whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens
-            )
+        yield replace(whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens)
 
 
 def _stdlib_names() -> list[str]:

@@ -21,20 +21,13 @@ from numpy.typing import NDArray
 
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import Document, read_documents
-from raytrain_gpt.data.duplicates import HASH_BYTES, find_duplicates, hash_texts
+from raytrain_gpt.data.duplicates import HASH_BYTES, hash_texts
 from raytrain_gpt.data.imports import read_ids
-from raytrain_gpt.data.preparation import finish, read_result, start, task_file, write_result
-from raytrain_gpt.data.prepare_plan import Plan, make_plan
-from raytrain_gpt.data.shards import SPLITS, Manifest, ShardWriter, Split
-from raytrain_gpt.data.tokenizer import (
-    encode_document,
-    load_tokenizer,
-    read_tokenizer,
-    token_bytes,
-    token_dtype,
-)
+from raytrain_gpt.data.preparation import read_result, task_file, write_result
+from raytrain_gpt.data.prepare_plan import Plan
+from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
+from raytrain_gpt.data.tokenizer import encode_document, read_tokenizer, token_bytes, token_dtype
 from raytrain_gpt.storage.location import Location, Place
-from raytrain_gpt.storage.web_files import without_query
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
@@ -136,7 +129,8 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_T
                 ended = int(np.count_nonzero(ids == eot))
                 last = _Tokens(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
                 yield last
-        is_files_last = i + 1 == len(plan.pieces) or plan.pieces[i + 1].path != piece.path
+        following = [(other.location, other.start) for other in plan.pieces[i + 1 : i + 2]]
+        is_files_last = (piece.location, piece.stop) not in following
         if is_files_last and last is not None and last.tokens[-1] != eot:
             yield _Tokens(last.split, last.tokens[:0], 0, 1)
 
@@ -145,20 +139,3 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_T
 def _tokenizer(directory: Location, _vocab_hash: str) -> tiktoken.Encoding:
     """Cached: building one of 50,000 tokens takes as long as tokenizing a megabyte."""
     return read_tokenizer(directory)
-
-
-def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options: Any) -> Manifest:
-    """Prepare a dataset in this process, without Ray: for small data and for tests."""
-    encoding = load_tokenizer(tokenizer)
-    plan = make_plan(sources, encoding, **options)
-    manifest = start(directory, plan, encoding)
-    if manifest is not None:
-        return manifest
-    max_bad, tasks = options.get("max_bad_documents", 0), range(len(plan.tasks))
-    left_out: list[NDArray[np.bool_] | None] = [None] * len(tasks)
-    if plan.dedupe:
-        for task in tasks:
-            hash_task(directory, plan, task, max_bad)
-        left_out = [*find_duplicates([task_file(directory, task, ".hashes") for task in tasks])]
-    results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
-    return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 import tiktoken
@@ -23,6 +24,7 @@ EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+Dtype = Literal["uint16", "uint32"]
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
@@ -68,9 +70,9 @@ def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32
     return closed
 
 
-def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+def token_dtype(vocab_size: int) -> Dtype:
     """uint16 where every id fits, else uint32."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
@@ -84,10 +86,9 @@ def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
 def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
     """The bytes of a token; empty for ids that the vocabulary skips, as cl100k_base does."""
     try:
-        found: bytes = encoding.decode_single_token_bytes(token)
+        return bytes(encoding.decode_single_token_bytes(token))
     except KeyError:
         return b""
-    return found
 
 
 def text_of(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:

@@ -8,16 +8,9 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.shards import (
-    COLUMN,
-    Manifest,
-    Shard,
-    one_line,
-    read_row_group,
-    repair_advice,
-)
+from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, read_row_group, repair_advice
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location, Place
 
 CHECK_THREADS = 16
@@ -65,7 +58,7 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         with path.open() as file:
             metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"shard {path} is not a parquet file: {one_line(error)}; {anew}") from None
+        raise DataError(f"shard {path} is not a parquet file: {reason(error)}; {anew}") from None
     field = metadata.schema.to_arrow_schema()
     if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
         raise DataError(

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import amount, duration
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
@@ -65,18 +66,15 @@ def prepare(
     plan = make_plan(sources, encoding, log=log, **options)
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
-    try:
-        with held_lease(lease, f"dataset {directory}", log):
-            manifest = start(directory, plan, encoding, log)
-            if manifest is not None:
-                log(f"{directory} is already prepared")
-                return manifest
-            max_bad = options.get("max_bad_documents", 0)
-            source = {"sources": [redacted(without_query(source)) for source in sources]}
-            results = _run_tasks(directory, plan, max_bad, num_cpus, log)
-            return finish(directory, plan, results, source, max_bad, log)
-    except OSError as error:
-        raise _storage_error(error, directory) from None
+    with _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
+        manifest = start(directory, plan, encoding, log)
+        if manifest is not None:
+            log(f"{directory} is already prepared")
+            return manifest
+        max_bad = options.get("max_bad_documents", 0)
+        source = {"sources": [redacted(without_query(source)) for source in sources]}
+        results = _run_tasks(directory, plan, max_bad, num_cpus, log)
+        return finish(directory, plan, results, source, max_bad, log)
 
 
 def _run_tasks(
@@ -126,20 +124,16 @@ def _each(
 
 
 def _hash_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
-    try:
+    with _storage_errors(directory):
         return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
-    except OSError as error:
-        raise _storage_error(error, directory) from None
 
 
 def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
     left_out = None
     if "left_out" in row:  # padded with documents that are kept
         left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)
-    try:
+    with _storage_errors(directory):
         return {"result": run_task(directory, plan, row["task"], max_bad, left_out)}
-    except OSError as error:
-        raise _storage_error(error, directory) from None
 
 
 class _Progress:
@@ -191,12 +185,18 @@ class _Progress:
         )
 
 
-def _storage_error(error: OSError, directory: Location) -> DataError:
-    if error.errno == errno.ENOSPC:
+@contextmanager
+def _storage_errors(directory: Location) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise DataError(
+                f"cannot write {directory}: {reason(error)}; choose another --out"
+            ) from None
         disk = str(directory) if directory.is_local else tempfile.gettempdir()
         free = shutil.disk_usage(disk).free
-        return DataError(
+        raise DataError(
             f"no space left for shards in {disk} ({free} bytes free); finished shards are kept: "
             "free some space and run the same command again"
-        )
-    return DataError(f"cannot write {directory}: {error.strerror or error}; choose another --out")
+        ) from None

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from raytrain_gpt.errors import DataError
-from raytrain_gpt.storage.web_files import RangedFile, Unreachable
+from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.storage.web_files import RangedFile, Unreachable, status_error
 
 
 class HubFiles:
@@ -85,28 +85,22 @@ def _plain_errors(path: str) -> Iterator[None]:
     """Turn the library's errors into ours: what the user can do, or that another attempt may help."""
     from huggingface_hub import errors
 
+    url = f"hf://{path}"
     no_access = DataError(
-        f"hf://{path}: no such dataset or revision, or it is private or gated; check the name, or set "
+        f"{url}: no such dataset or revision, or it is private or gated; check the name, or set "
         "HF_TOKEN on every node"
     )
-    not_found = FileNotFoundError(2, "No such file", f"hf://{path}")
     missing_repo = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     try:
         yield
     except FileNotFoundError as error:
-        raise (no_access if isinstance(error.__cause__, missing_repo) else not_found) from None
+        is_file = not isinstance(error.__cause__, missing_repo)
+        raise (status_error(url, 404) if is_file else no_access) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        if status in (401, 403):
-            raise no_access from None
-        if status == 404:
-            raise not_found from None
-        if status == 429 or status >= 500:
-            raise Unreachable(f"HTTP status {status}") from None
-        raise DataError(f"hf://{path} was refused with HTTP status {status}") from None
+        raise (no_access if status in (401, 403) else status_error(url, status)) from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
         raise Unreachable(f"{type(error).__name__}: {error}") from None
     # The library raises NotImplementedError for what is no dataset: a bucket, or a list of repositories.
     except (ValueError, NotImplementedError) as error:
-        why = " ".join(str(error).split())
-        raise DataError(f"hf://{path} is not a dataset: {why}") from None
+        raise DataError(f"hf://{path} is not a dataset: {reason(error)}") from None

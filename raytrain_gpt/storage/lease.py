@@ -36,7 +36,7 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError, reason
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
@@ -382,10 +382,9 @@ def _storage_errors(verb: str, location: Location, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or " ".join(str(error).split())
         raise ClusterError(
-            f"cannot {verb} {location} for {what}: {why}; give access to {location.parent}, or use "
-            "another directory"
+            f"cannot {verb} {location} for {what}: {reason(error)}; give access to {location.parent}, "
+            "or use another directory"
         ) from None
 
 

@@ -23,10 +23,11 @@ import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
-from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error, retried
+from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
+UNFINISHED = ".unfinished"
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -188,12 +189,7 @@ class Location:
 
     def has_ranges(self) -> bool:
         """Whether a part of a file can be read without the rest, as not every web server allows."""
-        if self._scheme not in WEB_SCHEMES:
-            return True
-        store = self._handler.store
-        return retried(
-            lambda: bool(store.has_ranges(self._key)), "read", self.url, self.retry_for_s
-        )
+        return self._scheme not in WEB_SCHEMES or self._handler.has_ranges(self._key)
 
     def pinned(self) -> Location:
         """A location on the hub at the commit that its revision has now; any other unchanged.
@@ -203,9 +199,7 @@ class Location:
         """
         if self._scheme != "hf":
             return self
-        store = self._handler.store
-        key = retried(lambda: store.pinned(self._key), "read", self.url, self.retry_for_s)
-        return replace(self, url=f"hf://{key}")
+        return replace(self, url=f"hf://{self._handler.pinned(self._key)}")
 
     def names(self) -> list[str]:
         """Sorted names of the files and directories in it; empty when it is missing."""
@@ -273,8 +267,7 @@ class Location:
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
         """A temporary path that becomes this file once its content is on the disk."""
-        # A random name: a process that was given up on may still write while its successor does.
-        unfinished = self.path.with_name(f"{self.name}.{secrets.token_hex(4)}.unfinished")
+        unfinished = unfinished_path(self.path)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield unfinished
@@ -337,6 +330,12 @@ class Location:
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
         return pafs.PyFileSystem(self._handler), self._key
+
+
+def unfinished_path(path: Path) -> Path:
+    """A name beside a file, for its content until it is complete."""
+    # Random: a process that was given up on may still write while its successor does.
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
 def force_to_disk(path: Path) -> None:

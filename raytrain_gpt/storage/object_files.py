@@ -7,7 +7,6 @@ object that never arrived looks written (pyarrow 25).
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +166,14 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def copy_file(self, src: str, dest: str) -> None:
         self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
 
+    def has_ranges(self, path: str) -> bool:
+        """Whether a web server sends parts of a file."""
+        return self._retried(lambda: bool(self.store.has_ranges(path)), "read", path)
+
+    def pinned(self, path: str) -> str:
+        """A path on the hub at the commit that its revision has now."""
+        return self._retried(lambda: str(self.store.pinned(path)), "read", path)
+
     def reader(self, path: str) -> RetriedReader:
         """Random access to an object."""
         source = self._retried(lambda: self.store.open_input_file(path), "read", path)
@@ -218,10 +225,14 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def fetch(self, path: str, target: Path) -> None:
         """Download an object into a local file, several requests at a time."""
         source = self.reader(path)
-        with target.open("wb") as file, ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
+        target.write_bytes(b"")
 
-            def copy(offset: int) -> None:
-                os.pwrite(file.fileno(), source.read_at(CHUNK_BYTES, offset), offset)
+        def copy(offset: int) -> None:
+            # Not os.pwrite, which writes less than it was given, without an error, when the disk fills up.
+            with target.open("r+b") as file:
+                file.seek(offset)
+                file.write(source.read_at(CHUNK_BYTES, offset))
 
+        with ThreadPoolExecutor(DOWNLOAD_THREADS) as threads:
             list(threads.map(copy, range(0, source.size(), CHUNK_BYTES)))
         source.close()

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 import pyarrow.fs as pafs
 
-from raytrain_gpt.errors import ClusterError, StorageError
+from raytrain_gpt.errors import ClusterError, StorageError, reason
+from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.hub_files import HubFiles
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, Unreachable, WebFiles, without_query
 
@@ -47,14 +48,10 @@ _jitter = random.Random()
 _log = logging.getLogger(__name__)
 
 
+@lru_cache(maxsize=8)
 def connected(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
     """This process's filesystem of an object store: pyarrow's, or one that can only be read."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
-    return _connected(scheme, endpoint, timeout_s)
-
-
-@lru_cache(maxsize=8)
-def _connected(scheme: str, endpoint: str | None, timeout_s: float) -> Any:
     if scheme in WEB_SCHEMES:
         return WebFiles(scheme, timeout_s)
     if scheme == "hf":
@@ -131,22 +128,16 @@ def _is_transient(error: OSError, url: str) -> bool:
 
 def access_error(url: str, why: str) -> ClusterError:
     """The error for refused access: it names the bucket and the variables, never their values."""
-    bucket = url.removeprefix("gs://").removeprefix("s3://").partition("/")[0]
-    if url.startswith("gs://"):
-        return ClusterError(
-            f"no access to bucket {bucket} ({why}) for {url}; check its name and "
-            "GOOGLE_APPLICATION_CREDENTIALS on every node"
-        )
+    scheme, _, key = url.partition("://")
+    settings = ", AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
+    if scheme == "gs":
+        settings = " and GOOGLE_APPLICATION_CREDENTIALS"
     return ClusterError(
-        f"no access to bucket {bucket} ({why}) for {url}; check its name, AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL on every node"
+        f"no access to bucket {key.partition('/')[0]} ({why}) for {url}; check its name{settings} on "
+        "every node"
     )
 
 
 def _one_line(error: OSError) -> str:
-    text = " ".join(str(error).split())
-    text = text[max(0, text.find("AWS Error")) :]
-    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
-        if value := os.environ.get(name):
-            text = text.replace(value, f"<{name}>")
-    return text
+    text = reason(error)
+    return redacted(text[max(0, text.find("AWS Error")) :])

@@ -195,7 +195,7 @@ class WebFiles:
                 ):  # an empty file has no first byte
                     yield error
                     return
-            raise _status_error(without_query(url), error.code) from None
+            raise status_error(without_query(url), error.code) from None
         except (Unreachable, FileNotFoundError):
             raise
         except (http.client.HTTPException, OSError) as error:
@@ -208,7 +208,8 @@ def _total_bytes(response: Any) -> int | None:
     return int(found[1]) if found else None
 
 
-def _status_error(url: str, status: int) -> Exception:
+def status_error(url: str, status: int) -> Exception:
+    """What a refused request means: no such file, a server that may answer later, or no access."""
     if status in (404, 410):
         return FileNotFoundError(2, "No such file", url)
     if status == 429 or status >= 500:

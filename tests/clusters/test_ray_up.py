@@ -21,9 +21,9 @@ import yaml
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
+from tests.data.shard_tools import prepare_here
 from tests.faults.gates import wait_until
 from tests.faults.processes import events, steps
 from tests.runs import SMALL

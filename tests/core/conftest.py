@@ -13,6 +13,14 @@ from raytrain_gpt.core.model import GPT, GPTShape
 
 TINY = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
 
+WAYS = {
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_k": None, "top_p": 0.7},
+    "both": {"top_k": 20, "top_p": 0.9, "temperature": 1.5},
+    "all": {"top_k": None},
+}
+
 
 @pytest.fixture
 def shape() -> GPTShape:

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
+from raytrain_gpt.data.duplicates import find_duplicates
+from raytrain_gpt.data.preparation import finish, start, task_file
+from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
     Manifest,
@@ -19,13 +23,17 @@ from raytrain_gpt.data.shards import (
     Split,
     write_manifest,
 )
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import (
     TOKENIZER_FILE,
     load_tokenizer,
     read_tokenizer,
+    token_dtype,
     tokenizer_json,
     vocab_hash,
 )
+from raytrain_gpt.storage.location import Place
+from raytrain_gpt.storage.web_files import without_query
 
 TEXTS = {
     "ascii": "The quick brown fox.\n\tJumps!\r\n",
@@ -107,7 +115,7 @@ def write_dataset(
     directory.mkdir(parents=True)
     encoding = load_tokenizer("bytes")
     (directory / TOKENIZER_FILE).write_text(tokenizer_json(encoding))
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    dtype = token_dtype(vocab_size)
     generator = np.random.default_rng(seed)
 
     def write_shard(split: Split, index: int, tokens: int) -> Shard:
@@ -121,7 +129,7 @@ def write_dataset(
         vocab_hash=vocab_hash(encoding),
         vocab_size=vocab_size,
         eot_token=encoding.eot_token,
-        dtype="uint16" if vocab_size <= 2**16 else "uint32",
+        dtype=dtype,
         row_group_tokens=row_group_tokens,
         shards=(
             *(write_shard("train", i, tokens) for i, tokens in enumerate(train)),
@@ -131,3 +139,20 @@ def write_dataset(
     )
     write_manifest(directory, manifest)
     return manifest
+
+
+def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options: Any) -> Manifest:
+    """Prepare a dataset in this process, without Ray; `options` are those of `make_plan`."""
+    encoding = load_tokenizer(tokenizer)
+    plan = make_plan(sources, encoding, **options)
+    manifest = start(directory, plan, encoding)
+    if manifest is not None:
+        return manifest
+    max_bad, tasks = options.get("max_bad_documents", 0), range(len(plan.tasks))
+    left_out: list[NDArray[np.bool_] | None] = [None] * len(tasks)
+    if plan.dedupe:
+        for task in tasks:
+            hash_task(directory, plan, task, max_bad)
+        left_out = [*find_duplicates([task_file(directory, task, ".hashes") for task in tasks])]
+    results = [run_task(directory, plan, task, max_bad, left_out[task]) for task in tasks]
+    return finish(directory, plan, results, {"sources": [*map(without_query, sources)]}, max_bad)

@@ -14,10 +14,10 @@ from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import documents, files, write_damaged_parquet
+from tests.data.shard_tools import documents, files, prepare_here, write_damaged_parquet
 
 BAD_LINES = {
     "no JSON": b'{"text": "cut o',

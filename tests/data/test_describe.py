@@ -11,7 +11,7 @@ import pytest
 
 from raytrain_gpt.data.describe import PICTURE_FILE, lengths_picture
 from raytrain_gpt.data.stats import SplitStats, histogram_edges
-from raytrain_gpt.data.tokenize import prepare_here
+from tests.data.shard_tools import prepare_here
 
 RunCli = Callable[..., tuple[int, str, str]]
 

@@ -16,11 +16,18 @@ from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.preparation import finish, start, task_file
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import hash_task, prepare_here, run_task
+from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
-from tests.data.shard_tools import all_tokens, documents, files, write_jsonl, write_parquet
+from tests.data.shard_tools import (
+    all_tokens,
+    documents,
+    files,
+    prepare_here,
+    write_jsonl,
+    write_parquet,
+)
 
 TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
 """About 200 texts, half of them more than once."""

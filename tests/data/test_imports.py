@@ -17,11 +17,11 @@ from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import all_tokens, documents, files, write_jsonl
+from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
 
 EOT = 256
 """Of the tokenizer `bytes`."""
@@ -276,6 +276,8 @@ def test_ids_without_eot_are_one_document(tmp_path: Path) -> None:
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_fraction=0.2)
     assert (manifest.split_tokens("train"), manifest.split_tokens("val")) == (800, 200)
     assert sum(shard.documents for shard in manifest.shards) == 1
+    twice = prepare_here([source] * 2, tmp_path / "twice", "bytes", val_fraction=0.2)
+    assert sum(shard.documents for shard in twice.shards) == 2
 
 
 def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def mixture(tmp_path: Path) -> Mixture:
         write_dataset(tmp_path / name, train=TRAIN[name], val=VAL[name], seed=seed)
     weights = [Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)]
     return read_mixture(
-        (Location.of(tmp_path / name), weight) for name, weight in zip(TRAIN, weights, strict=True)
+        [(Location.of(tmp_path / n), weight) for n, weight in zip(TRAIN, weights, strict=True)]
     )
 
 
@@ -129,7 +129,7 @@ def test_datasets_of_other_tokenizers_are_refused(tmp_path: Path) -> None:
     other = manifest.model_copy(update={"tokenizer": "other", "vocab_hash": "0" * 64})
     write_manifest(tmp_path / "b", other)
     with pytest.raises(DataError, match=r"b has tokenizer other, .*a has bytes; prepare both"):
-        read_mixture((Location.of(tmp_path / name), Fraction(1, 2)) for name in ("a", "b"))
+        read_mixture([(Location.of(tmp_path / name), Fraction(1, 2)) for name in ("a", "b")])
 
 
 def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_pat
     with pytest.raises(DataError, match=r"val split of .*web has 200 tokens"):
         check_val_split(mixture, 64)
     write_dataset(tmp_path / "tiny", train=[8], val=[50])
-    both = read_mixture((Location.of(tmp_path / n), Fraction(1, 2)) for n in ("web", "tiny"))
+    both = read_mixture([(Location.of(tmp_path / n), Fraction(1, 2)) for n in ("web", "tiny")])
     with pytest.raises(DataError, match=r"train split of .*tiny has no sequence of 8 tokens"):
         both.order(batch_sequences=4, seq_len=8, seed=1)

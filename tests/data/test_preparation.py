@@ -13,11 +13,11 @@ from raytrain_gpt.data import sources
 from raytrain_gpt.data.preparation import MANIFEST_BEFORE_FILE, finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import files, write_jsonl
+from tests.data.shard_tools import files, prepare_here, write_jsonl
 
 TEXTS = [f"document {i % 280}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 SHARD = "train-00001.parquet"

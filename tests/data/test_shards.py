@@ -37,7 +37,7 @@ def test_row_groups_come_back_with_the_manifests_type(tmp_path: Path, vocab_size
 @pytest.mark.parametrize("size", [1, 10, 33, 200])
 def test_documents_of_any_size_fill_whole_row_groups(tmp_path: Path, size: int) -> None:
     tokens = np.random.default_rng(1).integers(0, 257, 1000).astype(np.uint32)
-    writer = ShardWriter(tmp_path / "train-00000.parquet", np.uint16, 33)
+    writer = ShardWriter(tmp_path / "train-00000.parquet", "uint16", 33)
     for start in range(0, 1000, size):
         writer.add(tokens[start : start + size], size)
     shard = writer.close("train")
@@ -55,7 +55,7 @@ def test_the_same_tokens_give_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_shard_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "train-00000.parquet", np.uint16, 33)
+    writer = ShardWriter(tmp_path / "train-00000.parquet", "uint16", 33)
     writer.add(np.zeros(100, np.uint32), 100)
     assert not (tmp_path / "train-00000.parquet").exists()
     writer.discard()
@@ -73,7 +73,7 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(
         fsync(descriptor)
 
     path = tmp_path / "train-00000.parquet"
-    writer = ShardWriter(path, np.uint16, 33)
+    writer = ShardWriter(path, "uint16", 33)
     writer.add(np.zeros(100, np.uint32), 100)
     monkeypatch.setattr(os, "fsync", noted)
     writer.close("train")
@@ -89,7 +89,7 @@ def test_tokens_are_stored_in_less_than_their_two_bytes(
     if test_data is None:
         pytest.skip("the size of real text needs RAYTRAIN_GPT_TEST_DATA")
     text = (test_data / "text" / "tinyshakespeare.txt").read_bytes()
-    writer = ShardWriter(tmp_path / "train-00000.parquet", np.uint16, ROW_GROUP_TOKENS)
+    writer = ShardWriter(tmp_path / "train-00000.parquet", "uint16", ROW_GROUP_TOKENS)
     writer.add(np.frombuffer(text, np.uint8).astype(np.uint32), len(text))
     assert writer.close("train").file_bytes < len(text)
 
@@ -149,6 +149,14 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, old: str, new: str, raise
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     with raises_line(DataError, MANIFEST_FILE, "was changed"):
+        read_manifest(tmp_path / "d")
+
+
+def test_a_manifest_with_a_hash_that_is_none_is_refused(tmp_path: Path, raises_line) -> None:
+    write_dataset(tmp_path / "d", train=[100])
+    path = tmp_path / "d" / MANIFEST_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "manifest_hash": None}))
+    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of None"):
         read_manifest(tmp_path / "d")
 
 

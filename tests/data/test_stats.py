@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.data.shards import SPLITS
 from raytrain_gpt.data.stats import QUANTILES, SplitStats, count_dataset, facts, histogram_edges
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import read_tokenizer
-from tests.data.shard_tools import all_tokens, made_text, write_dataset, write_jsonl
+from tests.data.shard_tools import all_tokens, made_text, prepare_here, write_dataset, write_jsonl
 
 
 def nothing(done: int, total: int) -> None:

@@ -20,7 +20,7 @@ from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
@@ -30,6 +30,7 @@ from tests.data.shard_tools import (
     documents,
     files,
     made_text,
+    prepare_here,
     write_jsonl,
     write_parquet,
 )

@@ -15,7 +15,6 @@ import ray
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.doctor import examine, node_probe
 from raytrain_gpt.doctor.bench import (
     BENCH_S,
@@ -33,6 +32,7 @@ from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFac
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import prepare_here
 
 VERSIONS = {
     "Python": "3.11.9",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.data.tokenize import prepare_here
+from tests.data.shard_tools import prepare_here
 from tests.runs import command, environment
 
 from .conftest import ROOT

@@ -12,12 +12,12 @@ import pytest
 
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
+from tests.data.shard_tools import prepare_here
 from tests.s3 import S3Server
 
 pytestmark = pytest.mark.ray

@@ -9,9 +9,9 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import read_mixture
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, num_readers, rank_rows
 from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import prepare_here
 from tests.s3 import S3Server
 
 

@@ -11,9 +11,9 @@ import pytest
 from raytrain_gpt.data import sources
 from raytrain_gpt.data.shards import repair_advice
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import prepare_here
 from tests.ports import free_port
 from tests.storage.test_web_files import FILES, JSON_LINES, TEXTS, read
 from tests.web import HUB_COMMIT, HUB_TOKEN, HubServer
@@ -72,7 +72,7 @@ def test_globs_and_directories_on_the_hub_are_pinned_to_a_commit(
     pieces = find_pieces([f"{on_hub(hub)}{revision}/{source}"], "text")
     found = list(dict.fromkeys(piece.name for piece in pieces))
     assert [name.rpartition("/")[2] for name in found] == [n.rpartition("/")[2] for n in names]
-    assert all(f"owner/data@{HUB_COMMIT}/" in piece.path for piece in pieces)
+    assert all(f"owner/data@{HUB_COMMIT}/" in piece.location.url for piece in pieces)
 
 
 def test_a_private_dataset_is_read_with_the_token(

@@ -27,14 +27,21 @@ from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest, read_row_group
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here, run_task
+from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard, check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError, DataError, StorageError
 from raytrain_gpt.storage import location, object_files, object_store
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
-from tests.data.shard_tools import TEXTS, made_text, write_dataset, write_jsonl, write_parquet
+from tests.data.shard_tools import (
+    TEXTS,
+    made_text,
+    prepare_here,
+    write_dataset,
+    write_jsonl,
+    write_parquet,
+)
 from tests.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 OUTAGE_S = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import ConfigError, DataError, StorageError
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.storage.object_files import RetriedHandler
+from tests.data.shard_tools import prepare_here
 from tests.ports import free_port
 from tests.web import WebServer
 
@@ -233,6 +234,23 @@ def test_a_file_that_changes_while_it_is_read_is_refused(web: WebServer, raises_
     web.files["a.jsonl"] += b"\n"
     with raises_line(DataError, "a.jsonl changed while it was read"):
         file.read_at(10, 0)
+
+
+def test_a_download_that_fills_the_disk_fails_and_leaves_nothing(
+    web: WebServer, tmp_path: Path
+) -> None:
+    web.files["a.jsonl"] = b"x" * 3000
+    file = Location.of_source(f"{web.url}/a.jsonl")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            file.download(tmp_path / "a.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    file.download(tmp_path / "a.jsonl")
+    assert (tmp_path / "a.jsonl").read_bytes() == web.files["a.jsonl"]
 
 
 @pytest.mark.parametrize("url", ["ftp://host/a.jsonl", "hf://models/owner/data", "hf://datasets/a"])

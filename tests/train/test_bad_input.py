@@ -20,12 +20,12 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.data.shards import read_manifest, write_manifest
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.evaluate.inference import validation_feed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import absolute_paths
 from tests.conftest import RaisesLine
+from tests.data.shard_tools import prepare_here
 from tests.runs import CLUSTER_CPUS, flags
 
 pytestmark = pytest.mark.ray

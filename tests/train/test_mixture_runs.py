@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.train.launch import train
+from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig
 from tests.train.test_runs import evaluations, restarted_from, steps
 

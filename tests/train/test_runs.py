@@ -14,12 +14,12 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows, read_samples
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, Gate, gated, wait_until
 
 pytestmark = pytest.mark.ray

@@ -1,0 +1,71 @@
+"""From logits to tokens: temperature, top-k and top-p, and one uniform number for each token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raytrain_gpt.config.call_options import SamplingOptions
+
+TINY_TEMPERATURE = 1e-30
+"""Divisor in place of a temperature of 0 or too small for float32."""
+BELOW_1 = 1 - 2**-24
+"""The largest float32 below 1."""
+
+
+def draw_tokens(
+    logits: Tensor, options: Sequence[SamplingOptions], uniforms: Sequence[float]
+) -> list[int]:
+    """Sample one token per row, by inverting the cumulative distribution at a uniform number.
+
+    Args:
+        logits: float32 (N, V), without padded ids.
+        options: One per row.
+        uniforms: One per row, in [0, 1).
+
+    Returns:
+        N tokens; any token of the vocabulary where a row is not finite.
+    """
+    # Rows with the same k are drawn together, so that a row's sums do not depend on other rows' options.
+    rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    vocab_size = logits.shape[1]
+    for row, wanted in enumerate(options):
+        k = 1 if wanted.temperature == 0 else min(wanted.top_k or vocab_size, vocab_size)
+        rows_by_k[k, k < vocab_size or wanted.top_p < 1].append(row)
+    tokens = [0] * len(options)
+    for (k, ranked), rows in rows_by_k.items():
+        own = [(options[row], uniforms[row]) for row in rows]
+        numbers = [
+            (max(wanted.temperature, TINY_TEMPERATURE), wanted.top_p, min(uniform, BELOW_1))
+            for wanted, uniform in own
+        ]
+        group = logits if len(rows) == len(options) else logits[rows]
+        drawn = _draw_group(group, k, ranked, torch.tensor(numbers, device=logits.device))
+        for row, token in zip(rows, drawn.tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
+    """One token per row, int64 (N,).
+
+    Args:
+        logits: float32 (N, V)
+        ranked: Whether the tokens must be sorted by probability first.
+        numbers: float32 (N, 3): temperature, top_p, uniform.
+    """
+    temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
+    if ranked:
+        best, ids = logits.topk(k)  # (N, k)
+    else:
+        best, ids = logits, torch.arange(k, device=logits.device).expand_as(logits)
+    weights = torch.softmax((best - best.amax(1, keepdim=True)) / temperature, 1)  # (N, k)
+    if ranked:
+        weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
+    reached = weights.cumsum(1)  # (N, k)
+    # The first token past the uniform number; rounding must never select one of weight 0.
+    beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
+    return ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0]
