@@ -17,13 +17,13 @@ import re
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.format import Log
 from raytrain_gpt.redact import redacted
 
 SHOWN_LINES = 12
@@ -128,7 +128,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     )
 
 
-def _log(config: Config) -> Callable[[str], None]:
+def _log(config: Config) -> Log:
     """What takes the console lines: an output of the cell in Jupyter, else print."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

@@ -32,6 +32,7 @@ from typing import Any
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -341,9 +342,7 @@ class Catalog:
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
         return [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
 
-    def newest_good(
-        self, on_skip: Callable[[str], None], before_step: int | None = None
-    ) -> Checkpoint | None:
+    def newest_good(self, on_skip: Log, before_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:

@@ -36,13 +36,12 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.format import Log
 
 LABEL = "raytrain-gpt/node"
 POLL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORCED_AFTER = 3
-
-Log = Callable[[str], None]
 
 
 def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:

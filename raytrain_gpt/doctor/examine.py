@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from raytrain_gpt.doctor.head_probe import ask_head, given_address, judge_head, 
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
-from raytrain_gpt.format import amount, size
+from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA
@@ -56,8 +55,6 @@ RANK_CHECKS = ("devices", "all_reduce", "sequences")
 FETCH_WITHIN_S = 30.0
 """tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
 TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-
-Log = Callable[[str], None]
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
 from raytrain_gpt.evaluate.hellaswag import Choices
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
@@ -58,7 +58,7 @@ def load_checkpoint(
 
 def evaluate_checkpoint(
     path: str | Path,
-    log: Callable[[str], None],
+    log: Log,
     *,
     data: str | Path | None = None,
     eval_tokens: int | None = None,
@@ -144,7 +144,7 @@ def validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path, prompt: str, log: Callable[[str], None], *, num_samples: int, **options: Any
+    path: str | Path, prompt: str, log: Log, *, num_samples: int, **options: Any
 ) -> list[str]:
     """Continuations of a prompt (which may be empty), the prompt included.
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
@@ -60,9 +61,7 @@ class ParentRun:
     A tracking server that does not answer costs the sweep one line on the console, nothing else.
     """
 
-    def __init__(
-        self, sweep: Sweep, base: Config, directory: Location, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
         self._log = log
         self._run: MLflowRun | None = None
         uri, artifacts = mlflow_store(base)
@@ -136,7 +135,7 @@ class SweepRun:
         base: Config,
         fitted: FittedConfig,
         directory: Location,
-        log: Callable[[str], None],
+        log: Log,
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)

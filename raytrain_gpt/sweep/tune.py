@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ray
 import yaml
 
@@ -18,6 +16,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
@@ -39,7 +38,7 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
 
 
 def run_sweep(
-    sweep: Sweep, *, goes_on: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
+    sweep: Sweep, *, goes_on: bool, log: Log, train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 

@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
 TRACKING_FILE = "mlflow.json"
@@ -70,9 +71,7 @@ class MLflowRun:
         self.client.log_batch(self.run_id, params=new)
 
 
-def track_export(
-    run_dir: Location, experiment: str, directory: Path, log: Callable[[str], None]
-) -> None:
+def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) -> None:
     """Log an exported model as artifacts of its run, if that is tracked; never fails.
 
     `log` gets a line that says where they are, or why they are not logged.

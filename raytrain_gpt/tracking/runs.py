@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from rich.table import Table
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput, run_speed
 from raytrain_gpt.tracking.report import write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
 from raytrain_gpt.tracking.summary import loss_text, run_facts
 from raytrain_gpt.tracking.sync import RunSync
-
-Say = Callable[[str], None]
 
 
 def find_run(name: str, storage: Location) -> RunSync:
@@ -42,7 +40,7 @@ def _run_dirs(storage: Location) -> list[Location]:
     return [run for run in runs if (run / CONFIG_FILE).is_file()]
 
 
-def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Say) -> None:
+def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
     """The `runs` command.
 
     Raises:
@@ -67,7 +65,7 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         say(json.dumps(content))
 
 
-def _show(runs: list[RunSync], say: Say) -> dict[str, Any]:
+def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
     run = runs[0]
     facts = run_facts(run)
     for name, value in facts.items():
@@ -81,7 +79,7 @@ def _show(runs: list[RunSync], say: Say) -> dict[str, Any]:
     return {**facts, "speed": asdict(speed), "goodput": asdict(time_use)}
 
 
-def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:
+def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
     run_dir = runs[0].run_dir
     catalog = Catalog(run_dir)
     best = catalog.best()
@@ -102,7 +100,7 @@ def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:
     return {"run": run_dir.name, "checkpoints": rows}
 
 
-def _report(runs: list[RunSync], say: Say) -> dict[str, Any]:
+def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
     if len(runs) == 1:
         path = str(runs[0].run_dir / write_report(runs[0]).name)
         runs[0].push()

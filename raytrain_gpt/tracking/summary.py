@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput, run_speed
@@ -16,8 +15,6 @@ from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.report import REPORT_FILE
 from raytrain_gpt.tracking.run_files import read_rows, read_samples
 from raytrain_gpt.tracking.sync import RunSync
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class RunSummary:
     already_finished: bool = False
 
 
-def run_end(summary: RunSummary, say: Say) -> None:
+def run_end(summary: RunSummary, say: Log) -> None:
     """Print how a run ended, where everything is and what to do next."""
     run_dir, work_dir = summary.run_dir, summary.sync.work_dir
     if summary.already_finished:

@@ -23,6 +23,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
+from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
 
@@ -101,7 +102,7 @@ class MLflow:
     """
 
     def __init__(
-        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Callable[[str], None]
+        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Log
     ) -> None:
         self._open, self._dir, self._uri, self._log = open_run, run_dir, uri, log
         self._rows: list[Row] = []

@@ -26,6 +26,7 @@ from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
@@ -97,7 +98,7 @@ class Attempt:
     train_loop: Callable[[WorkerSpec], None]
     stop: threading.Event
     lease: Lease
-    log: Callable[[str], None]
+    log: Log
     evaluations: AsyncEvaluation | None = None
     evaluated: Callable[[Row], None] | None = None
 

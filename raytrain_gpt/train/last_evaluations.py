@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -14,13 +13,12 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import start_recorder
 from raytrain_gpt.train.run_output import RunOutput
 
 POLL_S = 0.5
-
-Log = Callable[[str], None]
 
 
 def finish_evaluations(

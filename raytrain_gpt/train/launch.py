@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import Manifest
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
@@ -25,8 +26,6 @@ from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
 DEFAULT_DATA = "data/stdlib"
-
-Log = Callable[[str], None]
 
 
 def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:

@@ -16,6 +16,7 @@ from typing import Literal
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import ClusterSection
+from raytrain_gpt.format import Log
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
@@ -158,7 +159,7 @@ def wait_for_workers(
     current: int,
     resources: Callable[[], Resources],
     pause: Callable[[float], None],
-    log: Callable[[str], None],
+    log: Log,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """The largest number of workers that fits; waits while not even `min_workers` do.

@@ -7,7 +7,6 @@ a run that goes on from a checkpoint before them, whose state does not have them
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -18,13 +17,12 @@ from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
 
-def find_resume(
-    config: Config, catalog: Catalog, name: str, log: Callable[[str], None]
-) -> Checkpoint | None:
+def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
     """The newest good checkpoint of the run, or None for a new run.
 
     Raises:
@@ -39,9 +37,7 @@ def find_resume(
     return newest
 
 
-def check_changes(
-    config: Config, data: Mixture, resumed: Checkpoint, log: Callable[[str], None]
-) -> None:
+def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
     """Refuse changes that would alter the maths of a resumed run; log harmless ones.
 
     Raises:
@@ -89,7 +85,7 @@ class Rollback:
         skipped: Ranges of global batches that are left out, (first, stop).
     """
 
-    def __init__(self, run_dir: Location, skip_before: int, log: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Location, skip_before: int, log: Log) -> None:
         self._file, self._catalog = run_dir / SKIPPED_FILE, Catalog(run_dir)
         self._skip_before, self._log = skip_before, log
         self._last_step: int | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import write_report
@@ -17,9 +16,7 @@ from raytrain_gpt.tracking.trackers import mlflow_store
 class RunOutput:
     """The small files of a run, worked on in a local directory and copied to an object store."""
 
-    def __init__(
-        self, run_dir: Location, mlflow_tags: dict[str, str], log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
         self._mlflow_tags, self._log = mlflow_tags, log
 

@@ -37,7 +37,7 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.evaluate.evaluation import read_choices
-from raytrain_gpt.format import amount
+from raytrain_gpt.format import Log, amount
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
 from raytrain_gpt.tracking.run_files import Row
@@ -61,7 +61,6 @@ from raytrain_gpt.train.worker_group import WorkerSpec
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
-Log = Callable[[str], None]
 TrainLoop = Callable[[WorkerSpec], None]
 
 
