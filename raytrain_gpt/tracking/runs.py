@@ -14,7 +14,7 @@ from rich.table import Table
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.goodput import goodput, run_speed
 from raytrain_gpt.tracking.report import write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
@@ -28,7 +28,7 @@ def find_run(name: str, storage: Location) -> RunSync:
     Raises:
         CheckpointError: there is none.
     """
-    for path in (storage / name, Location.of(name)):
+    for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
     known = ", ".join(path.name for path in _run_dirs(storage)) or "none"
@@ -48,10 +48,8 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
     """
     if action == "list":
         content: Any = {"runs": [run_facts(RunSync(path).pull()) for path in _run_dirs(storage)]}
-        _table(
-            content["runs"],
-            ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints"),
-        )
+        columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
+        _table(content["runs"], columns)
         say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")
     else:
         if not names or (len(names) > 1 and action != "report"):
@@ -66,7 +64,7 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
 
 
 def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    run = runs[0]
+    (run,) = runs
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")

@@ -146,7 +146,8 @@ class MLflow:
                 with self._changed:
                     if self._status is not None:
                         return
-                    self._changed.wait(_RETRY_S)
+                    # Not at every new row, of which there may be one a second.
+                    self._changed.wait_for(lambda: self._status, _RETRY_S)
 
     def _send_waiting(self, sender: _Sender) -> bool:
         """Wait for something to send, and send it; True when the MLflow run has been closed."""
