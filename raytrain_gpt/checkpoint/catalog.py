@@ -382,14 +382,8 @@ class Catalog:
             if nameless or name.startswith("unfinished-"):
                 (self._dir / name).remove()
         for path in paths:
-            if _step(path) <= good_until:
-                continue
-            if self._dir.is_local:
-                aside = self._dir / f"broken-{path.name}"
-                aside.remove()
-                path.path.rename(aside.path)
-            else:
-                (path / HASHES_FILE).remove()
+            if _step(path) > good_until:
+                self._take_out(path, f"broken-{path.name}")
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
@@ -400,13 +394,22 @@ class Catalog:
             waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
             if checkpoint is best or waits:
                 continue
-            if self._dir.is_local:
-                removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
-                checkpoint.path.path.rename(removed.path)
-                removed.remove()
-            else:
-                (checkpoint.path / HASHES_FILE).remove()
-                checkpoint.path.remove()
+            self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+
+    def _take_out(self, path: Location, name: str) -> Location:
+        """Make a checkpoint none by one operation; returns where its files are now."""
+        if not self._dir.is_local:
+            (path / HASHES_FILE).remove()
+            return path
+        aside = self._dir / name
+        aside.remove()
+        path.path.rename(aside.path)
+        return aside
+
+
+def step_of(checkpoint: Checkpoint | None) -> int:
+    """Updates that a run has done that goes on from a checkpoint; 0 without one."""
+    return checkpoint.state.step if checkpoint else 0
 
 
 def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -81,6 +81,17 @@ def connect(num_cpus_needed: int) -> Resources:
     return cluster_resources(ours)
 
 
+@contextlib.contextmanager
+def connected(num_cpus_needed: int) -> Iterator[Resources]:
+    """`connect`; at the end a cluster that was started by it is shut down."""
+    resources = connect(num_cpus_needed)
+    try:
+        yield resources
+    finally:
+        if resources.ours:
+            ray.shutdown()
+
+
 def knock(address: str) -> None:
     """Open and close a connection to HOST:PORT: it fails at once where Ray itself takes minutes.
 

@@ -20,8 +20,8 @@ from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
-from raytrain_gpt.evaluate.hellaswag import Choices
+from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec

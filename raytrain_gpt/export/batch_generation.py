@@ -28,7 +28,7 @@ from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.cluster.capacity import Resources
-from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.call_options import SamplingOptions
@@ -73,14 +73,10 @@ def sample_batch(
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
-    with StopSignals(f"interrupted; {out} was not written"):
-        resources = connect(num_cpus_needed=0)
-        try:
-            results = _results(lines, resources, log, (found.path, num_samples, sampling))
-            _write(out, results, len(lines), log)
-        finally:
-            if resources.ours:
-                ray.shutdown()
+    stopped = StopSignals(f"interrupted; {out} was not written")
+    with stopped, connected(num_cpus_needed=0) as resources:
+        results = _results(lines, resources, log, (found.path, num_samples, sampling))
+        _write(out, results, len(lines), log)
 
 
 def _check_out(out: Location, source: Location) -> None:

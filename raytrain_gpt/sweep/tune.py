@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import ray
 import yaml
 
 from raytrain_gpt.cluster.capacity import fit_to_cluster
-from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
@@ -58,8 +57,7 @@ def run_sweep(
         data = existing_data(base, is_default_data)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, goes_on)
-        resources = connect(cpus_to_start(sweep, base))
-        try:
+        with connected(cpus_to_start(sweep, base)) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
@@ -70,9 +68,6 @@ def run_sweep(
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)
                 return sweep_run.run(at_once, signals, lease, train_loop)
-        finally:
-            if resources.ours:
-                ray.shutdown()
 
 
 def to_yaml(sweep: Sweep) -> str:

@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import ray
-
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
-from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
@@ -58,13 +56,9 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     is_default_data = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
     data = existing_data(config, is_default_data)
-    resources = connect(cpus_to_start(config))
-    try:
+    with connected(cpus_to_start(config)) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
-    finally:
-        if resources.ours:
-            ray.shutdown()
 
 
 def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
@@ -96,10 +90,6 @@ def prepare_dataset(
         UserError: a source, the tokenizer or the directory cannot be used.
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
-    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
-        resources = connect(num_cpus_needed=0)
-        try:
-            return prepare(sources, directory, tokenizer, log=log, **options)
-        finally:
-            if resources.ours:
-                ray.shutdown()
+    stopped = StopSignals("interrupted; finished shards are kept, the same command goes on")
+    with stopped, connected(num_cpus_needed=0):
+        return prepare(sources, directory, tokenizer, log=log, **options)

@@ -57,16 +57,6 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """All steps are done and saved."""
-
-
-@dataclass(frozen=True)
-class Interrupt:
-    """A signal ended the run after it had saved."""
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """Start no further attempt."""
 
@@ -82,7 +72,8 @@ class GoOn:
     pause_s: float = 0.0
 
 
-Action = Finish | Interrupt | GiveUp | GoOn
+Action = Literal["finish", "interrupt"] | GiveUp | GoOn
+"""`finish`: all steps are done and saved; `interrupt`: a signal ended the run after it had saved."""
 
 
 def next_action(
@@ -94,9 +85,9 @@ def next_action(
     if result.user_error:
         return GiveUp(result.reason)
     if result.kind == "finished":
-        return Finish()
+        return "finish"
     if result.kind == "stopped":
-        return Interrupt()
+        return "interrupt"
     if result.kind == "rolled_back":
         # Progress here: the attempt itself wrote the checkpoint that the run goes back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
@@ -107,7 +98,7 @@ def next_action(
             )
         return GoOn(step, replace(done, rollbacks=rollbacks))
     if step >= result.all_steps:  # it died after the last checkpoint was complete
-        return Finish()
+        return "finish"
     if result.kind == "resized":
         return GoOn(step, done)
     if result.kind == "preempted":

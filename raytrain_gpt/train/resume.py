@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
@@ -20,6 +20,8 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
+
+SKIPPED_FILE = "skipped.json"
 
 
 def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
@@ -72,9 +74,6 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
             log(f"changed since then: {name} {change}")
 
 
-SKIPPED_FILE = "skipped.json"
-
-
 class Rollback:
     """Takes a run back; remembers what is skipped and where it went back to last.
 
@@ -106,14 +105,11 @@ class Rollback:
         `origin` is the checkpoint of another run that this one began with.
         """
         resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
-        step = resumed.state.step if resumed else 0
-        if 0 < started_at == step == self._last_step:
+        if 0 < started_at == step_of(resumed) == self._last_step:
             # A rollback led here before and it went wrong again: the weights may have been hurt
             # earlier than the loss has shown.
-            older = self._catalog.newest_good(self._log, before_step=started_at)
-            resumed = older or resumed
-            step = resumed.state.step if resumed else 0
-        self._last_step = step
+            resumed = self._catalog.newest_good(self._log, before_step=started_at) or resumed
+        self._last_step = step = step_of(resumed)
         self._catalog.clean(good_until=step)
         next_batch = resumed.state.next_batch if resumed else 0
         skipped = (max(next_batch, bad.first_batch - self._skip_before), bad.last_batch + 1)

@@ -23,5 +23,5 @@ def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path
 
 def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     (Location.of(tmp_path) / "known" / CONFIG_FILE).write_text(Config().to_yaml())
-    with pytest.raises(CheckpointError, match="no run other in .*; runs there: known"):
+    with pytest.raises(CheckpointError, match=r"no run other in .*; runs there: known"):
         find_run("other", Location.of(tmp_path))
