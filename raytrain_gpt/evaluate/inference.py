@@ -78,8 +78,6 @@ def evaluate_checkpoint(
         ConfigError: eval_tokens is below 1.
         DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
     """
-    if eval_tokens is not None and eval_tokens < 1:
-        raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
@@ -134,9 +132,9 @@ def validation_feed(
             f"{config.data.data_path} has hash {found.hash[:12]}, {checkpoint.path} was trained on "
             f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
         )
-    spec = IngestSpec(
-        config.updated({"eval_tokens": eval_tokens or config.eval.eval_tokens}), found, 1
-    )
+    if eval_tokens is not None:
+        config = config.updated({"eval_tokens": eval_tokens})
+    spec = IngestSpec(config, found, 1)
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
     micro = checkpoint.state.config["train"]["micro_batch_sequences"]

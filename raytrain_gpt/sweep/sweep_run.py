@@ -34,8 +34,7 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
-from raytrain_gpt.tracking.mlflow_run import MLflowRun
-from raytrain_gpt.tracking.trackers import mlflow_store
+from raytrain_gpt.tracking.mlflow_run import OFF, MLflowRun, mlflow_store
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -141,7 +140,7 @@ class SweepRun:
         self._history = History(directory)
         uri, _ = mlflow_store(base)
         if uri is None and base.tracking.mlflow_uri == "auto":
-            log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+            log(OFF)
         changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
         if isinstance(sweep.scheduler, Pbt):
             # A copy may start only after the trial that it copies has come to the next comparison.

@@ -14,14 +14,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import location
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
+SQLITE = "sqlite:///"
+OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EXPORT_DIR = "exported"
 """Artifacts of the last exported model."""
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
+
+
+def mlflow_store(config: Config) -> tuple[str | None, str | None]:
+    """Tracking URI (None: no tracking) and place of a new experiment's artifacts (None: the server's).
+
+    A SQLite file cannot be in an object store, so there `auto` means no tracking.
+    """
+    uri = config.tracking.mlflow_uri
+    if uri == "auto":
+        storage = location(config, config.run.storage_path)
+        uri = f"{SQLITE}{storage / 'mlflow.db'}" if storage.is_local else None
+    if uri is None or not uri.startswith(SQLITE):
+        return uri, None
+    return uri, str(Path(uri.removeprefix(SQLITE)).parent / "mlartifacts")
 
 
 class MLflowRun:

@@ -24,7 +24,7 @@ from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import MLflowRun
+from raytrain_gpt.tracking.mlflow_run import MLflowRun, mlflow_store
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
@@ -39,8 +39,6 @@ class RecorderSpec:
     """What a recorder needs to begin.
 
     Attributes:
-        mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
-        artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
         saved_rows: Rows that the checkpoints kept.
@@ -49,9 +47,7 @@ class RecorderSpec:
 
     sync: RunSync
     config: Config
-    mlflow_uri: str | None
     mlflow_tags: dict[str, str]
-    artifact_location: str | None
     step: int
     attempt: Row | None
     saved_rows: list[Row]
@@ -110,18 +106,19 @@ class Recorder:
             tensorboard.add_rows(self._files.found_rows)
             self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
-        if spec.mlflow_uri:
+        uri, artifact_location = mlflow_store(spec.config)
+        if uri is not None:
             open_run = partial(
                 MLflowRun,
                 Location.of(spec.sync.work_dir),
-                spec.mlflow_uri,
+                uri,
                 spec.config.tracking.experiment,
-                spec.artifact_location,
+                artifact_location,
                 spec.config.field_values(),
                 spec.mlflow_tags,
                 starts_over=spec.step == 0,
             )
-            self._mlflow = MLflow(open_run, spec.sync.work_dir, spec.mlflow_uri, self._news.put)
+            self._mlflow = MLflow(open_run, spec.sync.work_dir, uri, self._news.put)
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)

@@ -60,12 +60,12 @@ class RunStory:
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             self.config = yaml.safe_load((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
-        self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
+        self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = Catalog(self.dir).best()
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
-        self.max_steps: int = self.leaves.get("max_steps", 0)
+        self.max_steps: int = self.fields.get("max_steps", 0)
         self.finished = bool(self.rows) and self.last["step"] >= self.max_steps
         finite = [row for row in self.evals if row["val/loss"] is not None]
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
@@ -199,8 +199,8 @@ def write_comparison(syncs: list[RunSync], out: Path) -> Path:
     middle = max(run.last["step"] for run in runs) // 2
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
     common = sorted(set.intersection(*steps)) if steps else []
-    keys = dict.fromkeys(key for run in runs for key in run.leaves if key != "run_name")
-    values = {key: [_yaml_text(run.leaves.get(key, "–")) for run in runs] for key in keys}
+    keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
+    values = {key: [_yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
     return _write_page(
         out,
         runs,

@@ -23,14 +23,14 @@ class RunSummary:
 
     Attributes:
         step: Updates done.
-        checkpoint: The newest one, or None.
+        checkpoint: The newest one.
         already_finished: All steps had been done by an earlier command.
     """
 
     run_dir: Location
     sync: RunSync
     step: int
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint
     already_finished: bool = False
 
 

@@ -23,12 +23,12 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
+from raytrain_gpt.tracking.mlflow_run import SQLITE
 
 C = TypeVar("C", bound=Config)
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
-SQLITE = "sqlite:///"
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 

@@ -6,11 +6,11 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import mlflow_store
 
 
 class RunOutput:
@@ -39,16 +39,13 @@ class RunOutput:
             checkpoints: Their rows fill in what a dead recorder had not written.
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
         """
-        uri, artifacts = mlflow_store(config)
-        if uri is None and config.tracking.mlflow_uri == "auto":
-            self._log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+        if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
+            self._log(OFF)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
             config=config,
-            mlflow_uri=uri,
             mlflow_tags=self._mlflow_tags,
-            artifact_location=artifacts,
             step=step,
             attempt=attempt,
             saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
