@@ -371,7 +371,7 @@ class Catalog:
 
     def best(self) -> Checkpoint | None:
         """The complete checkpoint with the lowest validation loss."""
-        return _best(self.complete())
+        return best_of(self.complete())
 
     def clean(self, good_until: int) -> None:
         """Remove what an interrupted writer left, and set aside checkpoints above `good_until`."""
@@ -388,7 +388,7 @@ class Catalog:
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
         complete = self.complete()
-        best = _best(complete)
+        best = best_of(complete)
         for checkpoint in complete[:-keep]:
             # A run resumed with eval_mode=inline never comes back to what waits.
             waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
@@ -412,7 +412,8 @@ def step_of(checkpoint: Checkpoint | None) -> int:
     return checkpoint.state.step if checkpoint else 0
 
 
-def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The one with the lowest validation loss; None if none was evaluated."""
     losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
     return min(losses)[2] if losses else None  # no two have the same step
 
@@ -430,7 +431,7 @@ def resolve_checkpoint(path: Location) -> Checkpoint:
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
     elif complete := Catalog(path).complete():
-        checkpoint = _best(complete) or complete[-1]
+        checkpoint = best_of(complete) or complete[-1]
     elif path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} holds Hugging Face weights; import them first: "

@@ -23,8 +23,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA, existing_data, make_default_data
+from raytrain_gpt.train.launch import make_default_data, with_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -51,10 +50,7 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base = one_worker_for_auto(base_config(sweep))
-        is_default_data = base.data.data_path == DEFAULT_DATA
-        base = preflight.absolute_paths(base)
-        data = existing_data(base, is_default_data)
+        base, data = with_data(one_worker_for_auto(base_config(sweep)))
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, goes_on)
         with connected(cpus_to_start(sweep, base)) as resources:

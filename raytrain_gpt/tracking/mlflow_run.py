@@ -132,7 +132,6 @@ def _identity(directory: Location, uri: str) -> str:
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    """The MLflow run with an identity, or None."""
     tagged = f"tags.{IDENTITY_TAG} = '{identity}'"
     found = client.search_runs([experiment_id], tagged, max_results=1)
     return found[0] if found else None

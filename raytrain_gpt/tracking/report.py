@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from raytrain_gpt import __version__
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog, best_of
 from raytrain_gpt.format import amount, duration, number, short_duration, size
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
@@ -52,6 +52,7 @@ class RunStory:
         self.name = self.dir.name
         rows = read_rows(sync.work_dir)
         self.rows = [row for row in rows if "train/loss" in row]
+        # An async evaluation comes when it is done, which may be behind later ones.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
@@ -62,7 +63,7 @@ class RunStory:
             self.config = yaml.safe_load((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
-        self.best_checkpoint = Catalog(self.dir).best()
+        self.best_checkpoint = best_of(self.checkpoints)
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
         self.max_steps: int = self.fields.get("max_steps", 0)
@@ -120,7 +121,6 @@ class RunStory:
         ]
 
     def _noisy(self, values: Floats) -> list[Curve]:
-        """A curve with its running mean."""
         curve, window = Curve("every step", self.column("step"), values), self.window
         if window == 1:
             return [curve]
@@ -149,7 +149,6 @@ class RunStory:
         return [Chart("HellaSwag", "fraction right", curves, marks)]
 
     def _by_dataset(self, marks: list[int]) -> list[Chart]:
-        """Validation losses of each dataset, where there are several."""
         keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
         curves = []
         for i, key in enumerate(sorted(keys)):

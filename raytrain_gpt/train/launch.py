@@ -10,7 +10,7 @@ from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import C, Config
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
@@ -53,24 +53,22 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    is_default_data = config.data.data_path == DEFAULT_DATA
-    config = preflight.absolute_paths(config)
-    data = existing_data(config, is_default_data)
+    config, data = with_data(config)
     with connected(cpus_to_start(config)) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
 
 
-def existing_data(config: Config, is_default_data: bool) -> Mixture | None:
-    """What is trained on; None if it is DEFAULT_DATA and has to be prepared first.
+def with_data(config: C) -> tuple[C, Mixture | None]:
+    """The configuration with absolute paths, and its data; None: DEFAULT_DATA is yet to be prepared.
 
     Raises:
-        ConfigError: a dataset of several has no weight.
+        ConfigError: a dataset of several has no weight, or a path is relative in a submitted job.
         DataError: other data is missing, or cannot be mixed.
     """
-    if is_default_data and not data_is_there(config):
-        return None
-    return data_of(config)
+    is_default = config.data.data_path == DEFAULT_DATA
+    config = preflight.absolute_paths(config)
+    return config, None if is_default and not data_is_there(config) else data_of(config)
 
 
 def make_default_data(config: Config, log: Log) -> Mixture:

@@ -7,11 +7,10 @@ import shutil
 import sysconfig
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.schema import C, Config
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
@@ -24,8 +23,6 @@ from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.mlflow_run import SQLITE
-
-C = TypeVar("C", bound=Config)
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""

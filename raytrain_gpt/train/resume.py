@@ -53,14 +53,13 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     }
     changed = changed_fields(before, config.field_values())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
-    if state.manifest_hash != data.hash:
-        old, new = state.manifest_hash[:12], data.hash[:12]
-        refused["data (manifest hash)"] = f"{old} -> {new}"
-    if state.vocab_hash != data.vocab_hash:
-        old, new = state.vocab_hash[:12], data.vocab_hash[:12]
-        refused["tokenizer (vocabulary hash)"] = f"{old} -> {new}"
-    if state.order_version != ORDER_VERSION:
-        refused["order version"] = f"{state.order_version} -> {ORDER_VERSION}"
+    for name, old, new in (
+        ("data (manifest hash)", state.manifest_hash, data.hash),
+        ("tokenizer (vocabulary hash)", state.vocab_hash, data.vocab_hash),
+        ("order version", str(state.order_version), str(ORDER_VERSION)),
+    ):
+        if old != new:
+            refused[name] = f"{old[:12]} -> {new[:12]}"
     if refused:
         listed = ", ".join(f"{name} {change}" for name, change in refused.items())
         raise CheckpointError(

@@ -164,7 +164,6 @@ class Run:
         )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
-        """Start attempts until the policy says that it is over."""
         counters = Counters()
         while True:
             self.world_size = wait_for_workers(
@@ -317,7 +316,6 @@ class Run:
 
 
 def _epochs(ingest: IngestSpec, max_steps: int) -> str:
-    """How the steps of a run relate to epochs of its data."""
     order, data = ingest.order(), ingest.data
     if not isinstance(order, MixedOrder):
         return (
