@@ -338,9 +338,10 @@ class Catalog:
         return found
 
     def _paths(self) -> list[Location]:
-        """Directories named like checkpoints; in an object store only those with the last file."""
+        """Directories named like checkpoints, by step; in an object store only those with the last file."""
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
-        return [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        whole = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        return sorted(whole, key=_step)  # by name a step of nine digits would come first
 
     def newest_good(self, on_skip: Log, before_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
