@@ -207,7 +207,7 @@ def _evaluate(
         checkpoint.verify()
     device = torch.device("cuda" if config.cluster.use_gpu else "cpu")
     model, tokenizer = load_checkpoint(checkpoint, config, device)
-    feed = validation_feed(checkpoint, config, device, data=None, eval_tokens=None)
+    feed = validation_feed(checkpoint, config, device)
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
     metrics = {name: finite(value) for name, value in evaluation.metrics().items()}
     seconds = {"perf/eval_beside_s": time.perf_counter() - started}

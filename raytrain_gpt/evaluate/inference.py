@@ -112,8 +112,8 @@ def validation_feed(
     checkpoint: Checkpoint,
     config: Config,
     device: torch.device,
-    data: str | Path | None,
-    eval_tokens: int | None,
+    data: str | Path | None = None,
+    eval_tokens: int | None = None,
 ) -> EvalFeed:
     """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
 

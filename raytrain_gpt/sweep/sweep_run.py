@@ -63,12 +63,11 @@ class ParentRun:
     def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
         self._log = log
         self._run: MLflowRun | None = None
-        uri, artifacts = mlflow_store(base)
+        uri, _ = mlflow_store(base)
         if uri is None:
             return
         try:
-            experiment, fields = base.tracking.experiment, sweep.model_dump()
-            self._run = MLflowRun(directory, uri, experiment, artifacts, fields, {})
+            self._run = MLflowRun(directory, base, sweep.model_dump(), {})
         except Exception as error:  # no error of a tracker may end the sweep
             log(f"MLflow at {uri} has no run of this sweep: {error}")
 

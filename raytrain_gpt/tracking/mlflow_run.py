@@ -47,8 +47,7 @@ class MLflowRun:
 
     Args:
         directory: The run's or sweep's; its name is the name of the MLflow run.
-        experiment: Created if it is not there.
-        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
+        config: Its `mlflow_store` is not None; the experiment is created if it is not there.
         parameters: Logged under their names, unless they are there already.
         starts_over: Nothing is continued: if the MLflow run has other parameters, it keeps its own
             curve and a new one is created.
@@ -57,17 +56,18 @@ class MLflowRun:
     def __init__(
         self,
         directory: Location,
-        uri: str,
-        experiment: str,
-        artifact_location: str | None,
+        config: Config,
         parameters: Mapping[str, Any],
         tags: Mapping[str, str],
         *,
         starts_over: bool = False,
     ) -> None:
+        uri, artifact_location = mlflow_store(config)
+        assert uri is not None, "nothing is tracked"
         self.client = _client(uri)
         from mlflow.entities import Param
 
+        experiment = config.tracking.experiment
         known = self.client.get_experiment_by_name(experiment)
         experiment_id = (
             known.experiment_id

@@ -88,7 +88,8 @@ class Recorder:
     """See the module; methods are asynchronous, so that waiting for one rank holds up no other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        self._config, self._sync = spec.config, spec.sync
+        config, work_dir = spec.config, spec.sync.work_dir
+        self._config, self._sync = config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._changed = asyncio.Condition()
@@ -99,26 +100,20 @@ class Recorder:
         self._unwritten: list[Row] = []
         self._cannot_write = False
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(spec.sync.work_dir, spec.step, spec.saved_rows, spec.saved_samples)
+        self._files = RunFiles(work_dir, spec.step, spec.saved_rows, spec.saved_samples)
         self._trackers: list[TensorBoard | MLflow] = []
-        if spec.config.tracking.tensorboard:
-            tensorboard = TensorBoard(spec.sync.work_dir, spec.step)
+        if config.tracking.tensorboard:
+            tensorboard = TensorBoard(work_dir, spec.step)
             tensorboard.add_rows(self._files.found_rows)
             self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
-        uri, artifact_location = mlflow_store(spec.config)
+        uri, _ = mlflow_store(config)
         if uri is not None:
+            place, values = Location.of(work_dir), config.field_values()
             open_run = partial(
-                MLflowRun,
-                Location.of(spec.sync.work_dir),
-                uri,
-                spec.config.tracking.experiment,
-                artifact_location,
-                spec.config.field_values(),
-                spec.mlflow_tags,
-                starts_over=spec.step == 0,
+                MLflowRun, place, config, values, spec.mlflow_tags, starts_over=spec.step == 0
             )
-            self._mlflow = MLflow(open_run, spec.sync.work_dir, uri, self._news.put)
+            self._mlflow = MLflow(open_run, work_dir, uri, self._news.put)
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
