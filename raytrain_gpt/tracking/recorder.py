@@ -98,7 +98,6 @@ class Recorder:
         self._outcome: Outcome | None = None
         self._training = False
         self._unwritten: list[Row] = []
-        self._cannot_write = False
         self._pushing: asyncio.Task[None] | None = None
         self._files = RunFiles(work_dir, spec.step, spec.saved_rows, spec.saved_samples)
         self._trackers: list[TensorBoard | MLflow] = []
@@ -128,16 +127,15 @@ class Recorder:
 
     def _write(self, rows: list[Row]) -> None:
         """Rows that the disk does not take wait for the next ones: no metric may end a run."""
+        is_told = bool(self._unwritten)
         self._unwritten += rows
         try:
             self._files.add_rows(self._unwritten)
         except OSError as error:
-            if not self._cannot_write:
-                self._cannot_write = True
+            if not is_told:
                 where = self._sync.work_dir
                 self._news.put(f"metrics wait in memory: cannot write {where}: {error.strerror}")
             return
-        self._cannot_write = False
         written, self._unwritten = self._unwritten, []
         for tracker in list(self._trackers):
             try:
