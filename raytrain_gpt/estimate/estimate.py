@@ -20,11 +20,7 @@ SPEED_SOURCES = {
 
 
 def answer(
-    config: Config,
-    given: Facts,
-    log: Log,
-    device: str | None = None,
-    probe: bool = False,
+    config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
 ) -> tuple[Config, Estimate]:
     """The configuration, fitted to the cluster if that was probed, and the estimate.
 

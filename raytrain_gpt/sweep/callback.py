@@ -37,12 +37,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        context: SweepContext,
-        history: History,
-        stop: threading.Event,
-        lease: Lease,
-        log: Log,
+        self, context: SweepContext, history: History, stop: threading.Event, lease: Lease, log: Log
     ) -> None:
         self._context, self._sweep, self._barrier = context, context.sweep, context.barrier
         self._history, self._stop, self._lease, self._log = history, stop, lease, log

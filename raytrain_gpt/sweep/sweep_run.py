@@ -128,12 +128,7 @@ class SweepRun:
     """
 
     def __init__(
-        self,
-        sweep: Sweep,
-        base: Config,
-        fitted: FittedConfig,
-        directory: Location,
-        log: Log,
+        self, sweep: Sweep, base: Config, fitted: FittedConfig, directory: Location, log: Log
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)

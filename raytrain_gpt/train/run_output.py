@@ -18,7 +18,7 @@ class RunOutput:
 
     def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
-        self._mlflow_tags, self._log = mlflow_tags, log
+        self._mlflow_tags, self.log = mlflow_tags, log
 
     def write_config(self, config: FittedConfig) -> None:
         """Write the resolved configuration, with which `--config` repeats the run."""
@@ -40,7 +40,7 @@ class RunOutput:
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
         """
         if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
-            self._log(OFF)
+            self.log(OFF)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
@@ -62,7 +62,7 @@ class RunOutput:
         try:
             write_report(self.sync)
         except Exception as error:  # a chart that cannot be drawn must not cost a trained model
-            self._log(f"no report: {error!r}")
+            self.log(f"no report: {error!r}")
 
     def next_attempt(self, newest: int) -> int:
         """The first attempt number, above `newest`, that Ray has no directory for.

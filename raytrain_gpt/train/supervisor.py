@@ -216,7 +216,7 @@ class Run:
     def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
         """The end of the training, and of the async evaluations that are due."""
         waited = self._evaluations is not None and finish_evaluations(
-            self._evaluations, self.config, newest, lease, self.output, self.signals, self.log
+            self._evaluations, self.config, newest, lease, self.output, self.signals
         )
         was_finished = not (trained or waited)
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
