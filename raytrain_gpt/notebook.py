@@ -17,13 +17,13 @@ import re
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.format import Log
 from raytrain_gpt.redact import redacted
 
 SHOWN_LINES = 12
@@ -113,7 +113,6 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     log = _log(resolved)
     summary = launch.train(resolved, log)
     run_end(summary, log)
-    assert summary.checkpoint is not None, "a finished run has its last step's checkpoint"
     rows = read_rows(summary.sync.work_dir)
     losses = [row["val/loss"] for row in rows if row.get("val/loss") is not None]
     best = Catalog(summary.run_dir).best()
@@ -128,7 +127,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     )
 
 
-def _log(config: Config) -> Callable[[str], None]:
+def _log(config: Config) -> Log:
     """What takes the console lines: an output of the cell in Jupyter, else print."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

@@ -32,6 +32,7 @@ from typing import Any
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -337,13 +338,12 @@ class Catalog:
         return found
 
     def _paths(self) -> list[Location]:
-        """Directories named like checkpoints; in an object store only those with the last file."""
+        """Directories named like checkpoints, by step; in an object store only those with the last file."""
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
-        return [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        whole = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        return sorted(whole, key=_step)  # by name a step of nine digits would come first
 
-    def newest_good(
-        self, on_skip: Callable[[str], None], before_step: int | None = None
-    ) -> Checkpoint | None:
+    def newest_good(self, on_skip: Log, before_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:
@@ -372,7 +372,7 @@ class Catalog:
 
     def best(self) -> Checkpoint | None:
         """The complete checkpoint with the lowest validation loss."""
-        return _best(self.complete())
+        return best_of(self.complete())
 
     def clean(self, good_until: int) -> None:
         """Remove what an interrupted writer left, and set aside checkpoints above `good_until`."""
@@ -383,34 +383,38 @@ class Catalog:
             if nameless or name.startswith("unfinished-"):
                 (self._dir / name).remove()
         for path in paths:
-            if _step(path) <= good_until:
-                continue
-            if self._dir.is_local:
-                aside = self._dir / f"broken-{path.name}"
-                aside.remove()
-                path.path.rename(aside.path)
-            else:
-                (path / HASHES_FILE).remove()
+            if _step(path) > good_until:
+                self._take_out(path, f"broken-{path.name}")
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
         complete = self.complete()
-        best = _best(complete)
+        best = best_of(complete)
         for checkpoint in complete[:-keep]:
             # A run resumed with eval_mode=inline never comes back to what waits.
             waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
             if checkpoint is best or waits:
                 continue
-            if self._dir.is_local:
-                removed = self._dir / f"unfinished-removed-{checkpoint.path.name}"
-                checkpoint.path.path.rename(removed.path)
-                removed.remove()
-            else:
-                (checkpoint.path / HASHES_FILE).remove()
-                checkpoint.path.remove()
+            self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+
+    def _take_out(self, path: Location, name: str) -> Location:
+        """Make a checkpoint none by one operation; returns where its files are now."""
+        if not self._dir.is_local:
+            (path / HASHES_FILE).remove()
+            return path
+        aside = self._dir / name
+        aside.remove()
+        path.path.rename(aside.path)
+        return aside
 
 
-def _best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+def step_of(checkpoint: Checkpoint | None) -> int:
+    """Updates that a run has done that goes on from a checkpoint; 0 without one."""
+    return checkpoint.state.step if checkpoint else 0
+
+
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The one with the lowest validation loss; None if none was evaluated."""
     losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
     return min(losses)[2] if losses else None  # no two have the same step
 
@@ -428,7 +432,7 @@ def resolve_checkpoint(path: Location) -> Checkpoint:
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
     elif complete := Catalog(path).complete():
-        checkpoint = _best(complete) or complete[-1]
+        checkpoint = best_of(complete) or complete[-1]
     elif path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} holds Hugging Face weights; import them first: "

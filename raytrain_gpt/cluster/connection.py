@@ -83,7 +83,7 @@ def connect(num_cpus_needed: int) -> Resources:
 
 @contextlib.contextmanager
 def connected(num_cpus_needed: int) -> Iterator[Resources]:
-    """Inside, `connect` has been called; afterwards a cluster that it started is shut down."""
+    """`connect`; at the end a cluster that was started by it is shut down."""
     resources = connect(num_cpus_needed)
     try:
         yield resources

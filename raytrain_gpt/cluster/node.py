@@ -35,14 +35,12 @@ from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock
+from raytrain_gpt.cluster.signals import FORCED_AFTER, SIGNALS
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.format import Log
 
 LABEL = "raytrain-gpt/node"
 POLL_S = 0.5
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_FORCED_AFTER = 3
-
-Log = Callable[[str], None]
 
 
 def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:
@@ -67,7 +65,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
             "`ray start` prints it, and check that this machine can connect to that port"
         ) from None
     received: list[int] = []
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, lambda got, _frame: received.append(got))
     name = uuid.uuid4().hex
     child = _start_ray(address, name, flags)
@@ -77,7 +75,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
                 return code if code >= 0 else 128 - code
             time.sleep(POLL_S)
         try:
-            _leave(address, name, grace_s, lambda: len(received) >= _FORCED_AFTER, log)
+            _leave(address, name, grace_s, lambda: len(received) >= FORCED_AFTER, log)
         except Exception as error:  # whatever it is, the node must stop
             log(f"this node could not be drained, it stops at once: {error}")
         return 0
@@ -92,7 +90,7 @@ def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Pope
     own, others = parser.parse_known_args(flags)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     command += [f"--address={address}", f"--labels={','.join(own.labels)}", *others]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return subprocess.Popen(command, start_new_session=True)
     finally:

@@ -12,6 +12,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -37,10 +38,11 @@ def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
     """
     here = ray.get_runtime_context().get_node_id()
     others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {here}
+    check_there: Any = ray.remote(num_cpus=0)(_check_node)
     with storage_probe(run_dir, run_dir.parent) as probe:
         try:
             asked = [
-                _check_there.options(
+                check_there.options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
                 ).remote(probe, data)
                 for node in others
@@ -110,11 +112,6 @@ def ray_disk_problem(directory: str, free_bytes: int) -> str:
     return (
         f"{size(free_bytes)} free in {directory}, Ray needs {size(RAY_FILES_BYTES)} for its files"
     )
-
-
-@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-def _check_there(probe: Location, data: Sequence[Location]) -> None:
-    _check_node(probe, data)
 
 
 def _check_node(probe: Location, data: Sequence[Location]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from raytrain_gpt.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_FORCED_AFTER = 3
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FORCED_AFTER = 3
 
 
 class StopSignals:
@@ -31,7 +31,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in _SIGNALS}
+            self._before = {n: signal.signal(n, self._handle) for n in SIGNALS}
         return self
 
     def defer(self) -> None:
@@ -40,7 +40,7 @@ class StopSignals:
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
-        if self._count >= _FORCED_AFTER:
+        if self._count >= FORCED_AFTER:
             os._exit(Interrupted.exit_code)
         if self._count == 1:  # a second one may come while this one is in set(), which holds a lock
             self.stop.set()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,9 @@ from raytrain_gpt.doctor.head_probe import ask_head, head_address, judge_head, j
 from raytrain_gpt.doctor.node_probe import ask_nodes
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
-from raytrain_gpt.format import amount, size
+from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA
 from raytrain_gpt.train.memory_fit import fit_memory
@@ -56,8 +56,6 @@ RANK_CHECKS = ("devices", "all_reduce", "sequences")
 FETCH_WITHIN_S = 30.0
 """tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
 TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-
-Log = Callable[[str], None]
 
 
 @dataclass
@@ -280,9 +278,9 @@ def check_tracking(config: Config) -> str:
     if uri == "auto" and location(config, config.run.storage_path).is_local:
         return "MLflow's SQLite file goes into storage_path"
     if uri == "auto":
-        raise Skipped("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
-    if "://" not in uri or uri.startswith(preflight.SQLITE):
-        directory = Path(uri.removeprefix(preflight.SQLITE)).parent
+        raise Skipped(mlflow_run.OFF)
+    if "://" not in uri or uri.startswith(mlflow_run.SQLITE):
+        directory = Path(uri.removeprefix(mlflow_run.SQLITE)).parent
         if not os.access(directory, os.W_OK):
             raise Failed(
                 f"mlflow_uri {uri}: cannot write in {directory}; create it, or set mlflow_uri"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from raytrain_gpt.config.schema import Config
@@ -10,7 +9,7 @@ from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, gpu_spec, gpu_specs_mat
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
-from raytrain_gpt.format import amount, duration, size
+from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.train.launch import expected_vocab_size
 from raytrain_gpt.train.preflight import absolute_paths
 
@@ -22,11 +21,7 @@ SPEED_SOURCES = {
 
 
 def answer(
-    config: Config,
-    given: Facts,
-    log: Callable[[str], None],
-    device: str | None = None,
-    probe: bool = False,
+    config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
 ) -> tuple[Config, Estimate]:
     """The configuration, fitted to the cluster if that was probed, and the estimate.
 

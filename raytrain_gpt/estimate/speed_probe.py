@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.doctor.bench import forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import cluster_for
 from raytrain_gpt.train.memory_fit import fit_memory
 
 
-def probe_speed(config: Config, log: Callable[[str], None]) -> tuple[RunPlan, float, str]:
+def probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
     """Time steps of a configuration's own loop on its own data; nothing trained is kept.
 
     Returns:

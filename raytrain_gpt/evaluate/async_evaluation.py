@@ -19,7 +19,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -32,7 +31,7 @@ from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, UserError
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.evaluate.inference import load_checkpoint, lone_evaluation, validation_feed
-from raytrain_gpt.format import duration
+from raytrain_gpt.format import Log, duration
 from raytrain_gpt.tracking.run_files import finite
 
 MAX_RETRIES = 3
@@ -83,7 +82,7 @@ class AsyncEvaluation:
         waiting = [c for c in self._catalog.complete() if c.evaluated_row is None]
         return [c for c in waiting if c.state.is_evaluated_async and c.hash not in self._left_out]
 
-    def hand_over(self, recorder: Any, log: Callable[[str], None]) -> None:
+    def hand_over(self, recorder: Any, log: Log) -> None:
         """Show new lines, and give new evaluations to a recorder; without one the next one reads them."""
         while not self._news.empty():
             news = self._news.get()
@@ -208,7 +207,7 @@ def _evaluate(
         checkpoint.verify()
     device = torch.device("cuda" if config.cluster.use_gpu else "cpu")
     model, tokenizer = load_checkpoint(checkpoint, config, device)
-    feed = validation_feed(checkpoint, config, device, data=None, eval_tokens=None)
+    feed = validation_feed(checkpoint, config, device)
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
     metrics = {name: finite(value) for name, value in evaluation.metrics().items()}
     seconds = {"perf/eval_beside_s": time.perf_counter() - started}

@@ -17,30 +17,10 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
-from raytrain_gpt.evaluate.hellaswag import (
-    DOWNLOAD,
-    NUM_ENDINGS,
-    Choices,
-    ChoiceScore,
-    downloaded,
-    encode_choices,
-    ending_losses,
-    read_examples,
-)
+from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, ChoiceScore, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
 from raytrain_gpt.ingest.feed import EvalFeed
-
-
-def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
-    """HellaSwag tokenized for a model of this configuration; `path` is a file, or DOWNLOAD.
-
-    Raises:
-        DataError: the file cannot be read or fetched, or is not as published.
-    """
-    place = downloaded() if path == DOWNLOAD else location(config, path)
-    return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
 
 
 def watched(

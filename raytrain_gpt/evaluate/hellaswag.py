@@ -1,7 +1,7 @@
 """HellaSwag: contexts with four endings each, one of which is right.
 
 1. `read_examples` reads the published file; `downloaded` fetches it once.
-2. `encode_choices` makes a row of tokens of every context with each of its endings.
+2. `encode_choices` makes a row of tokens of every context with each of its endings (`read_choices`: both).
 3. `Choices.batches` deals whole batches to the ranks, the same ones for any number of ranks.
 4. `ending_losses` says which of several endings a model finds most likely.
 
@@ -13,11 +13,9 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +25,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
+from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location, Place, cache_directory
 
@@ -173,10 +173,9 @@ def _label(row: dict[str, Any]) -> int:
     label = row.get("label")
     if label is None or label == "":
         raise ValueError("no label, as in a test file")
-    known = [n for n in range(NUM_ENDINGS) if str(label) == str(n)]
-    if not known:
+    if str(label) not in map(str, range(NUM_ENDINGS)):
         raise ValueError(f"label {label!r} is not one of 0 to {NUM_ENDINGS - 1}")
-    return known[0]
+    return int(label)
 
 
 def downloaded() -> Location:
@@ -186,9 +185,9 @@ def downloaded() -> Location:
         DataError: it is not there and cannot be fetched, or not be kept.
     """
     cache = cache_directory()
-    path = cache / URL.rpartition("/")[2]
-    if path.exists():
-        return Location.of(path)
+    place = Location.of(cache / URL.rpartition("/")[2])
+    if place.exists():
+        return place
     try:
         with urllib.request.urlopen(URL, timeout=_TIMEOUT_S) as response:
             content: bytes = response.read()
@@ -199,17 +198,13 @@ def downloaded() -> Location:
         ) from None
     _parsed(content, URL)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        # Several may fetch it at once, each under a name of its own.
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        place.write_bytes(content)
     except OSError as error:
         raise DataError(
             f"cannot keep HellaSwag in {cache}: {error.strerror}; set XDG_CACHE_HOME to a directory "
             "that can be written, or give a file instead of download"
         ) from None
-    return Location.of(path)
+    return place
 
 
 def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
@@ -232,6 +227,16 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
         labels=np.array([example.label for example in examples], np.int64),
         num_cut=num_cut,
     )
+
+
+def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
+    """HellaSwag tokenized for a model of this configuration; `path` is a file, or DOWNLOAD.
+
+    Raises:
+        DataError: the file cannot be read or fetched, or is not as published.
+    """
+    place = downloaded() if path == DOWNLOAD else location(config, path)
+    return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
 
 
 @torch.no_grad()

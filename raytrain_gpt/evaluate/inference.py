@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
-from raytrain_gpt.evaluate.hellaswag import Choices
+from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.feed import EvalFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
@@ -63,7 +63,7 @@ def load_checkpoint(
 
 def evaluate_checkpoint(
     path: str | Path,
-    log: Callable[[str], None],
+    log: Log,
     *,
     data: str | Path | None = None,
     eval_tokens: int | None = None,
@@ -83,8 +83,6 @@ def evaluate_checkpoint(
         ConfigError: eval_tokens is below 1.
         DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
     """
-    if eval_tokens is not None and eval_tokens < 1:
-        raise ConfigError(f"eval_tokens={eval_tokens} is below 1; set --eval_tokens to 1 or more")
     checkpoint, config, model, tokenizer, device = open_checkpoint(path)
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
@@ -119,8 +117,8 @@ def validation_feed(
     checkpoint: Checkpoint,
     config: Config,
     device: torch.device,
-    data: str | Path | None,
-    eval_tokens: int | None,
+    data: str | Path | None = None,
+    eval_tokens: int | None = None,
 ) -> EvalFeed:
     """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
 
@@ -139,9 +137,9 @@ def validation_feed(
             f"{config.data.data_path} has hash {found.hash[:12]}, {checkpoint.path} was trained on "
             f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
         )
-    spec = IngestSpec(
-        config.updated({"eval_tokens": eval_tokens or config.eval.eval_tokens}), found, 1
-    )
+    if eval_tokens is not None:
+        config = config.updated({"eval_tokens": eval_tokens})
+    spec = IngestSpec(config, found, 1)
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
     micro = checkpoint.state.config["train"]["micro_batch_sequences"]
@@ -149,7 +147,7 @@ def validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path, prompt: str, log: Callable[[str], None], *, num_samples: int, **options: Any
+    path: str | Path, prompt: str, log: Log, *, num_samples: int, **options: Any
 ) -> list[str]:
     """Continuations of a prompt (which may be empty), the prompt included.
 

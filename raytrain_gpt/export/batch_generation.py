@@ -73,10 +73,8 @@ def sample_batch(
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
-    with (
-        StopSignals(f"interrupted; {out} was not written"),
-        connected(num_cpus_needed=0) as resources,
-    ):
+    stopped = StopSignals(f"interrupted; {out} was not written")
+    with stopped, connected(num_cpus_needed=0) as resources:
         results = _results(lines, resources, log, (found.path, num_samples, sampling))
         _write(out, results, len(lines), log)
 

@@ -26,7 +26,7 @@ from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError, reason
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location, Place
@@ -40,7 +40,7 @@ def prepare(
     directory: Place,
     tokenizer: str,
     *,
-    log: Callable[[str], None],
+    log: Log,
     num_cpus: int | None = None,
     **options: Any,
 ) -> Manifest:
@@ -78,7 +78,7 @@ def prepare(
 
 
 def _run_tasks(
-    directory: Location, plan: Plan, max_bad: int, num_cpus: int | None, log: Callable[[str], None]
+    directory: Location, plan: Plan, max_bad: int, num_cpus: int | None, log: Log
 ) -> list[dict[str, Any]]:
     """The results of all tasks, with progress lines as they arrive."""
     rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]
@@ -139,9 +139,7 @@ def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int
 class _Progress:
     """Logs the progress of the tasks; its rates do not count what an earlier run did."""
 
-    def __init__(
-        self, what: str, plan: Plan, done_before: set[int], log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, what: str, plan: Plan, done_before: set[int], log: Log) -> None:
         self._what, self._log, self._done_before = what, log, done_before
         self._task_bytes = [
             sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks

@@ -14,6 +14,7 @@ from typing import Any
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
@@ -29,7 +30,7 @@ def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return sorted(checkpoints, key=rank)
 
 
-def best_usable(path: Location, log: Callable[[str], None]) -> Checkpoint:
+def best_usable(path: Location, log: Log) -> Checkpoint:
     """The best undamaged checkpoint of a run, or a checkpoint itself, with all its hashes verified.
 
     `log` receives a line for each damaged checkpoint.
@@ -70,7 +71,7 @@ class Follower:
         run_dir: Location,
         served: str,
         call: Callable[..., list[Any]],
-        say: Callable[[str], None],
+        say: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalog = Catalog(run_dir)

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
+from raytrain_gpt.format import Log
 from raytrain_gpt.serve.follow import Follower, best_usable, described
 from raytrain_gpt.serve.replica import Replica
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
@@ -39,10 +40,8 @@ SPARE_REQUESTS = 100
 _ANSWER_WITHIN_S = {"served": 60.0, "load": 600.0}
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
-Say = Callable[[str], None]
 
-
-def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
+def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
     """Serve until a signal comes.
 
     Args:
@@ -75,7 +74,7 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Say) -> None:
 
 
 def _follow(
-    run_dir: Location, checkpoint: Checkpoint, handle: Any, stop: threading.Event, say: Say
+    run_dir: Location, checkpoint: Checkpoint, handle: Any, stop: threading.Event, say: Log
 ) -> None:
     def call(method: str, *args: str) -> list[Any]:
         try:
@@ -157,7 +156,7 @@ def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:
     return serve.run(bound, name=APP, route_prefix="/")
 
 
-def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Say) -> None:
+def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Log) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     key = f"-H 'Authorization: Bearer '${KEY_VARIABLE} " * bool(os.environ.get(KEY_VARIABLE))

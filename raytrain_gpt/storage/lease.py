@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from typing import IO
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, reason
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
@@ -45,7 +46,6 @@ _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
 _GUARD_WAIT_S, _GUARD_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
 
-Log = Callable[[str], None]
 _held_here: set[str] = set()
 """Tokens of the leases that this process holds."""
 

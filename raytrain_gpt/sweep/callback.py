@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import REPORTED, History
 from raytrain_gpt.sweep.results import progress_table
@@ -36,12 +36,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        context: SweepContext,
-        history: History,
-        stop: threading.Event,
-        lease: Lease,
-        log: Callable[[str], None],
+        self, context: SweepContext, history: History, stop: threading.Event, lease: Lease, log: Log
     ) -> None:
         self._context, self._sweep, self._barrier = context, context.sweep, context.barrier
         self._history, self._stop, self._lease, self._log = history, stop, lease, log

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
@@ -33,8 +34,7 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
-from raytrain_gpt.tracking.mlflow_run import MLflowRun
-from raytrain_gpt.tracking.trackers import mlflow_store
+from raytrain_gpt.tracking.mlflow_run import OFF, MLflowRun, mlflow_store
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -60,17 +60,14 @@ class ParentRun:
     A tracking server that does not answer costs the sweep one line on the console, nothing else.
     """
 
-    def __init__(
-        self, sweep: Sweep, base: Config, directory: Location, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
         self._log = log
         self._run: MLflowRun | None = None
-        uri, artifacts = mlflow_store(base)
+        uri, _ = mlflow_store(base)
         if uri is None:
             return
         try:
-            experiment, fields = base.tracking.experiment, sweep.model_dump()
-            self._run = MLflowRun(directory, uri, experiment, artifacts, fields, {})
+            self._run = MLflowRun(directory, base, sweep.model_dump(), {})
         except Exception as error:  # no error of a tracker may end the sweep
             log(f"MLflow at {uri} has no run of this sweep: {error}")
 
@@ -131,18 +128,13 @@ class SweepRun:
     """
 
     def __init__(
-        self,
-        sweep: Sweep,
-        base: Config,
-        fitted: FittedConfig,
-        directory: Location,
-        log: Callable[[str], None],
+        self, sweep: Sweep, base: Config, fitted: FittedConfig, directory: Location, log: Log
     ) -> None:
         self._sweep, self._base, self._directory, self._log = sweep, base, directory, log
         self._history = History(directory)
         uri, _ = mlflow_store(base)
         if uri is None and base.tracking.mlflow_uri == "auto":
-            log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+            log(OFF)
         changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
         if isinstance(sweep.scheduler, Pbt):
             # A copy may start only after the trial that it copies has come to the next comparison.

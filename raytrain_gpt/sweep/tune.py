@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import yaml
 
 from raytrain_gpt.cluster.capacity import fit_to_cluster
@@ -17,6 +15,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
@@ -24,7 +23,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train.launch import make_default_data, with_existing_data
+from raytrain_gpt.train.launch import make_default_data, with_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -37,7 +36,7 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
 
 
 def run_sweep(
-    sweep: Sweep, *, resume: bool, log: Callable[[str], None], train_loop: TrainLoop = train_worker
+    sweep: Sweep, *, resume: bool, log: Log, train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
     """Run all trials of a sweep that have not ended.
 
@@ -51,7 +50,7 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base, data = with_existing_data(one_worker_for_auto(base_config(sweep)))
+        base, data = with_data(one_worker_for_auto(base_config(sweep)))
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base)) as resources:

@@ -10,12 +10,17 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import location
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
+SQLITE = "sqlite:///"
+OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
 TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EXPORT_DIR = "exported"
@@ -23,13 +28,26 @@ EXPORT_DIR = "exported"
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
 
 
+def mlflow_store(config: Config) -> tuple[str | None, str | None]:
+    """Tracking URI (None: no tracking) and place of a new experiment's artifacts (None: the server's).
+
+    A SQLite file cannot be in an object store, so there `auto` means no tracking.
+    """
+    uri = config.tracking.mlflow_uri
+    if uri == "auto":
+        storage = location(config, config.run.storage_path)
+        uri = f"{SQLITE}{storage / 'mlflow.db'}" if storage.is_local else None
+    if uri is None or not uri.startswith(SQLITE):
+        return uri, None
+    return uri, str(Path(uri.removeprefix(SQLITE)).parent / "mlartifacts")
+
+
 class MLflowRun:
     """An open MLflow run, found by its identity or created. Every call may raise any error.
 
     Args:
         directory: The run's or sweep's; its name is the name of the MLflow run.
-        experiment: Created if it is not there.
-        artifact_location: Where a new experiment keeps artifacts; None: the server decides.
+        config: Its `mlflow_store` is not None; the experiment is created if it is not there.
         parameters: Logged under their names, unless they are there already.
         starts_over: Nothing is continued: if the MLflow run has other parameters, it keeps its own
             curve and a new one is created.
@@ -38,17 +56,18 @@ class MLflowRun:
     def __init__(
         self,
         directory: Location,
-        uri: str,
-        experiment: str,
-        artifact_location: str | None,
+        config: Config,
         parameters: Mapping[str, Any],
         tags: Mapping[str, str],
         *,
         starts_over: bool = False,
     ) -> None:
+        uri, artifact_location = mlflow_store(config)
+        assert uri is not None, "nothing is tracked"
         self.client = _client(uri)
         from mlflow.entities import Param
 
+        experiment = config.tracking.experiment
         known = self.client.get_experiment_by_name(experiment)
         experiment_id = (
             known.experiment_id
@@ -70,9 +89,7 @@ class MLflowRun:
         self.client.log_batch(self.run_id, params=new)
 
 
-def track_export(
-    run_dir: Location, experiment: str, directory: Path, log: Callable[[str], None]
-) -> None:
+def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) -> None:
     """Log an exported model as artifacts of its run, if that is tracked; never fails.
 
     `log` gets a line that says where they are, or why they are not logged.
@@ -115,7 +132,6 @@ def _identity(directory: Location, uri: str) -> str:
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:
-    """The MLflow run with an identity, or None."""
     tagged = f"tags.{IDENTITY_TAG} = '{identity}'"
     found = client.search_runs([experiment_id], tagged, max_results=1)
     return found[0] if found else None

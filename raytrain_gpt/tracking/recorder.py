@@ -24,7 +24,7 @@ from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import MLflowRun
+from raytrain_gpt.tracking.mlflow_run import MLflowRun, mlflow_store
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
 from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.sync import RunSync
@@ -39,8 +39,6 @@ class RecorderSpec:
     """What a recorder needs to begin.
 
     Attributes:
-        mlflow_uri: Tracking URI, `auto` resolved; None: no MLflow.
-        artifact_location: For a new MLflow experiment; None: the server decides.
         step: Updates done.
         attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
         saved_rows: Rows that the checkpoints kept.
@@ -49,9 +47,7 @@ class RecorderSpec:
 
     sync: RunSync
     config: Config
-    mlflow_uri: str | None
     mlflow_tags: dict[str, str]
-    artifact_location: str | None
     step: int
     attempt: Row | None
     saved_rows: list[Row]
@@ -92,7 +88,8 @@ class Recorder:
     """See the module; methods are asynchronous, so that waiting for one rank holds up no other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
-        self._config, self._sync = spec.config, spec.sync
+        config, work_dir = spec.config, spec.sync.work_dir
+        self._config, self._sync = config, spec.sync
         self._news: queue.SimpleQueue[str | Row] = queue.SimpleQueue()
         self._orders: list[str] = []
         self._changed = asyncio.Condition()
@@ -101,27 +98,21 @@ class Recorder:
         self._outcome: Outcome | None = None
         self._training = False
         self._unwritten: list[Row] = []
-        self._cannot_write = False
         self._pushing: asyncio.Task[None] | None = None
-        self._files = RunFiles(spec.sync.work_dir, spec.step, spec.saved_rows, spec.saved_samples)
+        self._files = RunFiles(work_dir, spec.step, spec.saved_rows, spec.saved_samples)
         self._trackers: list[TensorBoard | MLflow] = []
-        if spec.config.tracking.tensorboard:
-            tensorboard = TensorBoard(spec.sync.work_dir, spec.step)
+        if config.tracking.tensorboard:
+            tensorboard = TensorBoard(work_dir, spec.step)
             tensorboard.add_rows(self._files.found_rows)
             self._trackers.append(tensorboard)
         self._mlflow: MLflow | None = None
-        if spec.mlflow_uri:
+        uri, _ = mlflow_store(config)
+        if uri is not None:
+            place, values = Location.of(work_dir), config.field_values()
             open_run = partial(
-                MLflowRun,
-                Location.of(spec.sync.work_dir),
-                spec.mlflow_uri,
-                spec.config.tracking.experiment,
-                spec.artifact_location,
-                spec.config.field_values(),
-                spec.mlflow_tags,
-                starts_over=spec.step == 0,
+                MLflowRun, place, config, values, spec.mlflow_tags, starts_over=spec.step == 0
             )
-            self._mlflow = MLflow(open_run, spec.sync.work_dir, spec.mlflow_uri, self._news.put)
+            self._mlflow = MLflow(open_run, work_dir, uri, self._news.put)
             # Rows of before a restart that the tracker may have missed; it drops what it has.
             self._mlflow.add_rows(self._files.kept_rows)
             self._trackers.append(self._mlflow)
@@ -136,16 +127,15 @@ class Recorder:
 
     def _write(self, rows: list[Row]) -> None:
         """Rows that the disk does not take wait for the next ones: no metric may end a run."""
+        is_told = bool(self._unwritten)
         self._unwritten += rows
         try:
             self._files.add_rows(self._unwritten)
         except OSError as error:
-            if not self._cannot_write:
-                self._cannot_write = True
+            if not is_told:
                 where = self._sync.work_dir
                 self._news.put(f"metrics wait in memory: cannot write {where}: {error.strerror}")
             return
-        self._cannot_write = False
         written, self._unwritten = self._unwritten, []
         for tracker in list(self._trackers):
             try:

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from raytrain_gpt import __version__
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog, best_of
 from raytrain_gpt.format import amount, duration, number, short_duration, size
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
@@ -52,6 +52,7 @@ class RunStory:
         self.name = self.dir.name
         rows = read_rows(sync.work_dir)
         self.rows = [row for row in rows if "train/loss" in row]
+        # An async evaluation comes when it is done, which may be behind later ones.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
@@ -60,12 +61,12 @@ class RunStory:
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
             self.config = yaml.safe_load((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
-        self.leaves = {k: v for section in self.config.values() for k, v in section.items()}
+        self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
-        self.best_checkpoint = Catalog(self.dir).best()
+        self.best_checkpoint = best_of(self.checkpoints)
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
-        self.max_steps: int = self.leaves.get("max_steps", 0)
+        self.max_steps: int = self.fields.get("max_steps", 0)
         self.finished = bool(self.rows) and self.last["step"] >= self.max_steps
         finite = [row for row in self.evals if row["val/loss"] is not None]
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
@@ -120,7 +121,6 @@ class RunStory:
         ]
 
     def _noisy(self, values: Floats) -> list[Curve]:
-        """A curve with its running mean."""
         curve, window = Curve("every step", self.column("step"), values), self.window
         if window == 1:
             return [curve]
@@ -149,7 +149,6 @@ class RunStory:
         return [Chart("HellaSwag", "fraction right", curves, marks)]
 
     def _by_dataset(self, marks: list[int]) -> list[Chart]:
-        """Validation losses of each dataset, where there are several."""
         keys = {key for row in self.evals for key in row if key.startswith("val/loss/")}
         curves = []
         for i, key in enumerate(sorted(keys)):
@@ -199,8 +198,8 @@ def write_comparison(syncs: list[RunSync], out: Path) -> Path:
     middle = max(run.last["step"] for run in runs) // 2
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
     common = sorted(set.intersection(*steps)) if steps else []
-    keys = dict.fromkeys(key for run in runs for key in run.leaves if key != "run_name")
-    values = {key: [_yaml_text(run.leaves.get(key, "–")) for run in runs] for key in keys}
+    keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
+    values = {key: [_yaml_text(run.fields.get(key, "–")) for run in runs] for key in keys}
     return _write_page(
         out,
         runs,

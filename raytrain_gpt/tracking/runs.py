@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.goodput import goodput, run_speed
-from raytrain_gpt.tracking.report import write_comparison, write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.format import Log
+from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.tracking.report import RunStory, write_comparison, write_report
+from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.tracking.summary import loss_text, run_facts
 from raytrain_gpt.tracking.sync import RunSync
-
-Say = Callable[[str], None]
 
 
 def find_run(name: str, storage: Location) -> RunSync:
@@ -30,7 +27,7 @@ def find_run(name: str, storage: Location) -> RunSync:
     Raises:
         CheckpointError: there is none.
     """
-    for path in (storage / name, Location.of(name)):
+    for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
     known = ", ".join(path.name for path in _run_dirs(storage)) or "none"
@@ -42,18 +39,17 @@ def _run_dirs(storage: Location) -> list[Location]:
     return [run for run in runs if (run / CONFIG_FILE).is_file()]
 
 
-def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Say) -> None:
+def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
     """The `runs` command.
 
     Raises:
         CheckpointError: a run does not exist, or none or too many are named.
     """
     if action == "list":
-        content: Any = {"runs": [run_facts(RunSync(path).pull()) for path in _run_dirs(storage)]}
-        _table(
-            content["runs"],
-            ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints"),
-        )
+        runs = [RunSync(path).pull() for path in _run_dirs(storage)]
+        content: Any = {"runs": [run_facts(RunStory(run)) for run in runs]}
+        columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
+        _table(content["runs"], columns)
         say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")
     else:
         if not names or (len(names) > 1 and action != "report"):
@@ -67,24 +63,22 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         say(json.dumps(content))
 
 
-def _show(runs: list[RunSync], say: Say) -> dict[str, Any]:
-    run = runs[0]
+def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
+    run = RunStory(runs[0])
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
-    rows = read_rows(run.work_dir)
-    speed, time_use = run_speed(rows), goodput(rows)
-    say(speed.summary())
-    say(time_use.summary())
-    say((run.work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
-    say(f"next: raytrain-gpt runs checkpoints {run.run_dir}")
-    return {**facts, "speed": asdict(speed), "goodput": asdict(time_use)}
+    say(run.speed.summary())
+    say(run.goodput.summary())
+    say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
+    say(f"next: raytrain-gpt runs checkpoints {run.dir}")
+    return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}
 
 
-def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:
+def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
     run_dir = runs[0].run_dir
-    catalog = Catalog(run_dir)
-    best = catalog.best()
+    checkpoints = Catalog(run_dir).complete()
+    best = best_of(checkpoints)
     rows = [
         {
             "step": c.state.step,
@@ -92,17 +86,17 @@ def _checkpoints(runs: list[RunSync], say: Say) -> dict[str, Any]:
             "val_loss": c.val_loss,
             "size_bytes": c.size_bytes,
             "age_s": round(time.time() - (c.path / HASHES_FILE).modified_s()),
-            "best": best is not None and c.path == best.path,
+            "best": c is best,
             "path": str(c.path),
         }
-        for c in catalog.complete()
+        for c in checkpoints
     ]
     _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
     say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
     return {"run": run_dir.name, "checkpoints": rows}
 
 
-def _report(runs: list[RunSync], say: Say) -> dict[str, Any]:
+def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
     if len(runs) == 1:
         path = str(runs[0].run_dir / write_report(runs[0]).name)
         runs[0].push()

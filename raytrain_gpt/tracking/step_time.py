@@ -202,7 +202,6 @@ def _kernels(
 
 
 def _named(name: str, otherwise: str) -> str:
-    """The kind that a name tells."""
     plain = name.lower().replace("_", "")
     return next((kind for kind, names in _PATTERNS.items() if names.search(plain)), otherwise)
 

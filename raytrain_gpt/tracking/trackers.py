@@ -21,12 +21,10 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from raytrain_gpt.config.schema import Config
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
 
-_SQLITE = "sqlite:///"
 EVENTS_TAG = "raytrain_gpt_events_until"
 REDONE_TAG = "raytrain_gpt_redone_from"
 _BATCH_POINTS = 1000
@@ -42,20 +40,6 @@ def points(row: Row) -> list[tuple[str, float]]:
         if "/" in key and isinstance(value, int | float) and math.isfinite(value)
     ]
     return [*numbers, (f"events/{row['event']}", 1.0)] if "event" in row else numbers
-
-
-def mlflow_store(config: Config) -> tuple[str | None, str | None]:
-    """Tracking URI (None: no tracking) and place of a new experiment's artifacts (None: the server's).
-
-    A SQLite file cannot be in an object store, so there `auto` means no tracking.
-    """
-    uri = config.tracking.mlflow_uri
-    if uri == "auto":
-        storage = location(config, config.run.storage_path)
-        uri = f"{_SQLITE}{storage / 'mlflow.db'}" if storage.is_local else None
-    if uri is None or not uri.startswith(_SQLITE):
-        return uri, None
-    return uri, str(Path(uri.removeprefix(_SQLITE)).parent / "mlartifacts")
 
 
 class TensorBoard:
@@ -101,7 +85,7 @@ class MLflow:
     """
 
     def __init__(
-        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Callable[[str], None]
+        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Log
     ) -> None:
         self._open, self._dir, self._uri, self._log = open_run, run_dir, uri, log
         self._rows: list[Row] = []
@@ -145,7 +129,8 @@ class MLflow:
                 with self._changed:
                     if self._status is not None:
                         return
-                    self._changed.wait(_RETRY_S)
+                    # Not at every new row, of which there may be one a second.
+                    self._changed.wait_for(lambda: self._status, _RETRY_S)
 
     def _send_waiting(self, sender: _Sender) -> bool:
         """Wait for something to send, and send it; True when the MLflow run has been closed."""

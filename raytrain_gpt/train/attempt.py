@@ -20,12 +20,13 @@ import ray.train
 import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.checkpoint.catalog import Checkpoint, step_of
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
@@ -97,7 +98,7 @@ class Attempt:
     train_loop: Callable[[WorkerSpec], None]
     stop: threading.Event
     lease: Lease
-    log: Callable[[str], None]
+    log: Log
     evaluations: AsyncEvaluation | None = None
     evaluated: Callable[[Row], None] | None = None
 
@@ -123,7 +124,7 @@ class Attempt:
 
     def _trainer(self) -> ray.train.torch.TorchTrainer:
         config, ingest = self.spec.plan.config, self.spec.ingest
-        steps_done = self.spec.resumed.state.step if self.spec.resumed else 0
+        steps_done = step_of(self.spec.resumed)
         return worker_group(
             self.train_loop,
             self.spec,
@@ -214,10 +215,9 @@ class Attempt:
 
     def record_end(self, end: End, newest: Checkpoint | None) -> None:
         """Write the attempt's last event; a dead recorder cannot."""
-        step = newest.state.step if newest else 0
         details = {} if end.error is None else {"error": root_cause(end.error)}
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self.recorder.add_event.remote(step, end.kind, **details))
+            ray.get(self.recorder.add_event.remote(step_of(newest), end.kind, **details))
 
     def close(self, end: End, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; a dead recorder's next one does so."""

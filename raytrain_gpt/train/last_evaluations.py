@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,8 +19,6 @@ from raytrain_gpt.train.run_output import RunOutput
 
 POLL_S = 0.5
 
-Log = Callable[[str], None]
-
 
 def finish_evaluations(
     evaluations: AsyncEvaluation,
@@ -30,7 +27,6 @@ def finish_evaluations(
     lease: Lease,
     output: RunOutput,
     signals: StopSignals,
-    log: Log,
 ) -> bool:
     """Wait until all is evaluated and written everywhere.
 
@@ -50,13 +46,13 @@ def finish_evaluations(
     if waited:
         signals.defer()
         if due:
-            log(f"all steps are done; waiting for the evaluation of step {due}")
-        evaluations.hand_over(None, log)
+            output.log(f"all steps are done; waiting for the evaluation of step {due}")
+        evaluations.hand_over(None, output.log)
         # Listed again: what ended since is in the checkpoints, and was just dropped with the queue.
         spec = output.recorder_spec(config, newest.state.step, catalog.complete(), attempt=None)
         evaluations.look()
         try:
-            _watch(evaluations, start_recorder(spec), newest, lease, output, signals, log)
+            _watch(evaluations, start_recorder(spec), newest, lease, output, signals)
         except ray.exceptions.RayActorError as error:
             raise TrainingFailed(
                 f"the recorder died ({root_cause(error)}); everything is saved, the same command resumes it"
@@ -92,12 +88,11 @@ def _watch(
     lease: Lease,
     output: RunOutput,
     signals: StopSignals,
-    log: Log,
 ) -> None:
     def show(within_s: float) -> None:
-        evaluations.hand_over(recorder, log)
+        evaluations.hand_over(recorder, output.log)
         for line in ray.get(recorder.take_news.remote(within_s)):
-            log(line)
+            output.log(line)
 
     while not (evaluations.idle or signals.stop.is_set()):
         show(POLL_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
@@ -17,6 +17,7 @@ from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
@@ -26,8 +27,6 @@ from raytrain_gpt.train.worker import train_worker
 
 DEFAULT_DATA = "data/stdlib"
 DEFAULT_TOKENIZER = "bytes"
-
-Log = Callable[[str], None]
 
 
 def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
@@ -57,22 +56,22 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    config, data = with_existing_data(config)
+    config, data = with_data(config)
     with connected(cpus_to_start(config)) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
 
 
-def with_existing_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
-    """The configuration with absolute paths, and its data; None: DEFAULT_DATA, not prepared yet.
+def with_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
+    """The configuration with absolute paths, and its data; None: DEFAULT_DATA is yet to be prepared.
 
     Raises:
-        ConfigError: a dataset of several has no weight, or a path of a submitted job is relative.
+        ConfigError: a dataset of several has no weight, or a path is relative in a submitted job.
         DataError: other data is missing, or cannot be mixed.
     """
-    is_default_data = config.data.data_path == DEFAULT_DATA
+    is_default = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
-    return config, None if is_default_data and not data_is_there(config) else data_of(config)
+    return config, None if is_default and not data_is_there(config) else data_of(config)
 
 
 def expected_vocab_size(config: Config) -> int:
@@ -101,6 +100,6 @@ def prepare_dataset(
         UserError: a source, the tokenizer or the directory cannot be used.
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
-    signals = StopSignals("interrupted; finished shards are kept, the same command goes on")
-    with signals, connected(num_cpus_needed=0):
+    stopped = StopSignals("interrupted; finished shards are kept, the same command goes on")
+    with stopped, connected(num_cpus_needed=0):
         return prepare(sources, directory, tokenizer, log=log, **options)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import ray
@@ -31,7 +30,7 @@ from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
-from raytrain_gpt.format import amount, size
+from raytrain_gpt.format import Log, amount, size
 
 AUTO_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
@@ -50,7 +49,7 @@ def fit_memory(
     config: FittedConfig,
     world_size: int,
     vocab_size: int,
-    log: Callable[[str], None],
+    log: Log,
     *,
     resumed: CheckpointState | None = None,
     stop: threading.Event | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import ray.train
@@ -67,18 +68,16 @@ def set_up_training(
     source = resumed
     if source is None and config.model.init_from:
         source = read_checkpoint(location(config, config.model.init_from))
-    if source is None:
-        model.init_weights(config.train.seed)
+    with nullcontext() if source is None else source.files() as directory:
+        # Weights before the model is sharded, moments after: the optimizer's are made of shards.
+        if directory is None:
+            model.init_weights(config.train.seed)
+        else:
+            load_model(directory, model, crop_context=resumed is None)
         prepared = prepare_model(model, config.train, precision, device)
         optimizer = build_optimizer(model, config.optim)
-    else:
-        with source.files() as directory:
-            # Weights before the model is sharded, moments after: the optimizer's are made of shards.
-            load_model(directory, model, crop_context=resumed is None)
-            prepared = prepare_model(model, config.train, precision, device)
-            optimizer = build_optimizer(model, config.optim)
-            if resumed is not None:
-                load_optimizer(directory, model, optimizer)
+        if directory is not None and resumed is not None:
+            load_optimizer(directory, model, optimizer)
     saved_scale = resumed.state.loss_scale if resumed else None
     return TrainingSetup(
         tokenizer=tokenizer,

@@ -16,6 +16,7 @@ from typing import Literal
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import ClusterSection
+from raytrain_gpt.format import Log
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
@@ -56,16 +57,6 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """All steps are done and saved."""
-
-
-@dataclass(frozen=True)
-class Interrupt:
-    """A signal ended the run after it had saved."""
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """Start no further attempt."""
 
@@ -81,7 +72,8 @@ class GoOn:
     pause_s: float = 0.0
 
 
-Action = Finish | Interrupt | GiveUp | GoOn
+Action = Literal["finish", "interrupt"] | GiveUp | GoOn
+"""`finish`: all steps are done and saved; `interrupt`: a signal ended the run after it had saved."""
 
 
 def next_action(
@@ -93,9 +85,9 @@ def next_action(
     if result.user_error:
         return GiveUp(result.reason)
     if result.kind == "finished":
-        return Finish()
+        return "finish"
     if result.kind == "stopped":
-        return Interrupt()
+        return "interrupt"
     if result.kind == "rolled_back":
         # Progress here: the attempt itself wrote the checkpoint that the run goes back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
@@ -106,7 +98,7 @@ def next_action(
             )
         return GoOn(step, replace(done, rollbacks=rollbacks))
     if step >= result.all_steps:  # it died after the last checkpoint was complete
-        return Finish()
+        return "finish"
     if result.kind == "resized":
         return GoOn(step, done)
     if result.kind == "preempted":
@@ -158,7 +150,7 @@ def wait_for_workers(
     current: int,
     resources: Callable[[], Resources],
     pause: Callable[[float], None],
-    log: Callable[[str], None],
+    log: Log,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """The largest number of workers that fits; waits while not even `min_workers` do.

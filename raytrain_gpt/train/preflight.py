@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
@@ -14,23 +15,17 @@ from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.data.mixture import (
-    Mixture,
-    check_val_split,
-    check_vocabulary,
-    map_paths,
-    parse_data_path,
-)
+from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
+from raytrain_gpt.tracking.mlflow_run import SQLITE
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
-SQLITE = "sqlite:///"
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
@@ -127,38 +122,24 @@ def absolute_paths(config: ConfigT) -> ConfigT:
     Raises:
         ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards.
     """
-    changes: dict[str, str] = {}
-    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    for name in ("data_path", "storage_path", "init_from", "hellaswag_path"):
-        value = config.field_values()[name]
-        if value in (None, DOWNLOAD):
-            continue
-        paths = [path for path, _ in parse_data_path(value)] if name == "data_path" else [value]
-        if all(map(_is_absolute, paths)):
-            continue
-        if in_job:
-            raise ConfigError(_relative_in_job(name, value))
-        changes[name] = map_paths(value, _absolute) if name == "data_path" else _absolute(value)
+    values = config.field_values()
+
+    def absolute(name: str, path: str) -> str:
+        if is_url(path) or Path(path).is_absolute():
+            return path
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+            raise ConfigError(
+                f"{name}={values[name]} is relative, but a submitted job's working directory is deleted "
+                f"afterwards; set {name} to an absolute path that all nodes share"
+            )
+        return str(Path(path).absolute())
+
+    changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
+    for name in ("storage_path", "init_from", "hellaswag_path"):
+        if values[name] is not None and (name, values[name]) != ("hellaswag_path", DOWNLOAD):
+            changes[name] = absolute(name, values[name])
     uri = config.tracking.mlflow_uri
-    local = (uri or "").removeprefix(SQLITE)
-    if uri not in (None, "auto") and "://" not in local and not Path(local).is_absolute():
-        if in_job:
-            raise ConfigError(_relative_in_job("mlflow_uri", uri))
+    if uri not in (None, "auto"):
         prefix = SQLITE if uri.startswith(SQLITE) else ""
-        changes["mlflow_uri"] = f"{prefix}{Path(local).absolute()}"
-    return config.updated(changes) if changes else config
-
-
-def _is_absolute(path: str) -> bool:
-    return is_url(path) or Path(path).is_absolute()
-
-
-def _absolute(path: str) -> str:
-    return path if _is_absolute(path) else str(Path(path).absolute())
-
-
-def _relative_in_job(name: str, value: str) -> str:
-    return (
-        f"{name}={value} is relative, but a submitted job's working directory is deleted afterwards; "
-        f"set {name} to an absolute path that all nodes share"
-    )
+        changes["mlflow_uri"] = prefix + absolute("mlflow_uri", uri.removeprefix(prefix))
+    return config.updated(changes)

@@ -7,24 +7,24 @@ a run that goes on from a checkpoint before them, whose state does not have them
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
+SKIPPED_FILE = "skipped.json"
 
-def find_resume(
-    config: Config, catalog: Catalog, name: str, log: Callable[[str], None]
-) -> Checkpoint | None:
+
+def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
     """The newest good checkpoint of the run, or None for a new run.
 
     Raises:
@@ -39,9 +39,7 @@ def find_resume(
     return newest
 
 
-def check_changes(
-    config: Config, data: Mixture, resumed: Checkpoint, log: Callable[[str], None]
-) -> None:
+def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
     """Refuse changes that would alter the maths of a resumed run; log harmless ones.
 
     Raises:
@@ -55,14 +53,13 @@ def check_changes(
     }
     changed = changed_fields(before, config.field_values())
     refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
-    if state.manifest_hash != data.hash:
-        old, new = state.manifest_hash[:12], data.hash[:12]
-        refused["data (manifest hash)"] = f"{old} -> {new}"
-    if state.vocab_hash != data.vocab_hash:
-        old, new = state.vocab_hash[:12], data.vocab_hash[:12]
-        refused["tokenizer (vocabulary hash)"] = f"{old} -> {new}"
-    if state.order_version != ORDER_VERSION:
-        refused["order version"] = f"{state.order_version} -> {ORDER_VERSION}"
+    for name, old, new in (
+        ("data (manifest hash)", state.manifest_hash, data.hash),
+        ("tokenizer (vocabulary hash)", state.vocab_hash, data.vocab_hash),
+        ("order version", str(state.order_version), str(ORDER_VERSION)),
+    ):
+        if old != new:
+            refused[name] = f"{old[:12]} -> {new[:12]}"
     if refused:
         listed = ", ".join(f"{name} {change}" for name, change in refused.items())
         raise CheckpointError(
@@ -76,9 +73,6 @@ def check_changes(
             log(f"changed since then: {name} {change}")
 
 
-SKIPPED_FILE = "skipped.json"
-
-
 class Rollback:
     """Takes a run back; remembers what is skipped and where it went back to last.
 
@@ -89,7 +83,7 @@ class Rollback:
         skipped: Ranges of global batches that are left out, (first, stop).
     """
 
-    def __init__(self, run_dir: Location, skip_before: int, log: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Location, skip_before: int, log: Log) -> None:
         self._file, self._catalog = run_dir / SKIPPED_FILE, Catalog(run_dir)
         self._skip_before, self._log = skip_before, log
         self._last_step: int | None = None
@@ -110,14 +104,11 @@ class Rollback:
         `origin` is the checkpoint of another run that this one began with.
         """
         resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
-        step = resumed.state.step if resumed else 0
-        if 0 < started_at == step == self._last_step:
+        if 0 < started_at == step_of(resumed) == self._last_step:
             # A rollback led here before and it went wrong again: the weights may have been hurt
             # earlier than the loss has shown.
-            older = self._catalog.newest_good(self._log, before_step=started_at)
-            resumed = older or resumed
-            step = resumed.state.step if resumed else 0
-        self._last_step = step
+            resumed = self._catalog.newest_good(self._log, before_step=started_at) or resumed
+        self._last_step = step = step_of(resumed)
         self._catalog.clean(good_until=step)
         next_batch = resumed.state.next_batch if resumed else 0
         skipped = (max(next_batch, bad.first_batch - self._skip_before), bad.last_batch + 1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.tracking.trackers import mlflow_store
 
 
 class RunOutput:
     """The small files of a run, worked on in a local directory and copied to an object store."""
 
-    def __init__(
-        self, run_dir: Location, mlflow_tags: dict[str, str], log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
-        self._mlflow_tags, self._log = mlflow_tags, log
+        self._mlflow_tags, self.log = mlflow_tags, log
 
     def write_config(self, config: FittedConfig) -> None:
         """Write the resolved configuration, with which `--config` repeats the run."""
@@ -42,16 +39,13 @@ class RunOutput:
             checkpoints: Their rows fill in what a dead recorder had not written.
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
         """
-        uri, artifacts = mlflow_store(config)
-        if uri is None and config.tracking.mlflow_uri == "auto":
-            self._log("MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri")
+        if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
+            self.log(OFF)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
             config=config,
-            mlflow_uri=uri,
             mlflow_tags=self._mlflow_tags,
-            artifact_location=artifacts,
             step=step,
             attempt=attempt,
             saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
@@ -68,7 +62,7 @@ class RunOutput:
         try:
             write_report(self.sync)
         except Exception as error:  # a chart that cannot be drawn must not cost a trained model
-            self._log(f"no report: {error!r}")
+            self.log(f"no report: {error!r}")
 
     def next_attempt(self, newest: int) -> int:
         """The first attempt number, above `newest`, that Ray has no directory for.

@@ -18,12 +18,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
@@ -36,8 +36,8 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
-from raytrain_gpt.evaluate.evaluation import read_choices
-from raytrain_gpt.format import amount
+from raytrain_gpt.evaluate.hellaswag import read_choices
+from raytrain_gpt.format import Log, amount
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
 from raytrain_gpt.tracking.run_files import Row
@@ -46,22 +46,13 @@ from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import Attempt, End
 from raytrain_gpt.train.last_evaluations import finish_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
-from raytrain_gpt.train.policy import (
-    AttemptResult,
-    Counters,
-    Finish,
-    GiveUp,
-    Interrupt,
-    next_action,
-    wait_for_workers,
-)
+from raytrain_gpt.train.policy import AttemptResult, Counters, GiveUp, next_action, wait_for_workers
 from raytrain_gpt.train.resume import Rollback, check_changes, find_resume
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 BEFORE_FIRST_STEP = "interrupted before the first step; nothing is half-written"
 
-Log = Callable[[str], None]
 TrainLoop = Callable[[WorkerSpec], None]
 
 
@@ -173,19 +164,18 @@ class Run:
         )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
-        """Start attempts until the policy says that it is over."""
         counters = Counters()
         while True:
             self.world_size = wait_for_workers(
                 self.config, self.world_size, cluster_resources, self._pause, self.log
             )
-            started_at = _step_of(resumed)
+            started_at = step_of(resumed)
             end = self._attempt(resumed, lease)
             resumed = self._resume_point(end, resumed)
             result = AttemptResult(
                 kind=end.kind,
                 started_at=started_at,
-                step=_step_of(resumed),
+                step=step_of(resumed),
                 all_steps=self.config.train.max_steps,
                 reason=root_cause(end.error) if end.error else "",
                 user_error=end.user_error is not None,
@@ -196,9 +186,9 @@ class Run:
                 if end.user_error is not None:
                     raise end.user_error from None
                 raise TrainingFailed(action.message) from end.error
-            if isinstance(action, Interrupt):
+            if action == "interrupt":
                 raise Interrupted(self._interrupted_message(started_at))
-            if isinstance(action, Finish):
+            if action == "finish":
                 assert resumed is not None, "a run has at least one step, and the last one is saved"
                 return self._finished(resumed, lease)
             if end.error is not None:
@@ -226,7 +216,7 @@ class Run:
     def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
         """The end of the training, and of the async evaluations that are due."""
         waited = self._evaluations is not None and finish_evaluations(
-            self._evaluations, self.config, newest, lease, self.output, self.signals, self.log
+            self._evaluations, self.config, newest, lease, self.output, self.signals
         )
         was_finished = not (trained or waited)
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
@@ -252,7 +242,7 @@ class Run:
             return End("failed", error)
         self.signals.defer()
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
-        self.catalog.clean(good_until=_step_of(resumed))
+        self.catalog.clean(good_until=step_of(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
         end = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
@@ -264,7 +254,7 @@ class Run:
                 lease.verify()
                 if end.bad_stretch is not None:
                     gone_back_to = self.rollback.go_back(
-                        end.bad_stretch, _step_of(resumed), self.origin, attempt.recorder
+                        end.bad_stretch, step_of(resumed), self.origin, attempt.recorder
                     )
                 newest = next(reversed(self.catalog.complete()), None)
                 is_ours = True
@@ -277,11 +267,11 @@ class Run:
             attempt.close(end, newest or resumed)
         if not isinstance(known, StorageError):
             self.output.sync.push()
-        return End(end.kind, end.error, end.bad_stretch, known, gone_back_to)
+        return replace(end, user_error=known, gone_back_to=gone_back_to)
 
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)
-        step = _step_of(resumed)
+        step = step_of(resumed)
         if self._evaluations is not None:
             # Without a recorder: the new one reads what is done from the checkpoints.
             self._evaluations.hand_over(None, self.log)
@@ -326,7 +316,6 @@ class Run:
 
 
 def _epochs(ingest: IngestSpec, max_steps: int) -> str:
-    """How the steps of a run relate to epochs of its data."""
     order, data = ingest.order(), ingest.data
     if not isinstance(order, MixedOrder):
         return (
@@ -336,7 +325,3 @@ def _epochs(ingest: IngestSpec, max_steps: int) -> str:
     parts = zip(data.names, data.weights, order.epochs(max_steps), strict=True)
     mixed = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in parts]
     return f"mixed: {', '.join(mixed)}"
-
-
-def _step_of(checkpoint: Checkpoint | None) -> int:
-    return checkpoint.state.step if checkpoint else 0

@@ -12,7 +12,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raytrain_gpt.checkpoint.catalog import is_evaluated
+from raytrain_gpt.checkpoint.catalog import is_evaluated, step_of
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_flops, seed_everything
@@ -127,7 +127,7 @@ class Worker:
         )
         rank = self.collectives.rank
         self.recorder = RecorderClient(spec.recorder, rank)
-        self.step = spec.resumed.state.step if spec.resumed else 0
+        self.step = step_of(spec.resumed)
         torch.set_num_threads(self.config.cluster.cpus_per_worker)
         seed_everything(train.seed, rank)
         device = ray.train.torch.get_device()

@@ -95,6 +95,7 @@ def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Locatio
     assert newest is not None
     assert newest.state == state(30)
     assert newest.rows() == [{"step": 30}]
+    assert steps(written(run_dir, 100_000_000, 99_999_999))[-2:] == [99_999_999, 100_000_000]
 
 
 def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:

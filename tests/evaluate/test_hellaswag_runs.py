@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.evaluation import Evaluation, read_choices
+from raytrain_gpt.evaluate.evaluation import Evaluation
+from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.format import eval_line

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import Row
@@ -35,7 +36,8 @@ def test_rows_wait_for_a_server_that_is_down(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     place = Location.of(run_dir)
-    open_run = partial(MLflowRun, place, uri, "down", None, {"seed": 1}, {}, starts_over=True)
+    config = Config().updated({"mlflow_uri": uri, "experiment": "down"})
+    open_run = partial(MLflowRun, place, config, {"seed": 1}, {}, starts_over=True)
     tracker = MLflow(open_run, run_dir, uri, lines.put)
     started = time.monotonic()
     tracker.add_rows(rows[:20])

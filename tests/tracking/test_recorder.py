@@ -31,10 +31,8 @@ def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed
     return Recorder(
         RecorderSpec(
             sync=RunSync(Location.of(run_dir)),
-            config=Config().updated(values),
-            mlflow_uri=None,
+            config=Config().updated({"mlflow_uri": None, **values}),
             mlflow_tags={},
-            artifact_location=None,
             step=step,
             attempt=attempt,
             **saved,

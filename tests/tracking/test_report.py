@@ -71,10 +71,10 @@ def make_run(
     samples: dict[int, list[str]] | None = None,
     checkpoint: int | None = None,
     manifest_hash: str = "aaaa",
-    **leaves: Any,
+    **fields: Any,
 ) -> RunSync:
     path.mkdir(parents=True)
-    config = Config().updated({"max_steps": 60, "sample_prompt": PROMPT, **leaves})
+    config = Config().updated({"max_steps": 60, "sample_prompt": PROMPT, **fields})
     (path / CONFIG_FILE).write_text(config.to_yaml(), "utf-8")
     (path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     sets = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import MLflowRun, track_export
 from raytrain_gpt.tracking.run_files import Row
@@ -32,8 +33,9 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
         uri, run_dir = f"file:{tmp_path / 'mlruns'}", tmp_path / "run"
 
         def open_run() -> MLflowRun:
+            config = Config().updated({"mlflow_uri": uri, "experiment": "tests"})
             place = Location.of(run_dir)
-            return MLflowRun(place, uri, "tests", None, parameters, {}, starts_over=step == 0)
+            return MLflowRun(place, config, parameters, {}, starts_over=step == 0)
 
         return MLflow(open_run, run_dir, uri, list[str]().append)
 

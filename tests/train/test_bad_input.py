@@ -167,7 +167,7 @@ def test_data_that_took_the_place_of_what_was_trained_on(
     config = config.updated({"data_path": str(tmp_path / "other")})
     hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
     with raises_line(DataError, *hashes, "give the data to validate on by --data"):
-        validation_feed(checkpoint, config, torch.device("cpu"), data=None, eval_tokens=None)
+        validation_feed(checkpoint, config, torch.device("cpu"))
 
 
 def test_changed_maths_on_resume(

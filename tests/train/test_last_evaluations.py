@@ -55,13 +55,7 @@ class End:
         signals: Any = SimpleNamespace(stop=self.stop, defer=lambda: None)
         lease: Any = SimpleNamespace(check=lambda: None)
         return finish_evaluations(
-            self.evaluations,
-            self._config,
-            self.newest,
-            lease,
-            self.output,
-            signals,
-            self.lines.append,
+            self.evaluations, self._config, self.newest, lease, self.output, signals
         )
 
 

@@ -19,10 +19,8 @@ from raytrain_gpt.train.policy import (
     WAIT_LINE_EVERY_S,
     AttemptResult,
     Counters,
-    Finish,
     GiveUp,
     GoOn,
-    Interrupt,
     Kind,
     ScaleUp,
     next_action,
@@ -47,15 +45,15 @@ def ended(kind: Kind, step: int, **changes: object) -> AttemptResult:
 def test_an_attempt_that_ended_well_ends_the_run_whatever_was_before(
     step: int, counters: Counters
 ) -> None:
-    assert next_action(ended("finished", step), counters, LIMITS, "a") == Finish()
-    assert next_action(ended("stopped", step), counters, LIMITS, "a") == Interrupt()
+    assert next_action(ended("finished", step), counters, LIMITS, "a") == "finish"
+    assert next_action(ended("stopped", step), counters, LIMITS, "a") == "interrupt"
 
 
 @pytest.mark.parametrize("kind", ["preempted", "resized", "hung", "failed"])
 def test_a_run_whose_last_step_is_saved_is_finished_however_the_attempt_ended(kind: Kind) -> None:
     for counters, stopping in product(COUNTERS, (False, True)):
         result = ended(kind, ALL_STEPS, stopping=stopping)
-        assert next_action(result, counters, LIMITS, "a") == Finish()
+        assert next_action(result, counters, LIMITS, "a") == "finish"
 
 
 @pytest.mark.parametrize("kind", ["hung", "failed"])
