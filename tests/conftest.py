@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -167,6 +168,25 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
         return Location.of(tmp_path / "run")
     found: Location = request.getfixturevalue("remote_dir")
     return found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a size, such as small_disk("64k"); a test without root is skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+        if subprocess.run(command, check=False).returncode:
+            pytest.skip("this machine mounts no tmpfs")
+        return path
+
+    yield mount
+    if path.is_mount():
+        subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.fixture(scope="session")
