@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
@@ -35,14 +34,6 @@ from tests.data.shard_tools import (
 )
 
 MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
-
-
-@pytest.fixture
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
-    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
