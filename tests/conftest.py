@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import subprocess
@@ -124,6 +125,13 @@ def cluster(s3: S3Server) -> Iterator[str]:
         )
     yield context.address_info["gcs_address"]
     ray.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """The objects of Ray, torch and transformers would be searched in every `gc.collect()` of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
