@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,12 @@ def layer(module: str) -> str:
     return module.removeprefix("raytrain_gpt.").removesuffix(".py").split("/")[0].split(".")[0]
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The syntax of a module, by its path below the package."""
+    return ast.parse((ROOT / module).read_text("utf-8"))
+
+
 def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
     """Dotted names of all that a module imports, wherever in it the import stands.
 
@@ -69,7 +77,7 @@ def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
         at_import_only: Leave out what stands inside functions and under TYPE_CHECKING.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
-    nodes: list[ast.AST] = [ast.parse((ROOT / module).read_text("utf-8"))]
+    nodes: list[ast.AST] = [tree_of(module)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, skipped):
@@ -143,10 +151,8 @@ def test_no_two_modules_or_classes_have_one_name() -> None:
     """A command's module is called like the module that does its work."""
     names = Counter(Path(module).stem for module in MODULES if layer(module) != "commands")
     assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
-    trees = [ast.parse((ROOT / module).read_text("utf-8")) for module in MODULES]
-    classes = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+    nodes = chain.from_iterable(ast.walk(tree_of(module)) for module in MODULES)
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in classes.items() if count > 1] == []
 
 

@@ -63,10 +63,10 @@ def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str) -> N
     assert [*val, *train] == [text.encode() for text in texts]
 
 
-def test_documents_of_5_mb_come_back(tmp_path: Path, tokenizer: str) -> None:
+def test_documents_of_5_mb_come_back(tmp_path: Path) -> None:
     texts = ["first", made_text(5_000_000), "", "last"]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare_here([source], tmp_path / "out", tokenizer, val_tokens=1)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=1)
     assert documents(tmp_path / "out", manifest, "train") == [text.encode() for text in texts[1:]]
 
 
