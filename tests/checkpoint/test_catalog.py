@@ -95,8 +95,8 @@ def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Locatio
     assert newest.rows() == [{"step": 30}]
 
 
-def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:
-    catalog = written(run_dir, 10, 20, 30)
+def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(tmp_path: Path) -> None:
+    catalog = written(Location.of(tmp_path), 10, 20, 30)
     for before_step, found in ((31, 30), (30, 20), (11, 10), (10, None)):
         assert newest_step(catalog, before_step) == found
 
@@ -279,8 +279,8 @@ def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
 
 
-def test_pruning_keeps_the_newest_alone_where_it_is_the_best(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
+def test_pruning_keeps_the_newest_alone_where_it_is_the_best(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
     for step in (10, 20, 30):
         write(catalog, step, val_loss=1.0 / step)
     catalog.prune(keep=1)
