@@ -23,7 +23,6 @@ from raytrain_gpt.data.tokenize import prepare_here
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.launch import train
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
@@ -212,6 +211,8 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
 @pytest.fixture(scope="session")
 def straight(cluster: str, make_config: MakeConfig) -> Callable[[int], RunSummary]:
     """An unbroken run of 50 steps at some world size; each is made once."""
+    from raytrain_gpt.train.launch import train  # here: it takes a second, which most folders save
+
     made: dict[int, RunSummary] = {}
 
     def run(num_workers: int) -> RunSummary:
