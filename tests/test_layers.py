@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -69,7 +68,8 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse((ROOT / module).read_text("utf-8"))
 
 
-def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
+@cache
+def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """Dotted names of all that a module imports, wherever in it the import stands.
 
     Args:
@@ -77,6 +77,7 @@ def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
         at_import_only: Leave out what stands inside functions and under TYPE_CHECKING.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
+    names: set[str] = set()
     nodes: list[ast.AST] = [tree_of(module)]
     while nodes:
         node = nodes.pop()
@@ -86,13 +87,13 @@ def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
             continue
         nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             package = ["raytrain_gpt", *Path(module).parts[:-1]]
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            yield name
-            yield from (f"{name}.{alias.name}" for alias in node.names)
+            names |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
 
 
 def file_of(name: str) -> str | None:
@@ -120,7 +121,7 @@ def test_the_lower_layers_know_nothing_of_the_tools_above_them(module: str) -> N
 
 @pytest.mark.parametrize("module", ["space", "rules", "spec", "trial_plan"])
 def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
-    names = set(imports(f"sweep/{module}.py"))
+    names = imports(f"sweep/{module}.py")
     assert not {name.split(".")[0] for name in names} & {"ray", "mlflow", "torch"}
     files = {file_of(name) for name in names} - {None}
     assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors"}
@@ -139,7 +140,7 @@ def test_processes_that_compute_nothing_start_without_torch(process: str, among:
     while todo:
         module = todo.pop()
         seen.add(module)
-        names = set(imports(module, at_import_only=True))
+        names = imports(module, at_import_only=True)
         assert not {name for name in names if name.split(".")[0] == "torch"}, module
         files = {file_of(name) for name in names} - seen
         packages = {f"{layer(file)}/__init__.py" for file in files if file and "/" in file}

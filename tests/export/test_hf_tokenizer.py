@@ -151,6 +151,7 @@ def write(directory: Path, files: dict[str, str]) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("encoding", ["bytes", "made"], indirect=True)
 def test_what_was_written_is_read_as_the_same_tokenizer(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path
 ) -> None:

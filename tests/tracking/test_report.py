@@ -304,7 +304,12 @@ def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
     assert "not finished" in html
     assert ">nan" not in html
     assert ("not evaluated yet" in html) == (not any("val/loss" in row for row in rows))
-    checked(write_comparison([run, run], tmp_path / "both.html"))
+
+
+def test_unfinished_runs_are_compared(tmp_path: Path) -> None:
+    runs = {name: make_run(tmp_path / name, rows) for name, rows in UNFINISHED.items()}
+    for some in ([runs["nothing"]] * 2, [*runs.values()]):
+        checked(write_comparison(some, tmp_path / "both.html"))
 
 
 def test_an_empty_directory_has_a_report(tmp_path: Path) -> None:
