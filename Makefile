@@ -2,7 +2,7 @@
 # make test          run the tests; make test-fast those without Ray
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
-# make test-models   HellaSwag, evaluation beside training, weights in and out, sharding, profiles, benchmarks
+# make test-models   HellaSwag, async evaluation, weights in and out, sharding, profiles, benchmarks
 # make test-serve    serving over HTTP, with a browser
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make wheel         what cluster files install on every node: dist/

@@ -231,15 +231,8 @@ def plain_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str
     """The plain loop, from the same weights on the same batches."""
     device = best_device()
     shape = sizes(args, model)[0]
-    plain = PlainGPT(
-        Sizes(
-            shape.num_layers,
-            shape.num_heads,
-            shape.embd_size,
-            shape.seq_len,
-            shape.padded_vocab_size,
-        )
-    )
+    numbers = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
+    plain = PlainGPT(Sizes(*numbers, shape.padded_vocab_size))
     copy_weights(initial(args, model), plain)
     losses = train_plainly(
         plain.to(device),
@@ -312,26 +305,21 @@ def run_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, 
     steps = args.spans * args.span_steps
     with tempfile.TemporaryDirectory() as work:
         made_dataset(Path(work, "data"), steps * batch_tokens + 2**20, shape.vocab_size)
-        changes = {
-            "num_layers": shape.num_layers,
-            "num_heads": shape.num_heads,
-            "embd_size": shape.embd_size,
-            "seq_len": shape.seq_len,
-            "micro_batch_sequences": sequences,
-            "global_batch_tokens": batch_tokens,
-            "log_every_steps": args.span_steps,
-            "eval_tokens": shape.seq_len,
-            "precision": args.precision,
-            "compile": compiled,
-            "num_workers": 1,
-            "use_gpu": device.type == "cuda",
-            "mlflow_uri": None,
-            "tensorboard": False,
-            "data_path": str(Path(work, "data")),
-            "storage_path": work,
-            "run_name": "run",
-        }
-        rows = run_rows(quiet_config(steps, changes))
+        config = quiet_config(
+            steps,
+            shape,
+            args.micro_batches * sequences,
+            Path(work),
+            "run",
+            micro_batch_sequences=sequences,
+            log_every_steps=args.span_steps,
+            precision=args.precision,
+            compile=compiled,
+            use_gpu=device.type == "cuda",
+            mlflow_uri=None,
+            tensorboard=False,
+        )
+        rows = run_rows(config)
     counted = rows[args.span_steps :: args.span_steps]
     return {
         **speed(args, shape, device, [row["perf/tokens_per_s"] for row in counted]),

@@ -136,22 +136,16 @@ def tokens_per_s(args: argparse.Namespace, times: list[float]) -> float:
 
 def run_config(args: argparse.Namespace, way: str, work: Path, number: int) -> Config:
     """The configuration of a run."""
-    names = ("num_layers", "num_heads", "embd_size", "seq_len", "compile")
     return quiet_config(
         args.steps,
-        {
-            **{name: getattr(args, name) for name in names},
-            "precision": "bf16" if way == "run_bf16" else args.precision,
-            "micro_batch_sequences": args.sequences,
-            "global_batch_tokens": args.sequences * args.seq_len,
-            "eval_tokens": args.seq_len,
-            "num_workers": 1,
-            "use_gpu": False,
-            "cpus_per_worker": args.threads,
-            "data_path": str(work / "data"),
-            "storage_path": str(work),
-            "run_name": f"{way}-{number}",
-        },
+        shape(args),
+        args.sequences,
+        work,
+        f"{way}-{number}",
+        compile=args.compile,
+        precision="bf16" if way == "run_bf16" else args.precision,
+        use_gpu=False,
+        cpus_per_worker=args.threads,
     )
 
 

@@ -22,9 +22,17 @@ import tempfile
 from pathlib import Path
 
 from made_data import stdlib_dataset
-from training import data_wait_fraction, quiet_config, ratios, run_rows, step_times
+from training import (
+    VOCAB_SIZE,
+    data_wait_fraction,
+    quiet_config,
+    ratios,
+    run_rows,
+    step_times,
+)
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.model import GPTShape
 
 
 def main() -> None:
@@ -82,22 +90,21 @@ def main() -> None:
 
 def run_config(args: argparse.Namespace, num_workers: int, work: Path, number: int) -> Config:
     """The configuration of a run."""
-    names = ("num_layers", "num_heads", "embd_size", "seq_len", "compile", "precision")
+    sizes = (args.num_layers, args.num_heads, args.embd_size, args.seq_len)
     return quiet_config(
         args.steps,
-        {
-            **{name: getattr(args, name) for name in names},
-            "micro_batch_sequences": args.sequences // num_workers,
-            "global_batch_tokens": args.sequences * args.seq_len,
-            "eval_tokens": args.sequences * args.seq_len,
-            "num_workers": num_workers,
-            "min_workers": num_workers,
-            "use_gpu": args.gpus,
-            "cpus_per_worker": args.threads // num_workers,
-            "data_path": str(work / "data"),
-            "storage_path": str(work),
-            "run_name": f"run-{num_workers}-{number}",
-        },
+        GPTShape(*sizes, VOCAB_SIZE),
+        args.sequences,
+        work,
+        f"run-{num_workers}-{number}",
+        micro_batch_sequences=args.sequences // num_workers,
+        eval_tokens=args.sequences * args.seq_len,
+        num_workers=num_workers,
+        min_workers=num_workers,
+        compile=args.compile,
+        precision=args.precision,
+        use_gpu=args.gpus,
+        cpus_per_worker=args.threads // num_workers,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.tracking.run_files import Row, read_rows
 
 VOCAB_SIZE = 257
@@ -20,21 +21,33 @@ STEPS_TOGETHER = 5
 """Steps that a run reports at a time, each with their mean."""
 
 
-def quiet_config(steps: int, changes: dict[str, Any]) -> Config:
-    """A configuration of the quickstart's with some leaves changed, for a run that only trains.
+def quiet_config(
+    steps: int, shape: GPTShape, batch_sequences: int, work: Path, run_name: str, **changes: Any
+) -> Config:
+    """The quickstart's configuration for a run of another model that only trains, on `work/data`.
 
-    An evaluation and a checkpoint, which every run has at its end, come after the last step.
+    An evaluation of few tokens and a checkpoint, which every run has at its end, come after the last
+    step. Unless `changes` say otherwise, one worker takes the whole batch at once.
     """
-    return load_preset("quickstart").updated(
-        {
-            "max_steps": steps,
-            "log_every_steps": STEPS_TOGETHER,
-            "eval_every_steps": steps,
-            "checkpoint_every_steps": steps,
-            "num_samples": 0,
-            **changes,
-        }
-    )
+    values = {
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "embd_size": shape.embd_size,
+        "seq_len": shape.seq_len,
+        "max_steps": steps,
+        "global_batch_tokens": batch_sequences * shape.seq_len,
+        "micro_batch_sequences": batch_sequences,
+        "num_workers": 1,
+        "log_every_steps": STEPS_TOGETHER,
+        "eval_every_steps": steps,
+        "eval_tokens": shape.seq_len,
+        "checkpoint_every_steps": steps,
+        "num_samples": 0,
+        "data_path": str(work / "data"),
+        "storage_path": str(work),
+        "run_name": run_name,
+    }
+    return load_preset("quickstart").updated({**values, **changes})
 
 
 def run_rows(config: Config) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import subprocess
@@ -24,7 +25,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.launch import train
 from tests import forked_worker
 from tests.data.shard_tools import prepare_here
 from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
@@ -154,6 +154,13 @@ def cluster(s3: S3Server, fork_server: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """The objects of Ray, torch and transformers would be searched in every `gc.collect()` of a test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tiny tensors are fastest, and their sums the same everywhere, on one thread."""
     torch.set_num_threads(1)
@@ -197,6 +204,25 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return found
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a size, such as small_disk("64k"); a test without root is skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    path = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+        if subprocess.run(command, check=False).returncode:
+            pytest.skip("this machine mounts no tmpfs")
+        return path
+
+    yield mount
+    if path.is_mount():
+        subprocess.run(["umount", str(path)], check=True)
+
+
 @pytest.fixture(scope="session")
 def make_config(dataset: Path, storage: Path) -> MakeConfig:
     """A small run's configuration with some leaves changed."""
@@ -212,6 +238,8 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
 @pytest.fixture(scope="session")
 def straight(cluster: str, make_config: MakeConfig) -> Callable[[int], RunSummary]:
     """An unbroken run of 50 steps at some world size; each is made once."""
+    from raytrain_gpt.train.launch import train  # here: it takes a second, which most folders save
+
     made: dict[int, RunSummary] = {}
 
     def run(num_workers: int) -> RunSummary:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,14 @@ def layer(module: str) -> str:
     return module.removeprefix("raytrain_gpt.").removesuffix(".py").split("/")[0].split(".")[0]
 
 
-def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The syntax of a module, by its path below the package."""
+    return ast.parse((ROOT / module).read_text("utf-8"))
+
+
+@cache
+def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
     """Dotted names of all that a module imports, wherever in it the import stands.
 
     Args:
@@ -69,7 +77,8 @@ def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
         at_import_only: Leave out what stands inside functions and under TYPE_CHECKING.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
-    nodes: list[ast.AST] = [ast.parse((ROOT / module).read_text("utf-8"))]
+    names: set[str] = set()
+    nodes: list[ast.AST] = [tree_of(module)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, skipped):
@@ -78,13 +87,13 @@ def imports(module: str, at_import_only: bool = False) -> Iterator[str]:
             continue
         nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             package = ["raytrain_gpt", *Path(module).parts[:-1]]
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            yield name
-            yield from (f"{name}.{alias.name}" for alias in node.names)
+            names |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
 
 
 def file_of(name: str) -> str | None:
@@ -112,7 +121,7 @@ def test_the_lower_layers_know_nothing_of_the_tools_above_them(module: str) -> N
 
 @pytest.mark.parametrize("module", ["space", "rules", "spec", "trial_plan"])
 def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
-    names = set(imports(f"sweep/{module}.py"))
+    names = imports(f"sweep/{module}.py")
     assert not {name.split(".")[0] for name in names} & {"ray", "mlflow", "torch"}
     files = {file_of(name) for name in names} - {None}
     assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors"}
@@ -131,7 +140,7 @@ def test_processes_that_compute_nothing_start_without_torch(process: str, among:
     while todo:
         module = todo.pop()
         seen.add(module)
-        names = set(imports(module, at_import_only=True))
+        names = imports(module, at_import_only=True)
         assert not {name for name in names if name.split(".")[0] == "torch"}, module
         files = {file_of(name) for name in names} - seen
         packages = {f"{layer(file)}/__init__.py" for file in files if file and "/" in file}
@@ -143,10 +152,8 @@ def test_no_two_modules_or_classes_have_one_name() -> None:
     """A command's module is called like the module that does its work."""
     names = Counter(Path(module).stem for module in MODULES if layer(module) != "commands")
     assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
-    trees = [ast.parse((ROOT / module).read_text("utf-8")) for module in MODULES]
-    classes = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+    nodes = chain.from_iterable(ast.walk(tree_of(module)) for module in MODULES)
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in classes.items() if count > 1] == []
 
 

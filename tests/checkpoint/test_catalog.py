@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,8 +96,8 @@ def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Locatio
     assert steps(written(run_dir, 100_000_000, 99_999_999))[-2:] == [99_999_999, 100_000_000]
 
 
-def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(run_dir: Location) -> None:
-    catalog = written(run_dir, 10, 20, 30)
+def test_the_newest_before_a_step_is_what_a_rollback_goes_back_to(tmp_path: Path) -> None:
+    catalog = written(Location.of(tmp_path), 10, 20, 30)
     for before_step, found in ((31, 30), (30, 20), (11, 10), (10, None)):
         assert newest_step(catalog, before_step) == found
 
@@ -282,8 +280,8 @@ def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
 
 
-def test_pruning_keeps_the_newest_alone_where_it_is_the_best(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
+def test_pruning_keeps_the_newest_alone_where_it_is_the_best(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
     for step in (10, 20, 30):
         write(catalog, step, val_loss=1.0 / step)
     catalog.prune(keep=1)
@@ -388,19 +386,9 @@ def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(small_disk: Callable[[str], Path]) -> Path:
     """A file system of 64 KB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=False
-    )
-    if mounted.returncode:
-        pytest.skip("this machine mounts no tmpfs")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    return small_disk("64k")
 
 
 def filled(path: Path) -> Path:
@@ -419,37 +407,37 @@ def check_only(run_dir: Path, step: int) -> None:
     assert names(Location.of(run_dir)) == [f"step={step:08d}"]
 
 
-def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(small_disk: Path) -> None:
-    catalog = written(Location.of(small_disk), 10)
-    filler = filled(small_disk)
+def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(disk: Path) -> None:
+    catalog = written(Location.of(disk), 10)
+    filler = filled(disk)
     draft = catalog.draft(20, "001")
     with pytest.raises(CheckpointError, match="no space left") as error:
         draft.add("model.safetensors", content(bytes(2**17)))
     assert "older checkpoints are intact" in str(error.value)
     assert "bytes are free" in str(error.value)
     draft.discard()
-    check_only(small_disk, 10)
+    check_only(disk, 10)
     filler.unlink()
     write(catalog, 20)
     assert steps(catalog) == [10, 20]
 
 
-def test_a_disk_that_is_full_when_it_is_committed(small_disk: Path) -> None:
-    catalog = written(Location.of(small_disk), 10)
+def test_a_disk_that_is_full_when_it_is_committed(disk: Path) -> None:
+    catalog = written(Location.of(disk), 10)
     draft = catalog.draft(20, "001")
     entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
-    filled(small_disk)
+    filled(disk)
     with pytest.raises(CheckpointError, match="no space left"):
         draft.commit(state(20), entries, {"rows.jsonl": "x" * 2**17})
     assert steps(catalog) == [10]
     draft.discard()
-    check_only(small_disk, 10)
+    check_only(disk, 10)
 
 
-def test_a_full_disk_that_safetensors_tells_in_its_own_words(small_disk: Path) -> None:
+def test_a_full_disk_that_safetensors_tells_in_its_own_words(disk: Path) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
-    draft = Catalog(Location.of(small_disk)).draft(20, "001")
+    draft = Catalog(Location.of(disk)).draft(20, "001")
     large = {"weight": torch.zeros(2**16)}
     with pytest.raises(CheckpointError, match="no space left"):
         draft.add("model.safetensors", lambda path: safetensors.save_file(large, path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -53,4 +54,7 @@ def rank_main(rank: int, directory: str) -> None:
 
 
 def test_ranks_agree_in_the_foreground_and_in_the_background(tmp_path: Path) -> None:
-    mp.spawn(rank_main, args=(str(tmp_path),), nprocs=WORLD_SIZE)
+    # Both are forked from one process that has imported torch: importing it takes two seconds.
+    multiprocessing.set_forkserver_preload([__name__])
+    arguments = (str(tmp_path),)
+    mp.start_processes(rank_main, arguments, nprocs=WORLD_SIZE, start_method="forkserver")

@@ -43,8 +43,8 @@ def waiting(catalog: Catalog) -> list[int]:
     return [c.state.step for c in catalog.complete() if c.waits_for_evaluation]
 
 
-def test_what_waits_is_at_evaluation_steps_and_at_the_last_one(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
+def test_what_waits_is_at_evaluation_steps_and_at_the_last_one(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
     for step in (10, 20, 30, 40, 50):
         write(catalog, step)
     assert waiting(catalog) == [20, 40, 50]
@@ -69,8 +69,8 @@ def test_the_best_follows_from_evaluations(run_dir: Location) -> None:
     assert best.state.step == 40
 
 
-def test_what_waits_is_kept_until_it_is_evaluated_or_left_out(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
+def test_what_waits_is_kept_until_it_is_evaluated_or_left_out(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
     for step in (10, 20, 30, 40, 50):
         write(catalog, step)
     catalog.prune(keep=1)
@@ -86,8 +86,8 @@ def test_what_waits_is_kept_until_it_is_evaluated_or_left_out(run_dir: Location)
     assert steps(catalog) == [40, 50, 61 * 20]
 
 
-def test_a_run_that_evaluates_inline_again_keeps_nothing_that_waits(run_dir: Location) -> None:
-    catalog = Catalog(run_dir)
+def test_a_run_that_evaluates_inline_again_keeps_nothing_that_waits(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
     write(catalog, 20)
     write(catalog, 40, mode="inline")
     catalog.prune(keep=1)

@@ -80,7 +80,7 @@ def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
 )
 def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape, way: str) -> None:
     model = random_model(shape)
-    options = SamplingOptions(max_new_tokens=25, **WAYS[way], stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=12, **WAYS[way], stop_at_eot=False)
     prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]
     batch = DecodingBatch(model, EOT, len(prompts))
     handles = [batch.add(prompt, options, stream) for stream, prompt in enumerate(prompts)]
@@ -92,7 +92,7 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape,
 @pytest.mark.parametrize("way", WAYS)
 def test_a_document_begins_anew_where_attention_stays_within_documents(way: str) -> None:
     plain = random_model(TINY)
-    options = SamplingOptions(max_new_tokens=40, **WAYS[way], stop_at_eot=False)
+    options = SamplingOptions(max_new_tokens=20, **WAYS[way], stop_at_eot=False)
     end = reference(plain, [7], options)[4]
     model = random_model(TINY, end)
     prompts = [[7], [end], [end, end], [1, end, 2, 3], [*range(12), end], [*LONG, end, 5], LONG]
@@ -106,7 +106,7 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(way: str)
     assert [found[handle] for handle in handles] != elsewise
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(

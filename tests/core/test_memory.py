@@ -48,11 +48,11 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
     """The rest of one block: what a block more costs with everything kept, less what it costs so."""
     deeper = replace(SHAPE, num_layers=4)
     every, kept = (
-        kept_bytes(deeper, 40, bf16, mode) - kept_bytes(SHAPE, 40, bf16, mode)
+        kept_bytes(deeper, 10, bf16, mode) - kept_bytes(SHAPE, 10, bf16, mode)
         for mode in ("none", recompute)
     )
-    counted = MemoryModel(SHAPE, bf16).predict(40, recompute)
-    expected = kept_bytes(SHAPE, 40, bf16, recompute) + every - kept
+    counted = MemoryModel(SHAPE, bf16).predict(10, recompute)
+    expected = kept_bytes(SHAPE, 10, bf16, recompute) + every - kept
     assert counted.activations == pytest.approx(expected, rel=0.01)
 
 

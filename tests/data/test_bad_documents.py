@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_gpt.data import sources
 from raytrain_gpt.data.bad_documents import BAD_FILE, MAX_KEPT
 from raytrain_gpt.data.preparation import finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
@@ -28,14 +27,6 @@ BAD_LINES = {
     "not UTF-8": b'{"text": "\xff"}',
     "too deep": b"[" * 100_000,
 }
-
-
-@pytest.fixture
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
-    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 3000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def good_line(i: int) -> bytes:

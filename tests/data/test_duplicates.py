@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.duplicates import find_duplicates, hash_texts, only_first
 from raytrain_gpt.data.preparation import finish, start, task_file
@@ -31,14 +30,6 @@ from tests.data.shard_tools import (
 
 TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
 """About 200 texts, half of them more than once."""
-
-
-@pytest.fixture
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
-    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 3000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def first_of_each(texts: list[str]) -> list[bytes]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.data import sources
 from raytrain_gpt.data.preparation import MANIFEST_BEFORE_FILE, finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
@@ -18,6 +17,8 @@ from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
 from tests.data.shard_tools import files, prepare_here, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("small_tasks")
 
 TEXTS = [f"document {i % 280}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 SHARD = "train-00001.parquet"
@@ -40,14 +41,6 @@ def not_utf8(path: Path) -> None:
 
 
 Damage = Callable[[Path], None]
-
-
-@pytest.fixture(autouse=True)
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
-    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.data import sources
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
@@ -36,14 +35,6 @@ from tests.data.shard_tools import (
 )
 
 MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
-
-
-@pytest.fixture
-def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
-    monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 6000)
-    monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)
 
 
 def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
@@ -73,10 +64,10 @@ def test_every_document_comes_back_in_order(tmp_path: Path, tokenizer: str) -> N
     assert [*val, *train] == [text.encode() for text in texts]
 
 
-def test_documents_of_5_mb_come_back(tmp_path: Path, tokenizer: str) -> None:
+def test_documents_of_5_mb_come_back(tmp_path: Path) -> None:
     texts = ["first", made_text(5_000_000), "", "last"]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare_here([source], tmp_path / "out", tokenizer, val_tokens=1)
+    manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=1)
     assert documents(tmp_path / "out", manifest, "train") == [text.encode() for text in texts[1:]]
 
 

@@ -117,7 +117,11 @@ def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
     return run
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("tokenizer", "dtype"),
+    [("bytes", "fp32"), ("bytes", "bf16"), ("gpt2", "fp32")],
+    indirect=["tokenizer"],
+)
 def test_transformers_loads_an_export_with_the_same_logits(
     tokenizer: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +142,9 @@ def test_a_node_without_room_for_ray_is_refused(disk: Path) -> None:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(small_disk: Callable[[str], Path]) -> Path:
     """A disk of 40 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(path)]
-    if subprocess.run(mount, check=False).returncode:
-        pytest.skip("this machine mounts no tmpfs")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    return small_disk("40m")
 
 
 def fill(file: Path) -> None:

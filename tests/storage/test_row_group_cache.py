@@ -24,6 +24,7 @@ from raytrain_gpt.storage.row_group_cache import (
     RowGroupCache,
 )
 
+ROOT = Path(__file__).parents[2]
 SHARD = "5a" * 32
 BYTES = 1000
 FILE_BYTES = BYTES + 32
@@ -188,19 +189,27 @@ def test_without_its_count_everything_is_counted(cache: RowGroupCache, written: 
 
 
 FILLING = """
-import sys
+import multiprocessing, sys
 from pathlib import Path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
-from test_row_group_cache import SHARD, content
+from tests.storage.test_row_group_cache import SHARD, content
 
 cache = RowGroupCache(Path(sys.argv[1]), "here", int(sys.argv[2]))
-print("ready", flush=True)
-sys.stdin.readline()
-for index in range(300):
-    found = cache.get(SHARD, index)
-    assert found is None or found == content(index)
-    if found is None:
-        cache.put(SHARD, index, content(index))
+context = multiprocessing.get_context("fork")
+begin = context.Barrier(4)
+def fill():
+    begin.wait()
+    for index in range(300):
+        found = cache.get(SHARD, index)
+        assert found is None or found == content(index)
+        if found is None:
+            cache.put(SHARD, index, content(index))
+processes = [context.Process(target=fill) for _ in range(4)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print([process.exitcode for process in processes])
 """
 
 
@@ -208,19 +217,8 @@ for index in range(300):
 def test_several_processes_share_it(tmp_path: Path, room: int) -> None:
     cache = RowGroupCache(tmp_path / "row_groups", "here", room * FILE_BYTES)
     command = [sys.executable, "-c", FILLING, str(cache.directory), str(cache.limit_bytes)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(b"go\n")
-        process.stdin.flush()
-    for process in processes:
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, b"")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 0, 0, 0]\n", "")
     assert len(kept(cache, 300)) == min(room, 300)
     assert check_used(cache.directory) == min(room, 300) * FILE_BYTES
 

@@ -7,6 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from matplotlib.cbook import is_math_text
+from matplotlib.text import Text
 
 from raytrain_gpt.sweep import drawing
 from raytrain_gpt.sweep.plots import (
@@ -291,7 +293,11 @@ def test_a_heat_map_without_a_full_trial_has_no_colours() -> None:
 def test_a_dollar_in_a_value_is_no_formula() -> None:
     paths = ("$HOME/a", "$x_{b}$", "a_$")
     trials = [trial(i, {"data_path": path}) for i, path in enumerate(paths)]
-    loss(trials, ["data_path"]).draw_without_rendering()
+    figure = loss(trials, ["data_path"])
+    figure.draw_without_rendering()
+    shown = [text.get_text() for text in figure.findobj(Text)]
+    assert sum("$" in text for text in shown) >= len(paths)
+    assert not any(is_math_text(text) for text in shown)
 
 
 @pytest.mark.parametrize("number", [1, 45])

@@ -95,8 +95,8 @@ def steps(last: int) -> list[Row]:
     return [step_row(step) for step in range(1, last + 1)]
 
 
-@pytest.fixture
-def full_run(tmp_path: Path) -> RunSync:
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunSync:
     rows = [
         attempt(0, 0.5),
         start("start", 0, 1.0),
@@ -110,7 +110,15 @@ def full_run(tmp_path: Path) -> RunSync:
         checkpoint(60, 4.0),
     ]
     texts = [PROMPT + "<script>alert('x')</script>\n    return", "no prompt </pre>"]
-    return make_run(tmp_path / "full", rows, {30: texts, 60: texts}, checkpoint=60)
+    return make_run(
+        tmp_path_factory.mktemp("runs") / "full", rows, {30: texts, 60: texts}, checkpoint=60
+    )
+
+
+@pytest.fixture(scope="module")
+def full_report(full_run: RunSync) -> Path:
+    """Where its report was written."""
+    return write_report(full_run)
 
 
 def page(path: Path) -> str:
@@ -153,8 +161,10 @@ def checked(path: Path) -> Checker:
     return checker
 
 
-def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: RunSync) -> None:
-    path = write_report(full_run)
+def test_the_page_is_self_contained_and_its_ids_are_unique(
+    full_run: RunSync, full_report: Path
+) -> None:
+    path = full_report
     assert path == full_run.work_dir / "report.html"
     checker = checked(path)
     assert not {"script", "link", "img", "iframe", "base", "object"} & checker.tags
@@ -166,8 +176,8 @@ def test_the_page_is_self_contained_and_its_ids_are_unique(full_run: RunSync) ->
     assert page(path).count("<figure>") == 7
 
 
-def test_numbers_of_a_finished_run(full_run: RunSync) -> None:
-    html = page(write_report(full_run))
+def test_numbers_of_a_finished_run(full_report: Path) -> None:
+    html = page(full_report)
     for text in (
         "<h1>full</h1>", "at step 60 of 60", "2, then 4 workers", "4.4000", "2.5000", "4.2500",
         "245.8k", "13.0k", "250 ms a step", "15s", "HellaSwag", "0.2875",
@@ -179,8 +189,8 @@ def test_numbers_of_a_finished_run(full_run: RunSync) -> None:
     assert "metrics.jsonl" not in html  # the checkpoint's hash agrees with the row's
 
 
-def test_text_from_the_run_is_escaped(full_run: RunSync) -> None:
-    html = page(write_report(full_run))
+def test_text_from_the_run_is_escaped(full_report: Path) -> None:
+    html = page(full_report)
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\n    return" in html
     assert "<mark>&lt;b&gt;def&lt;/b&gt; </mark>" in html
     assert "no prompt &lt;/pre&gt;" in html
@@ -197,8 +207,8 @@ def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
     assert "_b&amp;" in page(path)
 
 
-def test_a_resume_is_marked_in_every_chart(full_run: RunSync) -> None:
-    html = page(write_report(full_run))
+def test_a_resume_is_marked_in_every_chart(full_report: Path) -> None:
+    html = page(full_report)
     assert "resumed after step 30" in html
     assert html.count('class="resume"') == 6  # all but the second half, which begins at step 31
 
@@ -294,7 +304,12 @@ def test_unfinished_runs(tmp_path: Path, rows: list[Row]) -> None:
     assert "not finished" in html
     assert ">nan" not in html
     assert ("not evaluated yet" in html) == (not any("val/loss" in row for row in rows))
-    checked(write_comparison([run, run], tmp_path / "both.html"))
+
+
+def test_unfinished_runs_are_compared(tmp_path: Path) -> None:
+    runs = {name: make_run(tmp_path / name, rows) for name, rows in UNFINISHED.items()}
+    for some in ([runs["nothing"]] * 2, [*runs.values()]):
+        checked(write_comparison(some, tmp_path / "both.html"))
 
 
 def test_an_empty_directory_has_a_report(tmp_path: Path) -> None:
@@ -362,13 +377,13 @@ def test_profiles_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    # Ten times the points that a curve may have: a longer run is drawn with as many.
-    noise = np.random.default_rng(0).normal(size=(3, 10 * MAX_POINTS))
+    # Three times the points that a curve may have: a longer run is drawn with as many.
+    noise = np.random.default_rng(0).normal(size=(3, 3 * MAX_POINTS))
     rows = [
         step_row(i + 1, train__loss=5 + a, optim__grad_norm=2 + b, perf__tokens_per_s=1e4 + 100 * c)
         for i, (a, b, c) in enumerate(noise.T.tolist())
     ]
-    path = write_report(make_run(tmp_path / "run", rows, max_steps=10 * MAX_POINTS))
+    path = write_report(make_run(tmp_path / "run", rows, max_steps=3 * MAX_POINTS))
     assert path.stat().st_size < 1_000_000
 
 

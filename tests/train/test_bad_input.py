@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,32 +210,17 @@ def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
         absolute_paths(config.updated({"data_path": "/d/a=0.7,c=0.3"}))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], check=False
-    )
-    if mounted.returncode:
-        pytest.skip("this machine mounts no tmpfs")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
 def test_full_disk(
-    refused: Callable[..., str], run_cli: RunCli, cluster: str, small_disk: Path
+    refused: Callable[..., str], run_cli: RunCli, cluster: str, small_disk: Callable[[str], Path]
 ) -> None:
-    line = refused(f"--storage_path={small_disk}")
+    disk = small_disk("2m")
+    line = refused(f"--storage_path={disk}")
     assert "MB free" in line
     assert "checkpoints of" in line
-    code, _, errors = run_cli("prepare", "stdlib", "--out", small_disk / "data")
+    code, _, errors = run_cli("prepare", "stdlib", "--out", disk / "data")
     assert code == 2
     assert "no space left for shards" in errors
-    assert not (small_disk / "data" / "manifest.json").exists()
+    assert not (disk / "data" / "manifest.json").exists()
 
 
 def test_sources_that_hold_nothing(run_cli: RunCli, cluster: str, tmp_path: Path) -> None:
