@@ -25,6 +25,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server = HubServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    # Another test of this process may have imported it offline.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     yield server
     server.close()
 
