@@ -25,8 +25,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server = HubServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    # Another test of this process may have imported it offline.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     yield server
     server.close()
 
@@ -34,6 +32,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", 1000)
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have imported the hub's library as an offline one."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
 def on_hub(hub: HubServer) -> str:
