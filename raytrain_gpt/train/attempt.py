@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.checkpoint.catalog import Checkpoint, step_of
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.orphans import remove_orphaned_groups
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
@@ -104,7 +105,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.recorder: Any = None
-        self._asked_to_stop = self._hung = False
+        self._asked_to_stop = self._hung = self._is_training = False
         self._watched_at = 0.0
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
@@ -117,6 +118,7 @@ class Attempt:
         self.recorder = start_recorder(self.recorder_spec)
         self.spec = replace(self.spec, recorder=self.recorder)
         error = self._fit_and_watch(self._trainer())
+        remove_orphaned_groups()
         outcome = None
         with contextlib.suppress(ray.exceptions.RayActorError):
             outcome = ray.get(self.recorder.outcome.remote())
@@ -176,6 +178,9 @@ class Attempt:
         if self.lease.lost.is_set():
             self._kill_ranks()
             self.lease.check()
+        if not self._is_training:
+            remove_orphaned_groups()  # this attempt may be waiting for what a dead one holds
+            self._is_training = ray.get(self.recorder.is_training.remote())
         timeout_s = self.spec.plan.config.cluster.hang_timeout_s
         if timeout_s and not self._hung and ray.get(self.recorder.stalled_s.remote()) > timeout_s:
             self._hung = True
