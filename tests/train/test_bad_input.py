@@ -203,7 +203,7 @@ def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    places = {"storage_path": "/mnt/runs/", "data_path": "/d/a=0.7, s3://b/c=0.3"}
+    places = {"storage_path": "/mnt/runs/", "data_path": "/d/a=0.7,s3://b/c=0.3"}
     config = load_preset("quickstart").updated(places)
     assert absolute_paths(config) == config
     with pytest.raises(ConfigError, match="is relative, but a submitted job"):
