@@ -21,14 +21,21 @@ import sys
 ADDRESS = "RAYTRAIN_GPT_TEST_FORK_SERVER"
 LIBRARIES = ("torch", "torch._dynamo", "pandas", "pyarrow.dataset", "requests", "boto3", "tiktoken")
 LARGEST_REQUEST = 1 << 20
-FOR_SETUP = ("--language=", "--serialized-runtime-env-context=")
+LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
 """Arguments of `setup_worker.py` alone."""
 
 
 def ask(arguments: list[str]) -> None:
     """Have the worker forked that this process was to become."""
-    mine = [argument for argument in arguments if not argument.startswith(FOR_SETUP)]
-    request = json.dumps([mine, dict(os.environ)]).encode()
+    mine, variables = [], dict(os.environ)
+    for argument in arguments:
+        if argument.startswith(
+            RUNTIME_ENV
+        ):  # of the job or actor; variables are all that tests have in it
+            variables |= json.loads(argument.removeprefix(RUNTIME_ENV)).get("env_vars", {})
+        elif not argument.startswith(LANGUAGE):
+            mine.append(argument)
+    request = json.dumps([mine, variables]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
         connection.connect(os.environ[ADDRESS])
