@@ -18,7 +18,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 ORDER = (
     {"redact"},
     {"errors"},
-    {"format"},
+    {"format", "parsing"},
     {"config"},
     {"storage"},
     {"data", "core"},
@@ -49,6 +49,7 @@ FORBIDDEN = {
     "redact": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "errors": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "format": {"ray", "mlflow", "torch", "numpy", "pydantic"},
+    "parsing": {"ray", "mlflow", "torch", "numpy", "pydantic"},
     "config": {"ray", "mlflow", "torch"},
     "storage": {"ray", "mlflow", "torch"},
     "data": {"ray", "mlflow", "torch"},
