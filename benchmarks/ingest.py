@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         os.environ.update(KEYS, XDG_CACHE_HOME=f"{work}/cache")
-        connect(num_cpus_needed=4)
+        connect(4, print)
         data = Path(work, "data")
         manifest = made_dataset(data, args.tokens, VOCAB_SIZE)
         is_stored = args.latency_ms is not None

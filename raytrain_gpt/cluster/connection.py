@@ -7,20 +7,21 @@ import logging
 import math
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from raytrain_gpt.cluster.capacity import Node, Resources
+from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.head import HeadRefuses, ask_head, check_head, given_address
+from raytrain_gpt.cluster.own_cluster import end_own_cluster, start_own_cluster
+from raytrain_gpt.cluster.token import keep_token_private
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.format import Log
 
-ANSWER_WITHIN_S = 5.0
-
-_TRAIN_ENVIRONMENT = {
+_ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
     # The controller takes one report of a worker per poll, every 2 s by default. Training does not wait
     # for it, but the end of a run does.
@@ -33,47 +34,25 @@ _TRAIN_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-_OWN_CLUSTER_ENVIRONMENT = {
-    # Without a dashboard nobody sees these metrics, and on two cores they cost 2 % of a run.
-    "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_event_stats": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    # Idle processes wake a hundred times a second each, so those that are not needed end soon.
-    "RAY_num_workers_soft_limit": "0",
-    "RAY_idle_worker_killing_time_threshold_ms": "10000",
-    "RAY_io_context_monitor_probe_interval_ms": "10000",
-    # A sweep has more processes than CPUs on purpose; Ray would warn of that on the console.
-    "RAY_worker_maximum_startup_concurrency": "16",
-    # Else gloo listens on the address that the machine's name resolves to.
-    "GLOO_SOCKET_IFNAME": "lo",
-    # A single machine is not preempted node by node, so polling for it is wasted.
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-}
 
-
-def connect(num_cpus_needed: int) -> Resources:
+def connect(num_cpus_needed: int, log: Log) -> Resources:
     """Connect to the cluster of RAY_ADDRESS or `ray start`, or start one on this machine.
 
     Args:
         num_cpus_needed: Logical CPUs of a cluster started here; it has at least one for each core.
 
     Raises:
-        ClusterError: RAY_ADDRESS names a cluster that does not answer.
+        ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or none starts here.
     """
-    _set_environment(_TRAIN_ENVIRONMENT)
+    os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    ours = not ray.is_initialized() and not _join_given_cluster(quiet)
-    if ours:
-        _set_environment(_OWN_CLUSTER_ENVIRONMENT)
-        cpus = max(os.cpu_count() or 1, num_cpus_needed)
-        with _sigterm_is_ours(), _loopback_only():
-            ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
-        # The log monitor reads all workers' output ten times a second, although with
-        # log_to_driver=False nobody asks for it.
-        ray._private.worker._global_node.kill_log_monitor(check_alive=False)
+    ours = False
+    with _sigterm_is_ours():
+        if not ray.is_initialized() and not _join_given_cluster(quiet, log):
+            start_own_cluster(max(os.cpu_count() or 1, num_cpus_needed), **quiet)
+            ours = True
     keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -82,65 +61,33 @@ def connect(num_cpus_needed: int) -> Resources:
 
 
 @contextlib.contextmanager
-def connected(num_cpus_needed: int) -> Iterator[Resources]:
+def connected(num_cpus_needed: int, log: Log) -> Iterator[Resources]:
     """`connect`; at the end a cluster that was started by it is shut down."""
-    resources = connect(num_cpus_needed)
+    resources = connect(num_cpus_needed, log)
     try:
         yield resources
     finally:
-        if resources.ours:
-            ray.shutdown()
+        end_own_cluster()
 
 
-def knock(address: str) -> None:
-    """Open and close a connection to HOST:PORT: it fails at once where Ray itself takes minutes.
-
-    Raises:
-        OSError: nobody answers.
-        ValueError: it is not HOST:PORT.
-    """
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S).close()
-
-
-def given_address() -> str | None:
-    """The address in RAY_ADDRESS, else that of a cluster of `ray start` that answers; None: neither.
-
-    Not `auto` where nothing is named: that would join the private cluster of any other run on this
-    machine, which ends with that run.
-    """
-    if named := os.environ.get("RAY_ADDRESS"):
-        return None if named == "local" else named
-    address: str | None = ray._private.services.find_bootstrap_address(None)
-    if not address:
-        return None
-    try:
-        knock(address)
-    except (OSError, ValueError):  # `ray start` writes it to a file that outlives a dead cluster
-        return None
-    return address
-
-
-def _join_given_cluster(quiet: dict[str, Any]) -> bool:
-    """Connect to the cluster at the given address; False if there is none."""
-    address = given_address()
+def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
+    """Connect to the cluster at the given address; False if there is none that could be joined."""
+    address = given_address(log)
     if address is None:
         return False
     try:
-        with _sigterm_is_ours():
-            ray.init(address, **quiet)
-    except ray.exceptions.AuthenticationError:
+        check_head(ask_head(address))
+    except HeadRefuses as refusal:
+        if os.environ.get("RAY_ADDRESS"):
+            raise
+        log(f"{refusal}; starting a cluster for this command alone")
+        return False
+    try:
+        ray.init(address, **quiet)
+    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
-            f"the Ray cluster at {address} needs a token; set RAY_AUTH_MODE=token, and put the cluster's "
-            "token into RAY_AUTH_TOKEN or the file ~/.ray/auth_token"
-        ) from None
-    except (OSError, ValueError):
-        if not os.environ.get("RAY_ADDRESS"):
-            return False
-        # With a wrong token Ray raises ConnectionError as well, so it is named here.
-        raise ClusterError(
-            f"no Ray cluster answers at RAY_ADDRESS={address}; start one, check its token "
-            "(RAY_AUTH_TOKEN), or unset RAY_ADDRESS to run on this machine alone"
+            f"cannot join the Ray cluster at {address} ({root_cause(error)}); set RAY_ADDRESS=local to run "
+            "on this machine alone"
         ) from None
     return True
 
@@ -155,11 +102,6 @@ def cluster_resources(ours: bool = False) -> Resources:
         for has in [node["Resources"]]
     )
     return Resources(nodes, ours)
-
-
-def _set_environment(values: dict[str, str]) -> None:
-    """Set the variables that the user has not set."""
-    os.environ.update({k: v for k, v in values.items() if k not in os.environ})
 
 
 @contextlib.contextmanager
@@ -178,38 +120,3 @@ def _sigterm_is_ours() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Make the processes of a cluster started inside listen on 127.0.0.1 alone.
-
-    Ray does so on macOS and Windows, where ENABLE_RAY_CLUSTER is false. On Linux it takes the machine's
-    own address even if `_node_ip_address` says 127.0.0.1.
-    """
-    constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-
-
-def keep_token_private() -> None:
-    """Take the rights of all others from Ray's token file, which Ray 2.60 creates with mode 0644."""
-    path = token_file()
-    if path is None:
-        return
-    with contextlib.suppress(OSError):  # it belongs to somebody else
-        mode = path.stat().st_mode
-        if mode & 0o077 and path.stat().st_uid == os.getuid():
-            path.chmod(mode & 0o700)
-
-
-def token_file() -> Path | None:
-    """The file that Ray reads the token from in this process, None if there is none."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return None
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    return path if path.is_file() else None

@@ -34,7 +34,7 @@ import ray
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-from raytrain_gpt.cluster.connection import ANSWER_WITHIN_S, knock
+from raytrain_gpt.cluster.head import ANSWER_WITHIN_S, knock
 from raytrain_gpt.cluster.signals import FORCED_AFTER, SIGNALS
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log

@@ -28,6 +28,8 @@ from raytrain_gpt.cluster.capacity import (
 )
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.cluster.head import HeadRefuses, ask_head
+from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
@@ -38,8 +40,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.head_probe import ask_head, head_address, judge_head, judge_token
-from raytrain_gpt.doctor.node_probe import ask_nodes
+from raytrain_gpt.doctor.node_probe import ask_nodes, judge_token
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.format import Log, amount, size
@@ -122,11 +123,8 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
     found = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
-        address = head_address()
-        wrong = None if address is None else judge_head(ask_head(address))
-        found.add(wrong or _connect(found))
-        if found.resources is not None and found.resources.ours:
-            stack.callback(ray.shutdown)
+        found.add(_connect(found))
+        stack.callback(end_own_cluster)
         data_check = _read_data(found, is_default)
         if found.resources is None:
             found.skip("there is no cluster", *NODE_CHECKS)
@@ -147,18 +145,19 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
     return found
 
 
-@named_check("cluster")
-def _connect(found: Examination) -> str:
+def _connect(found: Examination) -> Check:
     try:
-        resources = connect(cpus_to_start(found.config))
+        resources = connect(cpus_to_start(found.config), found.log)
+    except HeadRefuses as refusal:
+        return Check(refusal.about, "FAIL", str(refusal))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
         what = str(error) if isinstance(error, ClusterError) else root_cause(error)
-        raise Failed(f"{what}; run the doctor on a node of the cluster") from None
+        return Check("cluster", "FAIL", f"{what}; run the doctor on a node of the cluster")
     found.resources = resources
     where = f"joined at {ray.get_runtime_context().gcs_address}"
     whose = "started for this command alone" if resources.ours else where
     has = f"{len(resources.nodes)} nodes, {resources.cpus:g} CPUs, {resources.gpus} GPUs"
-    return f"{whose}: {has}"
+    return Check("cluster", "PASS", f"{whose}: {has}")
 
 
 @named_check("workers")

@@ -22,8 +22,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_gpt
-from raytrain_gpt.cluster.connection import token_file
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import (
     MAKE_ROOM,
     ON_ALL_NODES,
@@ -31,9 +31,10 @@ from raytrain_gpt.cluster.shared_storage import (
     ray_disk_problem,
     storage_problem,
 )
+from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
-from raytrain_gpt.doctor.check import Failed, named_check
+from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
@@ -188,6 +189,30 @@ def judge_answers(nodes: Sequence[NodeFacts]) -> str:
             "package and its dependencies there, or take the node away"
         )
     return f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}"
+
+
+@named_check("token")
+def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> str:
+    """Whether the cluster refuses strangers, and nobody else reads the token.
+
+    Args:
+        files: (node, path, permission bits) of the token file of every node that has one.
+    """
+    if head.error:
+        raise Skipped(f"{head.address} did not answer: {head.error}")
+    if not head.asks_for_token:
+        start = "stop it and start every node with RAY_AUTH_MODE=token and the same token"
+        raise Failed(
+            f"the cluster at {head.address} takes calls without a token: whoever reaches it runs code "
+            f"on it; {'unset RAY_AUTH_MODE' if ours else start}"
+        )
+    too_open = [
+        f"{path} on {node} has mode {mode:04o}" for node, path, mode in files if mode & 0o077
+    ]
+    if too_open:
+        raise Failed(f"{', '.join(too_open)}: others can read it; chmod 600 it there")
+    where = f", {len(files)} token files are private" if files else ""
+    return f"calls without a token are refused{where}"
 
 
 @named_check("versions")

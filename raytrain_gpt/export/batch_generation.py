@@ -74,7 +74,7 @@ def sample_batch(
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint))
     stopped = StopSignals(f"interrupted; {out} was not written")
-    with stopped, connected(num_cpus_needed=0) as resources:
+    with stopped, connected(0, log) as resources:
         results = _results(lines, resources, log, (found.path, num_samples, sampling))
         _write(out, results, len(lines), log)
 

@@ -17,12 +17,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.connection import connect
+from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
 from raytrain_gpt.format import Log
@@ -58,7 +58,7 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
     checkpoint = best_usable(location, say) if options.follow else resolve_checkpoint(location)
     if options.follow and checkpoint.path == location:
         raise ConfigError(f"--follow needs a run's directory, but {path} is a checkpoint")
-    with StopSignals("interrupted before it served") as signals, _own_cluster(options) as gpus:
+    with StopSignals("interrupted before it served") as signals, _own_cluster(options, say) as gpus:
         say(f"loading {checkpoint.path}")
         handle = _deploy(str(location if options.follow else checkpoint.path), options, gpus)
         signals.defer()
@@ -119,12 +119,12 @@ def check_can_listen(options: ServeOptions) -> None:
 
 
 @contextlib.contextmanager
-def _own_cluster(options: ServeOptions) -> Iterator[int]:
+def _own_cluster(options: ServeOptions, say: Log) -> Iterator[int]:
     """A new cluster with Ray Serve on this machine; yields its number of GPUs."""
     os.environ["RAY_ADDRESS"] = "local"
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        resources = connect(num_cpus_needed=options.num_replicas)
+        resources = connect(options.num_replicas, say)
         if 0 < resources.gpus < options.num_replicas:
             raise ClusterError(
                 f"num_replicas={options.num_replicas} needs a GPU each, and this machine has "
@@ -137,7 +137,7 @@ def _own_cluster(options: ServeOptions) -> Iterator[int]:
         )
         yield resources.gpus
     finally:
-        ray.shutdown()  # also ends Ray Serve, whose own shutdown complains about the tasks it kills
+        end_own_cluster()  # and Ray Serve, whose own shutdown complains about the tasks it kills
 
 
 def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:

@@ -261,7 +261,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
             self._end(self._run)
 
     def _start(self) -> TrialRun:
-        connect(num_cpus_needed=0)
+        connect(0, print)
         context = self._context
         config = trial_config(context.sweep, context.base, self._values)
         self._tied_values = tied_values(context.sweep, self._values, config)

@@ -53,7 +53,7 @@ def run_sweep(
         base, data = with_data(one_worker_for_auto(base_config(sweep)))
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
-        with connected(cpus_to_start(sweep, base)) as resources:
+        with connected(cpus_to_start(sweep, base), log) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)

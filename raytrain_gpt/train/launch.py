@@ -57,7 +57,7 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
         UserError: the configuration, data or cluster cannot be used.
     """
     config, data = with_data(config)
-    with connected(cpus_to_start(config)) as resources:
+    with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
         yield fitted, world_size, data or make_default_data(fitted, log)
 
@@ -101,5 +101,5 @@ def prepare_dataset(
         Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
     """
     stopped = StopSignals("interrupted; finished shards are kept, the same command goes on")
-    with stopped, connected(num_cpus_needed=0):
+    with stopped, connected(0, log):
         return prepare(sources, directory, tokenizer, log=log, **options)

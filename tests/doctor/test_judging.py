@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, read_mixture
@@ -25,8 +26,7 @@ from raytrain_gpt.doctor.bench import (
     whole_step_s,
 )
 from raytrain_gpt.doctor.check import Check
-from raytrain_gpt.doctor.head_probe import HeadFacts, ask_head, judge_head, judge_token
-from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, local_versions
+from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, judge_token, local_versions
 from raytrain_gpt.doctor.rank_findings import judge_all_reduce, judge_devices, judge_sequences
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFacts, RankIds
 from raytrain_gpt.errors import ClusterError
@@ -58,11 +58,6 @@ def passes(check: Check, *words: str) -> None:
         assert word in check.line, check.line
 
 
-def test_nobody_listens_at_the_address() -> None:
-    fails(judge_head(ask_head("127.0.0.1:1")), "cluster", "127.0.0.1:1", "refused", "RAY_ADDRESS")
-    fails(judge_head(ask_head("head")), "cluster", "no HOST:PORT")
-
-
 HEAD = HeadFacts(
     "10.0.0.1:6379",
     asks_for_token=True,
@@ -71,17 +66,6 @@ HEAD = HeadFacts(
     takes_token=True,
     ray_version=ray.__version__,
 )
-
-
-def test_what_keeps_a_driver_out() -> None:
-    assert judge_head(HEAD) is None
-    missing = replace(HEAD, token_from="", takes_token=False, ray_version="")
-    fails(judge_head(missing), "token", "asks for a token and there is none here", "copy")
-    wrong = replace(HEAD, takes_token=False, ray_version="")
-    fails(judge_head(wrong), "token", "refuses the token of RAY_AUTH_TOKEN", "check the token")
-    fails(judge_head(replace(HEAD, sends_token=False)), "token", "set RAY_AUTH_MODE=token")
-    fails(judge_head(replace(HEAD, ray_version="2.59.1")), "versions", "2.59.1", ray.__version__)
-    assert judge_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__)) is None
 
 
 def test_strangers_and_other_users_are_kept_out() -> None:

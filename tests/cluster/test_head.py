@@ -1,0 +1,138 @@
+"""Which cluster a command joins, and what keeps it out; real heads are the doctor's tests to show."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from raytrain_gpt.cluster.head import HeadFacts, ask_head, check_head, given_address
+from raytrain_gpt.errors import ClusterError
+from tests.conftest import RaisesLine
+
+NOBODY = 65534
+HEAD = HeadFacts(
+    "10.0.0.1:6379",
+    asks_for_token=True,
+    sends_token=True,
+    token_from="RAY_AUTH_TOKEN",
+    takes_token=True,
+    ray_version=ray.__version__,
+)
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """The file of `ray start`, and the address in it at which this process listens."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray" / "session_1").mkdir(parents=True)
+    (tmp_path / "ray" / "session_latest").symlink_to("session_1")
+    file = tmp_path / "ray" / "ray_current_cluster"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        file.write_text(f"{address}\n")
+        yield file, address
+
+
+def no_line(line: str) -> None:
+    pytest.fail(line)
+
+
+def test_a_cluster_of_this_user_is_joined(started: tuple[Path, str]) -> None:
+    assert given_address(no_line) == started[1]
+
+
+def test_the_address_that_is_named_wins(
+    started: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+) -> None:
+    for named, expected in {"10.0.0.1:1": "10.0.0.1:1", "local": None, "auto": started[1]}.items():
+        monkeypatch.setenv("RAY_ADDRESS", named)
+        assert given_address(no_line) == expected
+    started[0].unlink()
+    with raises_line(ClusterError, "RAY_ADDRESS=auto", "ray start"):
+        given_address(no_line)
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "dead", "no address", "a link", "a pipe", "no session"]
+)
+def test_what_is_no_cluster_is_not_joined(started: tuple[Path, str], what: str) -> None:
+    file, address = started
+    if what == "dead":
+        file.write_text("127.0.0.1:1")
+    elif what == "no address":
+        file.write_bytes(b"\xff")
+    elif what == "no session":
+        (file.parent / "session_latest").unlink()
+    else:
+        file.unlink()
+        if what == "a link":
+            file.with_name("other").write_text(address)
+            file.symlink_to("other")
+        elif what == "a pipe":
+            os.mkfifo(file)
+    assert given_address(no_line) is None
+
+
+@contextmanager
+def listening_as(uid: int) -> Iterator[str]:
+    """The address of a process of another user."""
+    code = (
+        "import os, socket, time; "
+        f"os.setuid({uid}); server = socket.create_server(('127.0.0.1', 0)); "
+        "print(server.getsockname()[1], flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        yield f"127.0.0.1:{head.stdout.readline().strip()}"
+        head.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files and processes of another user need root")
+@pytest.mark.parametrize("what", ["file", "session", "process"])
+def test_a_cluster_of_another_user_is_not_joined(started: tuple[Path, str], what: str) -> None:
+    file, address = started
+    lines: list[str] = []
+    with listening_as(NOBODY) as other:
+        if what == "file":
+            os.chown(file, NOBODY, -1)
+        elif what == "session":
+            os.chown(file.with_name("session_1"), NOBODY, -1)
+        else:
+            address = other
+            file.write_text(other)
+        assert given_address(lines.append) is None
+    (line,) = lines
+    for word in (address, "belongs to nobody", "run code as you", f"RAY_ADDRESS={address}"):
+        assert word in line
+
+
+def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
+    with raises_line(ClusterError, "127.0.0.1:1", "refused", "RAY_ADDRESS"):
+        check_head(ask_head("127.0.0.1:1"))
+    for address in ("head", "http://127.0.0.1:8265"):
+        with raises_line(ClusterError, address, "no HOST:PORT", "HOST:6379"):
+            check_head(ask_head(address))
+
+
+def test_what_keeps_a_driver_out(raises_line: RaisesLine) -> None:
+    check_head(HEAD)
+    check_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__))
+    missing = replace(HEAD, token_from="", takes_token=False, ray_version="")
+    with raises_line(ClusterError, "asks for a token and there is none here", "copy"):
+        check_head(missing)
+    with raises_line(ClusterError, "refuses the token of RAY_AUTH_TOKEN", "check the token"):
+        check_head(replace(HEAD, takes_token=False, ray_version=""))
+    with raises_line(ClusterError, "set RAY_AUTH_MODE=token"):
+        check_head(replace(HEAD, sends_token=False))
+    with raises_line(ClusterError, "2.59.1", ray.__version__):
+        check_head(replace(HEAD, ray_version="2.59.1"))

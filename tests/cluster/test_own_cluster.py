@@ -1,0 +1,79 @@
+"""The directory of a cluster for one command, and the limit of its start; real ones are the runs' to show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from raytrain_gpt.cluster import own_cluster, start_guard
+from raytrain_gpt.errors import ClusterError
+from tests.conftest import RaisesLine
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where clusters have their directories; Ray is not started."""
+    path = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+    monkeypatch.setenv("RAY_TMPDIR", str(path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield path
+    own_cluster.end_own_cluster()
+    shutil.rmtree(path)
+
+
+def test_its_directory_is_private_and_goes_away(
+    base: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+) -> None:
+    def cannot_start(*_: object, _temp_dir: str, **__: object) -> None:
+        (directory,) = base.iterdir()
+        assert Path(_temp_dir).parent == directory
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert Path(os.environ["TMPDIR"]).parent == directory
+        raise RuntimeError("no\nmemory")
+
+    monkeypatch.setattr(ray, "init", cannot_start)
+    before = os.environ.get("TMPDIR")
+    with raises_line(ClusterError, "Ray does not start on this machine (no memory)"):
+        own_cluster.start_own_cluster(1)
+    assert list(base.iterdir()) == []
+    assert os.environ.get("TMPDIR") == before
+
+
+def test_directories_of_dead_commands_are_removed_and_of_living_ones_not(base: Path) -> None:
+    first = own_cluster._private_directory()
+    (base / "rtgpt-dead" / "ray").mkdir(parents=True)
+    (base / "rtgpt-file").touch()
+    (base / "rtgpt-link").symlink_to(first)
+    second = own_cluster._private_directory()
+    assert {path.name for path in base.iterdir()} == {
+        first.name,
+        second.name,
+        "rtgpt-file",
+        "rtgpt-link",
+    }
+
+
+def test_a_start_that_takes_too_long_ends_with_a_line() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as starting:
+        guard = [sys.executable, "-I", "-S", start_guard.__file__, str(starting.pid), "0.1", "late"]
+        said = subprocess.run(
+            guard, stdin=starting.stdin, stderr=subprocess.PIPE, text=True, check=True
+        )
+        assert said.stderr == "late\n"
+        assert starting.wait() == -signal.SIGKILL
+
+
+def test_a_start_in_time_is_left_alone() -> None:
+    guard = [sys.executable, "-I", "-S", start_guard.__file__, str(os.getpid()), "60", "late"]
+    said = subprocess.run(guard, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert said.stdout + said.stderr == b""
