@@ -19,7 +19,7 @@ from raytrain_gpt import __version__
 from raytrain_gpt.commands import cluster, data, inference, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
-from raytrain_gpt.redact import redacted
+from raytrain_gpt.redact import printable
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
         if error.__cause__ is not None:
             _complain("".join(traceback.format_exception(error.__cause__)).rstrip())
-        _complain(f"{kind}{' '.join(str(error).split())}")
+        _complain(f"{kind}{' '.join(map(str.strip, str(error).splitlines()))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _complain(text: str) -> None:
-    print(redacted(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
