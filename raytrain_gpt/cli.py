@@ -8,6 +8,7 @@ and error messages come at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -20,6 +21,11 @@ from raytrain_gpt.commands import cluster, data, inference, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
 from raytrain_gpt.redact import printable
+
+_NO_USABLE_PATH = {
+    errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
+}  # fmt: skip
+"""What a path of the user's may mean, wherever it is met; a file that is missing may be our mistake."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NO_USABLE_PATH:
+            _complain(traceback.format_exc().rstrip())
+            sys.exit(1)
+        why = os.strerror(error.errno)
+        _complain(
+            f"error: cannot use {error.filename or error}: {why}; give access to it, or another path"
+        )
+        sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)

@@ -28,6 +28,8 @@ from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_q
 
 RETRY_FOR_S = 300.0
 UNFINISHED = ".unfinished"
+MAX_NAME_BYTES = 255
+"""Of one name in a path, on all usual file systems."""
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -62,12 +64,13 @@ class Location:
                 reaches processes in which they are not set.
 
         Raises:
-            ConfigError: the URL has an unknown scheme or no bucket.
+            ConfigError: no file can have this path, or the URL has an unknown scheme or no bucket.
         """
         if isinstance(path, Location):
             return path
         text = str(path)
         if not is_url(text):
+            _check_names(text)
             return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
@@ -363,6 +366,20 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "raytrain-gpt"
     except RuntimeError:
         raise ConfigError("this user has no home directory; set XDG_CACHE_HOME") from None
+
+
+def _check_names(path: str) -> None:
+    try:
+        longest = max(path.split("/"), key=lambda name: len(name.encode()))
+    except UnicodeEncodeError:
+        raise ConfigError(f"the path {path} is not UTF-8; rename it") from None
+    if (num_bytes := len(longest.encode())) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"the name {longest[:40]}… in a path has {num_bytes} bytes, above the {MAX_NAME_BYTES} of a "
+            "file system; use a shorter one"
+        )
+    if "\0" in path:
+        raise ConfigError(f"the path {path} has a zero byte in it; take it out")
 
 
 def is_url(path: str) -> bool:
