@@ -176,10 +176,17 @@ def held_lease(
         lease.release()
 
 
-def still_held(location: Location, token: str) -> bool:
-    """Whether the lease still has this token; for processes that write on behalf of its holder."""
-    holder = _holder(location)
-    return holder is not None and holder.token == token
+def still_held(location: Location, token: str, times: LeaseTimes = TIMES) -> bool:
+    """Whether the lease still has this token; for processes that write on behalf of its holder.
+
+    Waits up to `expiry_s` for a local directory that is away: renamed or unmounted for a moment.
+    """
+    until = time.monotonic() + times.expiry_s
+    while True:
+        holder, is_away = _look(location)
+        if not is_away or time.monotonic() > until:
+            return holder is not None and holder.token == token
+        time.sleep(times.expiry_s / _POLLS_PER_EXPIRY)
 
 
 def live_holder(location: Location) -> str | None:
@@ -214,6 +221,7 @@ class Lease:
         self._log = log
         self._times = times
         self._has_put = False
+        self._seen_at = time.monotonic()
         # A beat or removal that is retried for minutes could overwrite whoever took over meanwhile.
         self._impatient = replace(
             location, retry_for_s=min(location.retry_for_s, times.heartbeat_s)
@@ -229,8 +237,8 @@ class Lease:
             )
 
     def verify(self) -> None:
-        """Like `check`, but look now instead of at the next beat."""
-        if not still_held(self._location, self.token):
+        """Like `check`, but look now instead of at the next beat; waits as `still_held`."""
+        if not still_held(self._location, self.token, self._times):
             self.lost.set()
         self.check()
 
@@ -286,10 +294,13 @@ class Lease:
                 self.lost.set()
 
     def _beat(self) -> None:
-        holder = _holder(self._impatient)
+        holder, is_away = _look(self._impatient)
+        if is_away and time.monotonic() - self._seen_at <= self._times.expiry_s:
+            return
         if holder is None or holder.token != self.token:
             self.lost.set()
             return
+        self._seen_at = time.monotonic()
         moved = holder.model_copy(update={"beat": holder.beat + 1, "beat_at": time.time()})
         self._impatient.write_text(moved.to_text())
 
@@ -299,7 +310,8 @@ class Lease:
             return
         try:
             with _guarded(self._location):
-                if still_held(self._impatient, self.token):
+                holder = _holder(self._impatient)
+                if holder is not None and holder.token == self.token:
                     self._impatient.remove()
         except (OSError, RaytrainGptError):
             self._log(
@@ -374,6 +386,15 @@ def _holder(location: Location) -> Holder | None:
     """The holder; None if the file is missing or damaged."""
     with _storage_errors("read", location, "a lease"):
         return Holder.parse(_read(location) or "")
+
+
+def _look(location: Location) -> tuple[Holder | None, bool]:
+    """The holder, and whether none is seen only because the directory is away."""
+    directory = location.parent
+    was_away = location.is_local and not directory.exists()
+    holder = _holder(location)
+    is_away = was_away or (location.is_local and not directory.exists())
+    return holder, is_away and holder is None
 
 
 @contextmanager
