@@ -29,6 +29,7 @@ pytestmark = pytest.mark.faults
 
 Straight = Callable[[int], RunSummary]
 OUTAGE_S = 20.0
+AWAY_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,30 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     train(config, lines.append)
     assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
     assert weights(bucket / "runs" / "gone") == weights(straight(2).run_dir)
+
+
+def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
+    cluster: str,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    gate: Callable[..., Gate],
+    tmp_path: Path,
+) -> None:
+    place = gate(0, 50)
+    config = make_config(num_workers=2, run_name="renamed", storage_path=str(tmp_path))
+    run, away = tmp_path / "renamed", tmp_path / "away"
+
+    def rename() -> None:
+        place.reached()
+        run.rename(away)
+        place.open()
+        time.sleep(AWAY_S)  # this is the fault, nothing waits for it
+        away.rename(run)
+
+    run_dir, _ = train_while(config, Faults((place,)), rename)
+    assert weights(run_dir) == weights(straight(2).run_dir)
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, 51))
+    assert (run_dir / "report.html").is_file()
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_training(
