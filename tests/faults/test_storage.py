@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.attempt import Attempt, End
 from raytrain_gpt.train.launch import train
 from tests.s3 import S3Server
 
@@ -129,24 +131,26 @@ def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
     cluster: str,
     straight: Straight,
     make_config: Callable[..., Any],
-    gate: Callable[..., Gate],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = gate(0, 50)
-    config = make_config(num_workers=2, run_name="renamed", storage_path=str(tmp_path))
-    run, away = tmp_path / "renamed", tmp_path / "away"
+    run, away, finish = tmp_path / "renamed", tmp_path / "away", Attempt.run
 
-    def rename() -> None:
-        place.reached()
+    def finish_and_rename(attempt: Attempt) -> End:
+        end = finish(attempt)
         run.rename(away)
-        place.open()
-        time.sleep(AWAY_S)  # this is the fault, nothing waits for it
-        away.rename(run)
+        threading.Timer(AWAY_S, away.rename, [run]).start()
+        return end
 
-    run_dir, _ = train_while(config, Faults((place,)), rename)
-    assert weights(run_dir) == weights(straight(2).run_dir)
-    assert [row["step"] for row in steps(run_dir)] == list(range(1, 51))
-    assert (run_dir / "report.html").is_file()
+    monkeypatch.setattr(Attempt, "run", finish_and_rename)
+    summary = train(
+        make_config(num_workers=2, run_name="renamed", storage_path=str(tmp_path)), print
+    )
+    assert summary.step == 50
+    assert weights(run) == weights(straight(2).run_dir)
+    assert [row["step"] for row in steps(run)] == list(range(1, 51))
+    assert (run / "report.html").is_file()
+    assert not away.exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_training(
