@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.parsing import regular
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
@@ -246,7 +247,7 @@ class Location:
     def read_bytes(self) -> bytes:
         """The content of a file; raises FileNotFoundError if there is none."""
         if self.is_local:
-            return self.path.read_bytes()
+            return regular(self.path).read_bytes()
         with self.open() as file:
             content: bytes = file.read()
         return content
