@@ -120,6 +120,7 @@ def _files(
         entries = [directory / first]
     else:
         entries = [path for path in directory.iterdir() if _fits(path.name, first) or hidden]
+        entries.sort(key=lambda path: (path.is_symlink(), path.name))  # own names before a link's
     if first == "**" and rest:
         yield from _files(directory, rest, seen)
     for path in entries:
