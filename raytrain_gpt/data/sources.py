@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -89,10 +89,11 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
 
 def _local_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     root = Path(source)
+    found: Iterable[Path]
     if root.is_dir():
         found = (p for p in _files(root, ["**"], set(), hidden=True) if p.name.endswith(SUFFIXES))
     elif root.is_file():
-        found, root = iter([root]), root.parent
+        found, root = [root], root.parent
     else:
         root = _fixed_prefix(source)
         found = _files(root, [*Path(source).parts[len(root.parts) :]], set())
