@@ -61,19 +61,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in _NO_USABLE_PATH:
-            _complain(traceback.format_exc().rstrip())
-            sys.exit(1)
-        why = os.strerror(error.errno)
-        _complain(
-            f"error: cannot use {error.filename or error}: {why}; give access to it, or another path"
-        )
-        sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_USABLE_PATH:
+            what = f"{error.filename or error}: {os.strerror(error.errno or 0)}"
+            _complain(f"error: cannot use {what}; give access to it, or another path")
+            sys.exit(UserError.exit_code)
         _complain(traceback.format_exc().rstrip())
         sys.exit(1)
     sys.exit(0)

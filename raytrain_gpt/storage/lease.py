@@ -176,17 +176,16 @@ def held_lease(
         lease.release()
 
 
-def still_held(location: Location, token: str, times: LeaseTimes = TIMES) -> bool:
+def still_held(location: Location, token: str, wait_s: float = TIMES.expiry_s) -> bool:
     """Whether the lease still has this token; for processes that write on behalf of its holder.
 
-    Waits up to `expiry_s` for a local directory that is away: renamed or unmounted for a moment.
+    Waits up to `wait_s` for a local directory that is renamed or unmounted for a moment.
     """
-    until = time.monotonic() + times.expiry_s
-    while True:
-        holder, is_away = _look(location)
-        if not is_away or time.monotonic() > until:
-            return holder is not None and holder.token == token
-        time.sleep(times.expiry_s / _POLLS_PER_EXPIRY)
+    until = time.monotonic() + wait_s
+    while _is_away(location) and time.monotonic() < until:
+        time.sleep(wait_s / _POLLS_PER_EXPIRY)
+    holder = _holder(location)
+    return holder is not None and holder.token == token
 
 
 def live_holder(location: Location) -> str | None:
@@ -216,10 +215,7 @@ class Lease:
     def __init__(self, location: Location, what: str, log: Log, times: LeaseTimes) -> None:
         self.token = uuid.uuid4().hex
         self.lost = threading.Event()
-        self._location = location
-        self._what = what
-        self._log = log
-        self._times = times
+        self._location, self._what, self._log, self._times = location, what, log, times
         self._has_put = False
         self._seen_at = time.monotonic()
         # A beat or removal that is retried for minutes could overwrite whoever took over meanwhile.
@@ -238,7 +234,7 @@ class Lease:
 
     def verify(self) -> None:
         """Like `check`, but look now instead of at the next beat; waits as `still_held`."""
-        if not still_held(self._location, self.token, self._times):
+        if not still_held(self._location, self.token, self._times.expiry_s):
             self.lost.set()
         self.check()
 
@@ -294,9 +290,9 @@ class Lease:
                 self.lost.set()
 
     def _beat(self) -> None:
-        holder, is_away = _look(self._impatient)
-        if is_away and time.monotonic() - self._seen_at <= self._times.expiry_s:
+        if _is_away(self._location) and time.monotonic() - self._seen_at < self._times.expiry_s:
             return
+        holder = _holder(self._impatient)
         if holder is None or holder.token != self.token:
             self.lost.set()
             return
@@ -310,8 +306,7 @@ class Lease:
             return
         try:
             with _guarded(self._location):
-                holder = _holder(self._impatient)
-                if holder is not None and holder.token == self.token:
+                if still_held(self._impatient, self.token, wait_s=0):
                     self._impatient.remove()
         except (OSError, RaytrainGptError):
             self._log(
@@ -329,9 +324,7 @@ class _Watch:
 
     def __init__(self, what: str, log: Log, expiry_s: float) -> None:
         self.began_at: float | None = None
-        self._what = what
-        self._log = log
-        self._expiry_s = expiry_s
+        self._what, self._log, self._expiry_s = what, log, expiry_s
         self._first_text = ""
         self._last_look_at = 0.0
         self._next_line_s = math.inf
@@ -388,13 +381,8 @@ def _holder(location: Location) -> Holder | None:
         return Holder.parse(_read(location) or "")
 
 
-def _look(location: Location) -> tuple[Holder | None, bool]:
-    """The holder, and whether none is seen only because the directory is away."""
-    directory = location.parent
-    was_away = location.is_local and not directory.exists()
-    holder = _holder(location)
-    is_away = was_away or (location.is_local and not directory.exists())
-    return holder, is_away and holder is None
+def _is_away(location: Location) -> bool:
+    return location.is_local and not location.parent.exists()
 
 
 @contextmanager

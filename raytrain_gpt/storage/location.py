@@ -370,17 +370,13 @@ def cache_directory() -> Path:
 
 
 def _check_names(path: str) -> None:
-    try:
-        longest = max(path.split("/"), key=lambda name: len(name.encode()))
-    except UnicodeEncodeError:
-        raise ConfigError(f"the path {path} is not UTF-8; rename it") from None
-    if (num_bytes := len(longest.encode())) > MAX_NAME_BYTES:
-        raise ConfigError(
-            f"the name {longest[:40]}… in a path has {num_bytes} bytes, above the {MAX_NAME_BYTES} of a "
-            "file system; use a shorter one"
-        )
-    if "\0" in path:
-        raise ConfigError(f"the path {path} has a zero byte in it; take it out")
+    for name in path.split("/"):
+        content = name.encode("utf-8", "replace")
+        if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
+            raise ConfigError(
+                f"no file has the name {name[:40]!r} in a path: it has {len(content)} bytes (at most "
+                f"{MAX_NAME_BYTES}), is not UTF-8 or has a zero byte in it; use another one"
+            )
 
 
 def is_url(path: str) -> bool:
