@@ -8,6 +8,7 @@ and error messages come at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -19,7 +20,12 @@ from raytrain_gpt import __version__
 from raytrain_gpt.commands import cluster, data, inference, train
 from raytrain_gpt.config.schema import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
-from raytrain_gpt.redact import redacted
+from raytrain_gpt.redact import printable
+
+_NO_USABLE_PATH = {
+    errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
+}  # fmt: skip
+"""What a path of the user's may mean, wherever it is met; a file that is missing may be our mistake."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
         if error.__cause__ is not None:
             _complain("".join(traceback.format_exception(error.__cause__)).rstrip())
-        _complain(f"{kind}{' '.join(str(error).split())}")
+        _complain(f"{kind}{' '.join(map(str.strip, str(error).splitlines()))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
@@ -58,14 +64,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_USABLE_PATH:
+            what = f"{error.filename or error}: {os.strerror(error.errno or 0)}"
+            _complain(f"error: cannot use {what}; give access to it, or another path")
+            sys.exit(UserError.exit_code)
         _complain(traceback.format_exc().rstrip())
         sys.exit(1)
     sys.exit(0)
 
 
 def _complain(text: str) -> None:
-    print(redacted(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import traceback
 
-from raytrain_gpt.redact import redacted
+from raytrain_gpt.redact import printable
 
 
 class RaytrainGptError(Exception):
@@ -28,7 +28,7 @@ class RaytrainGptError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: one line as on the command line, and the traceback of the cause if any."""
         cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
-        return redacted(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
+        return printable(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 
 
 class UserError(RaytrainGptError):

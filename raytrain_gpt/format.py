@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Log = Callable[[str], None]
@@ -46,6 +47,29 @@ def size(num_bytes: float) -> str:
         if num_bytes >= limit:
             return f"{num_bytes / limit:.1f} {unit}"
     return f"{num_bytes:g} B"
+
+
+def shell(*words: object) -> str:
+    """A command to copy into a shell: words with blanks or special characters are quoted."""
+    return shlex.join(map(str, words))
+
+
+def sample_command(place: object) -> str:
+    """The command that shows what a run or checkpoint has learned."""
+    return f'{shell("raytrain-gpt", "sample", place)} --prompt "Hello"'
+
+
+def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table, as wide as it needs; columns of `numbers` are right-aligned."""
+    lines = [[*names, *numbers], *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [str.ljust] * len(names) + [str.rjust] * len(numbers)
+    return [
+        "  ".join(
+            align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:

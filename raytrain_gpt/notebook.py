@@ -24,7 +24,7 @@ from typing import Any
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
-from raytrain_gpt.redact import redacted
+from raytrain_gpt.redact import printable
 
 SHOWN_LINES = 12
 _COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
@@ -132,14 +132,14 @@ def _log(config: Config) -> Log:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is None:
-        return lambda line: print(redacted(line), flush=True)
+        return lambda line: print(printable(line), flush=True)
     from IPython.display import display
 
     shown = RunDisplay(config.run.run_name, config.train.max_steps)
     handle = display(shown, display_id=True)
 
     def show(line: str) -> None:
-        shown.add(redacted(line))
+        shown.add(printable(line))
         handle.update(shown)
 
     return show

@@ -1,9 +1,18 @@
-"""JSON and YAML from files that somebody may have edited, damaged or made to harm."""
+"""JSON and YAML from files that somebody may have edited, damaged or made to harm, and such files."""
 
 from __future__ import annotations
 
+import errno
 import json
+from pathlib import Path
 from typing import Any
+
+
+def regular(path: Path) -> Path:
+    """The path of a file or directory. A pipe or device, which may block or never end, is an OSError."""
+    if path.is_fifo() or path.is_char_device() or path.is_block_device() or path.is_socket():
+        raise OSError(errno.EINVAL, "Not a regular file, but a pipe or device", str(path))
+    return path
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -19,9 +28,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{json.dumps(twice)} is given twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{json.dumps(key)} is given twice")
+        found[key] = value
     return found

@@ -2,7 +2,8 @@
 
 The configuration is copied to many places, so a URL with a secret in it is refused there
 (`has_secret`). Text of others, such as the messages of exceptions, is shown without the values of
-secret environment variables and without passwords and keys in URLs (`redacted`).
+secret environment variables and without passwords and keys in URLs (`redacted`). What goes to a console
+also has no characters that a terminal obeys (`printable`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _NAMES_A_PLACE = re.compile("(FILE|PATH|DIR|URL|URI)$")
 _SHORTEST = 8
 """Characters; a shorter value occurs in too many texts by chance."""
+_OBEYED = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls, such as escape
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # what turns the direction of writing
+    r"\ud800-\udfff]"  # bytes of a file's name that are not UTF-8
+    r"|\r(?!\n)"
+)
 
 # A name alone, as in postgresql://user@host, is no secret; in an http URL it may be a token.
 _IN_URL = re.compile(
@@ -47,3 +54,11 @@ def redacted(text: str) -> str:
     for value in sorted(values, key=len, reverse=True):  # one may contain another
         text = text.replace(value, HIDDEN)
     return _IN_URL.sub(lambda found: (found["name"] or "") + HIDDEN, text)
+
+
+def printable(text: str) -> str:
+    """The redacted text with `\\u001b` for escape and all else that a terminal obeys, as JSON writes it.
+
+    Names of files, data and samples of a model could otherwise rewrite what the terminal shows, or harm it.
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", redacted(text))

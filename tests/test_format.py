@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain_gpt.format import amount, count, duration, event_line, short_duration, step_line
+from raytrain_gpt.format import (
+    amount,
+    count,
+    duration,
+    event_line,
+    sample_command,
+    shell,
+    short_duration,
+    step_line,
+    table,
+)
 
 
 def test_the_console_line_has_the_form_of_the_specification() -> None:
@@ -55,3 +67,20 @@ def test_only_a_high_loss_is_called_a_spike(loss_zscore: float | None, name: str
     row |= {"loss_zscore": loss_zscore, "grad_norm_zscore": 12.0}
     line = event_line(row, 40, spike_zscore=6.0)
     assert line == f"step 15/40 | {name} | loss 9.0000 | norm 2.00 | batch 3"
+
+
+def test_a_command_to_copy_is_read_by_a_shell_as_it_was_meant() -> None:
+    words = ["raytrain-gpt", "sample", "my runs/a;b$(id)'", "--prompt", ""]
+    assert shlex.split(shell(*words)) == words
+    assert sample_command(Path("runs/a")) == 'raytrain-gpt sample runs/a --prompt "Hello"'
+    assert "'my  runs'" in sample_command("my  runs")
+
+
+def test_a_table_is_as_wide_as_it_needs() -> None:
+    lines = table(["run", "state"], ["step"], [["[red]x[/blue]", "", "10"], ["b", "new", "5"]])
+    assert lines == [
+        "run            state  step",
+        "[red]x[/blue]           10",
+        "b              new       5",
+    ]
+    assert table(["run"], [], []) == ["run"]

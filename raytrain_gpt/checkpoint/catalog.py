@@ -32,7 +32,7 @@ from typing import Any
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
 from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -436,7 +436,7 @@ def resolve_checkpoint(path: Location) -> Checkpoint:
     elif path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} holds Hugging Face weights; import them first: "
-            f"raytrain-gpt import {path} --out CHECKPOINT"
+            f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
     else:
         raise CheckpointError(

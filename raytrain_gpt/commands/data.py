@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from raytrain_gpt.commands.flags import JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import shell
 
 
 class PrepareOptions(Options):
@@ -100,4 +101,6 @@ def data(options: DataOptions) -> None:
 
 
 def _train_line(directory: str) -> str:
-    return f"next: raytrain-gpt train --data_path {directory} --run_name my-run"
+    return (
+        f"next: {shell('raytrain-gpt', 'train', '--data_path', directory, '--run_name', 'my-run')}"
+    )

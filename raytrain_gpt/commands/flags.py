@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import shlex
 import types
 import typing
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import preset_names, resolve
 from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.redact import redacted
+from raytrain_gpt.format import shell
+from raytrain_gpt.redact import printable
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
@@ -81,8 +82,8 @@ class ConfigOptions(Options):
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
         given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
-        flags = [f"--{name} {shlex.quote('null' if v is None else v)}" for name, v in given.items()]
-        return " ".join(["raytrain-gpt train", *flags])
+        flags = [(f"--{name}", "null" if v is None else v) for name, v in given.items()]
+        return shell("raytrain-gpt", "train", *itertools.chain(*flags))
 
 
 @dataclass(frozen=True)
@@ -174,5 +175,5 @@ def _kind(annotation: Any) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line at once, without secrets."""
-    print(redacted(line), flush=True)
+    """Print a line at once, without secrets and without what a terminal would obey."""
+    print(printable(line), flush=True)

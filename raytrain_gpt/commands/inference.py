@@ -10,6 +10,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import sample_command, shell
 from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _say_metrics(path: Location, metrics: dict[str, Any]) -> None:
             f"{start} | hellaswag acc_norm {_accuracy(metrics, 'acc_norm')} | "
             f"acc {_accuracy(metrics, 'acc')} | {of['examples']} examples, {of['cut']} cut"
         )
-    say(f'next: raytrain-gpt sample {path} --prompt "Hello"')
+    say(f"next: {sample_command(path)}")
 
 
 def _accuracy(metrics: dict[str, Any], name: str) -> str:
@@ -103,7 +104,7 @@ def sample(options: SampleOptions) -> None:
             say(f"{text}\n{'-' * 40}")
     else:
         raise ConfigError("give either --prompt TEXT, or --batch FILE and --out FILE")
-    say(f"next: raytrain-gpt eval {options.checkpoint}")
+    say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint)}")
 
 
 @command("serve", ServeCheckpointOptions)
@@ -160,8 +161,8 @@ def import_(options: ImportOptions) -> None:
     more = options.model_dump(exclude={"source", "out"})
     place, shape = import_weights(options.source, options.out, say, **more)
     say(
-        f"fine-tune: raytrain-gpt train --init_from {place} --num_layers {shape.num_layers} "
+        f"fine-tune: {shell('raytrain-gpt', 'train', '--init_from', place)} --num_layers {shape.num_layers} "
         f"--num_heads {shape.num_heads} --embd_size {shape.embd_size} --seq_len {shape.seq_len} "
         "--data_path DATA --run_name NAME"
     )
-    say(f'next: raytrain-gpt sample {place} --prompt "Hello"')
+    say(f"next: {sample_command(place)}")

@@ -11,6 +11,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.data.mixture import parse_data_path
+from raytrain_gpt.format import shell
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
 
@@ -122,7 +123,7 @@ def tune(options: TuneOptions) -> None:
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
     best = summary.directory / "best.yaml"
-    say(next_line(best, f"raytrain-gpt train --config {best}"))
+    say(next_line(best, shell("raytrain-gpt", "train", "--config", best)))
 
 
 class RunsOptions(JsonOptions):

@@ -11,6 +11,7 @@ import yaml
 
 from raytrain_gpt.config.schema import Config, parse_config, suggestion
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.parsing import regular
 
 DEFAULT_PRESET = "quickstart"
 
@@ -55,7 +56,7 @@ def read_yaml(path: Path, what: str) -> Any:
         ConfigError: it is missing or not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text("utf-8"))
+        return yaml.safe_load(regular(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

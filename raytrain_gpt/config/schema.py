@@ -240,7 +240,7 @@ class ClusterSection(_SafeSection):
 class RunSection(_SafeSection):
     """Name and place of the run."""
 
-    run_name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    run_name: str = Field("quickstart", max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Directory of the run below storage_path; the same name resumes the run."""
     storage_path: str = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""

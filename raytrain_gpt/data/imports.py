@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         shape, _, dtype = read_header(file)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TokenError) as error:
         why = reason(error)
         raise DataError(
             f"source {path} is not a .npy file of numbers: {why}; recreate it"

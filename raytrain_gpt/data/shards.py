@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from raytrain_gpt.data.tokenizer import Dtype, Tokens
 from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.format import shell
 from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
@@ -205,10 +205,10 @@ def repair_advice(directory: Place, manifest: Manifest) -> str:
     sources = manifest.source.get("sources", [])
     source = "SOURCE …"
     if len(sources) == 1:
-        source = shlex.quote(_at_commit(sources[0], manifest.source.get("hub_commits", [])))
+        source = shell(_at_commit(sources[0], manifest.source.get("hub_commits", [])))
     return (
         f"repeat the command that prepared it, with the same options: raytrain-gpt prepare "
-        f"{source} --out {shlex.quote(str(directory))} --tokenizer {manifest.tokenizer}"
+        f"{source} {shell('--out', directory, '--tokenizer', manifest.tokenizer)}"
     )
 
 
@@ -240,7 +240,7 @@ def read_manifest(directory: Place) -> Manifest:
     """
     directory = Location.of(directory)
     path = directory / MANIFEST_FILE
-    prepare = f"make one with: raytrain-gpt prepare SOURCE --out {directory}"
+    prepare = f"make one with: raytrain-gpt prepare SOURCE --out {shell(directory)}"
     anew = f"remove {directory} and repeat the command that prepared it"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")

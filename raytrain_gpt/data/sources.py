@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
-from raytrain_gpt.data.imports import Layout, id_column, read_layout
+from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
@@ -78,29 +78,62 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
             size = (stdlib_root() / name).stat().st_size
             yield SourcePiece(name, Location(f"{STDLIB}:{name}"), 0, size, size)
         return
+    find = _local_pieces
     if is_url(source):
-        try:
-            find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
-            yield from find(source, text_field)
-        except OSError as error:
-            raise DataError(
-                f"cannot read source {without_query(source)}: {reason(error)}"
-            ) from None
-        return
+        find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
+    try:
+        yield from find(source, text_field)
+    except OSError as error:
+        raise DataError(f"cannot read source {without_query(source)}: {reason(error)}") from None
+
+
+def _local_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     root = Path(source)
+    found: Iterable[Path]
     if root.is_dir():
-        files = sorted(p for p in root.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+        found = (p for p in _files(root, ["**"], set(), hidden=True) if p.name.endswith(SUFFIXES))
     elif root.is_file():
-        files, root = [root], root.parent
+        found, root = [root], root.parent
     else:
-        files = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())
         root = _fixed_prefix(source)
+        found = _files(root, [*Path(source).parts[len(root.parts) :]], set())
+    # The first name of each file: others are links to it.
+    files = sorted({path.resolve(): path for path in sorted(found, reverse=True)}.values())
     if not files:
         raise _nothing_in(source)
     for file in files:
         name = file.name if root not in file.parents else str(file.relative_to(root))
-        path = Location(str(file.absolute()))
-        yield from _file_pieces(path, file.stat().st_size, name, text_field)
+        yield from _file_pieces(Location.of(file), file.stat().st_size, name, text_field)
+
+
+def _files(
+    directory: Path, pattern: list[str], seen: set[tuple[Path, int]], hidden: bool = False
+) -> Iterator[Path]:
+    """The files below a directory that match the parts of a glob, through links as well.
+
+    Every directory is looked at once for the same rest of the pattern: links may lead in circles.
+    """
+    if not directory.is_dir() or (state := (directory.resolve(), len(pattern))) in seen:
+        return
+    seen.add(state)
+    first, *rest = pattern
+    if not glob.has_magic(first):
+        entries = [directory / first]
+    else:
+        entries = [path for path in directory.iterdir() if _fits(path.name, first) or hidden]
+        entries.sort(key=lambda path: (path.is_symlink(), path.name))  # own names before a link's
+    if first == "**" and rest:
+        yield from _files(directory, rest, seen)
+    for path in entries:
+        if path.is_dir() and (first == "**" or rest):
+            yield from _files(path, pattern if first == "**" else rest, seen, hidden)
+        elif not rest and path.is_file():
+            yield path
+
+
+def _fits(name: str, part: str) -> bool:
+    """Whether a name matches a part of a glob, which for hidden ones begins with a dot, too."""
+    return name.startswith(".") == part.startswith(".") and fnmatchcase(name, part)
 
 
 def _nothing_in(source: str) -> DataError:
@@ -146,11 +179,10 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
     if not pattern or not parts:
         return not pattern and not parts
     first, *rest = pattern
-    hidden = parts[0].startswith(".") and not first.startswith(".")
     if first == "**":
-        deeper = len(parts) > 1 and not hidden and _matches(parts[1:], pattern)
+        deeper = len(parts) > 1 and _fits(parts[0], first) and _matches(parts[1:], pattern)
         return deeper or _matches(parts, rest or ["*"])
-    return not hidden and fnmatchcase(parts[0], first) and _matches(parts[1:], rest)
+    return _fits(parts[0], first) and _matches(parts[1:], rest)
 
 
 def _fixed_prefix(pattern: str) -> Path:
@@ -198,10 +230,12 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
     try:
         with path.open() as file:
             metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException) as error:
         why = reason(error)
         raise DataError(f"source {path} is not a parquet file: {why}; download it again") from None
-    schema = metadata.schema.to_arrow_schema()
+    if twice := [name for name in (text_field, *COLUMNS) if schema.names.count(name) > 1]:
+        raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one of them")
     ids = id_column(schema, text_field)
     if ids is None and text_field not in schema.names:
         raise DataError(

@@ -12,6 +12,8 @@ import hmac
 import os
 import re
 import secrets
+from collections import deque
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -29,6 +31,9 @@ from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 
 RETRY_AFTER_S = 1
 BODY_WITHIN_S = 30.0
+MAX_ARRIVING_BODIES, HURRIED_BODY_WITHIN_S = 50, 1.0
+"""While more bodies than this are on their way, the oldest have less time, so that slow callers do not keep
+places of Ray Serve from others."""
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
@@ -68,6 +73,7 @@ class _Interface:
             )
         own_names = {"localhost", "127.0.0.1", "[::1]", options.host.lower()}
         self._hosts = own_names if options.is_loopback else None
+        self._arriving: deque[asyncio.Timeout] = deque()
         self._page = resources.files("raytrain_gpt.serve").joinpath("page.html").read_text("utf-8")
 
     async def page(self, request: Request) -> Response:
@@ -93,7 +99,7 @@ class _Interface:
 
     async def completions(self, request: Request) -> Response:
         self._check_caller(request)
-        asked = parse_request(await _body(request))
+        asked = parse_request(await self._body(request))
         weights = self._weights_of(asked.model)
         # Long texts take a while, and the event loop has other responses to send.
         prompts = await asyncio.to_thread(lambda: [encoded(p, weights) for p in asked.prompts])
@@ -109,6 +115,36 @@ class _Interface:
             events = completion.events(self._engine)
             return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
         return JSONResponse(await completion.body(self._engine), headers=_HEADERS)
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "the body must have Content-Type: application/json")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_WITHIN_S) as limit:
+                self._add_arriving(limit)
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MAX_BODY_BYTES:
+                        raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes; send less")
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {BODY_WITHIN_S:g} s, or {HURRIED_BODY_WITHIN_S:g} s while "
+                f"more than {MAX_ARRIVING_BODIES} are on their way",
+            ) from None
+        finally:
+            with suppress(ValueError):  # hurried ones are out already
+                self._arriving.remove(limit)
+        return bytes(body)
+
+    def _add_arriving(self, limit: asyncio.Timeout) -> None:
+        self._arriving.append(limit)
+        if len(self._arriving) > MAX_ARRIVING_BODIES:
+            oldest = self._arriving.popleft()
+            if (at := oldest.when()) is not None and not oldest.expired():
+                oldest.reschedule(at - BODY_WITHIN_S + HURRIED_BODY_WITHIN_S)
 
     def _facts(self, weights: Weights) -> dict[str, Any]:
         shape = weights.model.shape
@@ -169,22 +205,6 @@ class _Interface:
         if self._hosts is not None and re.sub(r":\d*$", "", host).lower() not in self._hosts:
             message = f"the host {host[:80]!r} is not a name of this server"
             raise ApiError(403, message, code="wrong_host")
-
-
-async def _body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "the body must have Content-Type: application/json")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes; send less")
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
-    return bytes(body)
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Strict, suggestion
+from raytrain_gpt.parsing import parse_json
 
 MAX_BODY_BYTES = 1 << 20
 MAX_STOPS = 4
@@ -124,12 +125,13 @@ def parse_request(body: bytes) -> CompletionRequest:
         ApiError: not UTF-8, not a JSON object, or a field that is unknown or out of range.
     """
     try:
-        content = from_json(body.decode("utf-8"), allow_inf_nan=False)
+        from_json(text := body.decode("utf-8"), allow_inf_nan=False)  # no NaN, no half characters
+        content = parse_json(text)
     except UnicodeDecodeError as error:
         what = f"byte 0x{body[error.start]:02x} at offset {error.start}"
         raise ApiError(400, f"the body is not UTF-8: {what}") from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"the body is not JSON: {str(error)[:_SHOWN_CHARACTERS]}") from None
     if not isinstance(content, dict):
         raise ApiError(400, 'the body is not a JSON object; send {"prompt": "…", …}')
     fields = {name: value for name, value in content.items() if value is not None}

@@ -25,7 +25,7 @@ from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.serve.follow import Follower, best_usable, described
 from raytrain_gpt.serve.replica import Replica
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
@@ -162,6 +162,6 @@ def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Log) -> None:
     key = f"-H 'Authorization: Bearer '${KEY_VARIABLE} " * bool(os.environ.get(KEY_VARIABLE))
     say(f"serving {described(checkpoint)} at {url}")
     say(
-        f"next: curl {url}/v1/completions {key}-H 'Content-Type: application/json' "
+        f"next: curl {shell(f'{url}/v1/completions')} {key}-H 'Content-Type: application/json' "
         """-d '{"prompt": "Hello", "max_tokens": 32}', or open the page in a browser"""
     )

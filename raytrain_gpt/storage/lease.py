@@ -176,8 +176,14 @@ def held_lease(
         lease.release()
 
 
-def still_held(location: Location, token: str) -> bool:
-    """Whether the lease still has this token; for processes that write on behalf of its holder."""
+def still_held(location: Location, token: str, wait_s: float = TIMES.expiry_s) -> bool:
+    """Whether the lease still has this token; for processes that write on behalf of its holder.
+
+    Waits up to `wait_s` for a local directory that is renamed or unmounted for a moment.
+    """
+    until = time.monotonic() + wait_s
+    while _is_away(location) and time.monotonic() < until:
+        time.sleep(wait_s / _POLLS_PER_EXPIRY)
     holder = _holder(location)
     return holder is not None and holder.token == token
 
@@ -209,11 +215,9 @@ class Lease:
     def __init__(self, location: Location, what: str, log: Log, times: LeaseTimes) -> None:
         self.token = uuid.uuid4().hex
         self.lost = threading.Event()
-        self._location = location
-        self._what = what
-        self._log = log
-        self._times = times
+        self._location, self._what, self._log, self._times = location, what, log, times
         self._has_put = False
+        self._seen_at = time.monotonic()
         # A beat or removal that is retried for minutes could overwrite whoever took over meanwhile.
         self._impatient = replace(
             location, retry_for_s=min(location.retry_for_s, times.heartbeat_s)
@@ -229,8 +233,8 @@ class Lease:
             )
 
     def verify(self) -> None:
-        """Like `check`, but look now instead of at the next beat."""
-        if not still_held(self._location, self.token):
+        """Like `check`, but look now instead of at the next beat; waits as `still_held`."""
+        if not still_held(self._location, self.token, self._times.expiry_s):
             self.lost.set()
         self.check()
 
@@ -286,10 +290,13 @@ class Lease:
                 self.lost.set()
 
     def _beat(self) -> None:
+        if _is_away(self._location) and time.monotonic() - self._seen_at < self._times.expiry_s:
+            return
         holder = _holder(self._impatient)
         if holder is None or holder.token != self.token:
             self.lost.set()
             return
+        self._seen_at = time.monotonic()
         moved = holder.model_copy(update={"beat": holder.beat + 1, "beat_at": time.time()})
         self._impatient.write_text(moved.to_text())
 
@@ -299,7 +306,7 @@ class Lease:
             return
         try:
             with _guarded(self._location):
-                if still_held(self._impatient, self.token):
+                if still_held(self._impatient, self.token, wait_s=0):
                     self._impatient.remove()
         except (OSError, RaytrainGptError):
             self._log(
@@ -317,9 +324,7 @@ class _Watch:
 
     def __init__(self, what: str, log: Log, expiry_s: float) -> None:
         self.began_at: float | None = None
-        self._what = what
-        self._log = log
-        self._expiry_s = expiry_s
+        self._what, self._log, self._expiry_s = what, log, expiry_s
         self._first_text = ""
         self._last_look_at = 0.0
         self._next_line_s = math.inf
@@ -374,6 +379,10 @@ def _holder(location: Location) -> Holder | None:
     """The holder; None if the file is missing or damaged."""
     with _storage_errors("read", location, "a lease"):
         return Holder.parse(_read(location) or "")
+
+
+def _is_away(location: Location) -> bool:
+    return location.is_local and not location.parent.exists()
 
 
 @contextmanager

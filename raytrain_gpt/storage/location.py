@@ -22,12 +22,15 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.parsing import regular
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
 UNFINISHED = ".unfinished"
+MAX_NAME_BYTES = 255
+"""Of one name in a path, on all usual file systems."""
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -62,12 +65,13 @@ class Location:
                 reaches processes in which they are not set.
 
         Raises:
-            ConfigError: the URL has an unknown scheme or no bucket.
+            ConfigError: no file can have this path, or the URL has an unknown scheme or no bucket.
         """
         if isinstance(path, Location):
             return path
         text = str(path)
         if not is_url(text):
+            _check_names(text)
             return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
@@ -243,7 +247,7 @@ class Location:
     def read_bytes(self) -> bytes:
         """The content of a file; raises FileNotFoundError if there is none."""
         if self.is_local:
-            return self.path.read_bytes()
+            return regular(self.path).read_bytes()
         with self.open() as file:
             content: bytes = file.read()
         return content
@@ -363,6 +367,16 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "raytrain-gpt"
     except RuntimeError:
         raise ConfigError("this user has no home directory; set XDG_CACHE_HOME") from None
+
+
+def _check_names(path: str) -> None:
+    for name in path.split("/"):
+        content = name.encode("utf-8", "replace")
+        if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
+            raise ConfigError(
+                f"no file has the name {name[:40]!r} in a path: it has {len(content)} bytes (at most "
+                f"{MAX_NAME_BYTES}), is not UTF-8 or has a zero byte in it; use another one"
+            )
 
 
 def is_url(path: str) -> bool:

@@ -14,12 +14,8 @@ from collections.abc import Iterable, Sequence
 from textwrap import shorten
 from typing import Any, get_args
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import amount, duration, table
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
@@ -28,7 +24,6 @@ MAX_PROGRESS_ROWS = 20
 """The table is printed again and again: more rows would bury everything else."""
 
 _MAX_ERROR_CHARS = 160
-_MAX_TABLE_CHARS = 1000
 _PROGRESS_ORDER: tuple[State, ...] = ("running", "finished", "stopped", "failed")
 
 
@@ -38,7 +33,7 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
         [f"{number:03d}", *map(value_text, values.values()), f"{steps:,}"]
         for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True))
     ]
-    return _table_lines(["trial"], [*planned[0], "steps"], rows)
+    return table(["trial"], [*planned[0], "steps"], rows)
 
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
@@ -125,24 +120,7 @@ def _table(
         ]
         rows.append(row if ranks else row[1:])
     names = ["rank"] * ranks + ["trial", "state"]
-    return _table_lines(names, [objective, "tokens", "share", "tokens/s", "time", *fields], rows)
-
-
-def _table_lines(
-    names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
-) -> list[str]:
-    """Lines of a table, as wide as it needs; columns of `numbers` are right-aligned."""
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))  # as Text: a value in brackets is not markup
-    text = io.StringIO()
-    console = Console(file=text, width=_MAX_TABLE_CHARS, color_system=None, force_terminal=False)
-    console.print(table)
-    return [line.rstrip() for line in text.getvalue().splitlines()]
+    return table(names, [objective, "tokens", "share", "tokens/s", "time", *fields], rows)
 
 
 def _counts(trials: Iterable[Trial]) -> str:

@@ -106,7 +106,7 @@ class Pbt(Strict):
 class Sweep(Strict):
     """A whole sweep file."""
 
-    sweep_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    sweep_name: str = Field(max_length=190, pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
     """Name of the sweep and its directory; default: the file's name."""
     base: Base
     """The configuration that trials start from: {preset: NAME} or {config: FILE}."""

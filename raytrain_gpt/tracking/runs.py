@@ -8,12 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, sample_command, shell, table
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.report import RunStory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -49,8 +46,8 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         runs = [RunSync(path).pull() for path in _run_dirs(storage)]
         content: Any = {"runs": [run_facts(RunStory(run)) for run in runs]}
         columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
-        _table(content["runs"], columns)
-        say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")
+        _say_table(content["runs"], columns, say)
+        say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
     else:
         if not names or (len(names) > 1 and action != "report"):
             raise CheckpointError(
@@ -71,7 +68,7 @@ def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
     say(run.speed.summary())
     say(run.goodput.summary())
     say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
-    say(f"next: raytrain-gpt runs checkpoints {run.dir}")
+    say(f"next: {shell('raytrain-gpt', 'runs', 'checkpoints', run.dir)}")
     return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}
 
 
@@ -91,8 +88,10 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         }
         for c in checkpoints
     ]
-    _table(rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"))
-    say(f'next: raytrain-gpt sample {run_dir} --prompt "Hello"')
+    _say_table(
+        rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"), say
+    )
+    say(f"next: {sample_command(run_dir)}")
     return {"run": run_dir.name, "checkpoints": rows}
 
 
@@ -109,12 +108,13 @@ def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
     return {"report": path}
 
 
-def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    table = Table(*columns, box=None, header_style="bold")
-    for row in rows:
-        cells = [row[c] for c in columns]
-        table.add_row(
-            *(loss_text(c) if isinstance(c, float) else "-" if c is None else str(c) for c in cells)
-        )
-    console = Console()
-    console.print(table, width=max(console.width, 160) if not console.is_terminal else None)
+def _say_table(rows: list[dict[str, Any]], columns: tuple[str, ...], say: Log) -> None:
+    cells = [
+        [
+            loss_text(v) if isinstance(v, float) else "-" if v is None else str(v)
+            for v in map(row.get, columns)
+        ]
+        for row in rows
+    ]
+    for line in table(columns, (), cells):
+        say(line)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
-from raytrain_gpt.format import Log, amount, duration
+from raytrain_gpt.format import Log, amount, duration, sample_command, shell
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
@@ -59,17 +59,18 @@ def run_end(summary: RunSummary, say: Log) -> None:
         say(f"best        {best.path} (val loss {best.val_loss:.4f})")
     say(f"report      {run_dir / REPORT_FILE}")
     if run_dir.is_local and (run_dir / "tensorboard").exists():
-        say(f"tensorboard --logdir {run_dir / 'tensorboard'}")
+        say(shell("tensorboard", "--logdir", run_dir / "tensorboard"))
     if (work_dir / TRACKING_FILE).exists():
         uri = json.loads((work_dir / TRACKING_FILE).read_text())["uri"]
-        say(f"mlflow ui --backend-store-uri {uri}")
-    say(next_line(run_dir, f'raytrain-gpt sample {run_dir} --prompt "Hello"'))
+        say(shell("mlflow", "ui", "--backend-store-uri", uri))
+    say(next_line(run_dir, sample_command(run_dir)))
 
 
 def next_line(place: Location, command: str) -> str:
     """The `next:` line; with the object store's endpoint if only the run's configuration has it."""
     is_known = place.endpoint == Location.of(place.url).endpoint
-    return f"next: {'' if is_known else f'AWS_ENDPOINT_URL={place.endpoint} '}{command}"
+    endpoint = "" if is_known else f"AWS_ENDPOINT_URL={shell(place.endpoint)} "
+    return f"next: {endpoint}{command}"
 
 
 def run_facts(run: RunStory) -> dict[str, Any]:

@@ -128,6 +128,7 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"seed": 2**32}, ["seed=4294967296"]),
         ({"run_name": "../up"}, ["run_name='../up'"]),
         ({"run_name": "two\nlines"}, ["run_name="]),
+        ({"run_name": "a" * 201}, ["run_name=", "at most 200"]),
         ({"num_workers": 0}, ["num_workers=0", "1 or more"]),
         ({"num_workers": "all"}, ["num_workers='all'"]),
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),

@@ -346,6 +346,7 @@ DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
     ),
     "cut off ids": (write_npy, lambda c: c[:-1], ("a.npy has 1407 bytes", "640 ids")),
     "cut off shape": (write_npy, lambda c: c[:50], ("a.npy is not a .npy file",)),
+    "deep header": (write_npy, lambda c: c[:10] + b"(" * 117 + b"\n", ("not a .npy file",)),
     "no array": (write_npy, lambda _: b"ids", ("a.npy is not a .npy file",)),
     "cut off parquet": (write_lists, lambda c: c[:-9], ("a.parquet is not a parquet file",)),
     "no content": (write_nanogpt, lambda _: b"", ("no text in", "a.bin")),

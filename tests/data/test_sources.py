@@ -199,6 +199,34 @@ def test_a_second_file_of_a_name_has_a_number_before_it(tmp_path: Path) -> None:
     assert names == ["x.txt", "1//x.txt", "y.txt", "x.txt", "c/x.txt", "1//x.txt"]
 
 
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    for path in (data / "b/c/x.txt", data / "b/.hidden/y.txt", data / "z.txt", outside / "o.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    links = {
+        "up": "..",
+        "../again": "c",
+        "../out": "../../outside",
+        "top": "../..",
+        "x2.txt": "x.txt",
+    }
+    for name, to in links.items():
+        (data / "b" / "c" / name).symlink_to(to)
+    (data / "b" / "broken.txt").symlink_to("broken.txt")
+    found = {
+        "": ["b/.hidden/y.txt", "b/c/x.txt", "b/out/o.txt", "z.txt"],
+        "**": ["b/c/x.txt", "b/out/o.txt", "z.txt"],
+        "**/*.txt": ["b/c/x.txt", "b/out/o.txt", "z.txt"],
+        "b/again/*.txt": ["x.txt"],
+        "b/*/[wx].txt": ["c/x.txt"],
+        "**/again/x*.txt": ["b/again/x.txt"],
+        "*/../z.txt": ["b/../z.txt"],
+    }
+    for pattern, names in found.items():
+        assert [name for name, _, _ in read(f"{data}/{pattern}")] == names, pattern
+
+
 def test_real_json_lines_are_read_whole(test_data: Path | None) -> None:
     if test_data is None:
         pytest.skip("real JSON lines need RAYTRAIN_GPT_TEST_DATA")
@@ -263,6 +291,16 @@ def test_parquet_without_the_text_field_is_refused(tmp_path: Path, raises_line) 
     source = write_parquet(tmp_path / "a.parquet", MANY, rows=9)
     with raises_line(DataError, "no column body", "id, text", "--text_field"):
         find_pieces([source], "body")
+
+
+@pytest.mark.parametrize("name", ["text", "tokens"])
+def test_parquet_with_two_columns_of_a_name_is_refused(
+    tmp_path: Path, name: str, raises_line
+) -> None:
+    column = pa.array(["a"] if name == "text" else [[1]])
+    pq.write_table(pa.Table.from_arrays([column, column], [name, name]), tmp_path / "a.parquet")
+    with raises_line(DataError, "a.parquet", f"two columns {name}", "rename"):
+        find_pieces([str(tmp_path / "a.parquet")], "text")
 
 
 @pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]], ["a", None]])

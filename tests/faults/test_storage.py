@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.attempt import Attempt, End
 from raytrain_gpt.train.launch import train
 from tests.s3 import S3Server
 
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.faults
 
 Straight = Callable[[int], RunSummary]
 OUTAGE_S = 20.0
+AWAY_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,32 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     train(config, lines.append)
     assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
     assert weights(bucket / "runs" / "gone") == weights(straight(2).run_dir)
+
+
+def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
+    cluster: str,
+    straight: Straight,
+    make_config: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, away, finish = tmp_path / "renamed", tmp_path / "away", Attempt.run
+
+    def finish_and_rename(attempt: Attempt) -> End:
+        end = finish(attempt)
+        run.rename(away)
+        threading.Timer(AWAY_S, away.rename, [run]).start()
+        return end
+
+    monkeypatch.setattr(Attempt, "run", finish_and_rename)
+    summary = train(
+        make_config(num_workers=2, run_name="renamed", storage_path=str(tmp_path)), print
+    )
+    assert summary.step == 50
+    assert weights(run) == weights(straight(2).run_dir)
+    assert [row["step"] for row in steps(run)] == list(range(1, 51))
+    assert (run / "report.html").is_file()
+    assert not away.exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_training(

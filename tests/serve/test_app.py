@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import uvicorn
 
 from raytrain_gpt.serve import app
-from raytrain_gpt.serve.app import build_app
+from raytrain_gpt.serve.app import MAX_ARRIVING_BODIES, build_app
 from raytrain_gpt.serve.engine import Engine
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES
 from raytrain_gpt.serve.replica import load_weights
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
+from raytrain_gpt.serve.server import SPARE_REQUESTS
 from tests.serve.checkpoints import RUN_NAME, SEQ_LEN, write_checkpoint
 
 KEY = "a-key-of-the-server's"
 JSON = {"Content-Type": "application/json"}
+BODY = b'{"prompt": "a", "max_tokens": 2}'
 Ask = Callable[..., httpx2.Response]
 
 
@@ -161,6 +165,41 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 
     answer = ask("POST", "/v1/completions", content=slow(), headers=JSON)
     assert "within 0.05 s" in message(answer, 408)
+
+
+def test_slow_bodies_make_room_for_others(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over sockets; with less time than the others, the oldest bodies are given up."""
+    monkeypatch.setattr(app, "MAX_ARRIVING_BODIES", 3)
+    monkeypatch.setattr(app, "HURRIED_BODY_WITHIN_S", 0.0)
+    assert MAX_ARRIVING_BODIES < SPARE_REQUESTS, "else they keep Ray Serve's places"
+    head = (
+        f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    )
+
+    async def talk() -> None:
+        engine = Engine(load_weights(run_dir), asyncio.get_running_loop(), 4, 2)
+        built = build_app(engine, ServeOptions(), False)
+        server = uvicorn.Server(uvicorn.Config(built, port=0, log_level="error"))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(server.serve([listening]))
+            slow = []
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}".encode() + BODY[:5])
+                slow.append((reader, writer))
+            for reader, _ in slow[:2]:
+                answer = await reader.readuntil(b"}}")
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"while more than 3 are on their way" in answer
+            for reader, writer in slow[2:]:
+                writer.write(BODY[5:])
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            for _, writer in slow:
+                writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(talk())
 
 
 def test_the_page_may_run_its_own_script_and_load_nothing(ask: Ask) -> None:

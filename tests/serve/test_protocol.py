@@ -99,6 +99,10 @@ def test_a_wrong_field_is_named_in_one_line(fields: dict[str, Any], param: str, 
         (b'{"prompt": "a", "temperature": NaN}', "not JSON"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at offset 12"),
+        (b'{"prompt": "a", "prompt": "b"}', '"prompt" is given twice'),
+        (b'{"prompt": "a", "stream_options": {"x": 1, "x": 2}}', '"x" is given twice'),
+        (b'{"prompt": "a", "user": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, "not JSON"),
+        (b'{"%s": 1, "%s": 1}' % (b"k" * 5000, b"k" * 5000), "not JSON"),
         (b"[1]", "not a JSON object"),
         (b"[" * 100_000, "not JSON"),
     ],
@@ -107,3 +111,4 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, words: str) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         parse_request(body)
     assert caught.value.status_code == 400
+    assert len(caught.value.detail) < 300

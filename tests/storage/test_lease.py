@@ -23,6 +23,7 @@ from raytrain_gpt.storage.lease import (
     LEASE_FILE,
     TIMES,
     Holder,
+    Lease,
     LeaseTimes,
     held_lease,
     live_holder,
@@ -393,7 +394,8 @@ def test_a_lost_lease_is_noticed_and_left_alone(
     location: Location, change: Callable[[Location], None], raises_line: RaisesLine
 ) -> None:
     with held_lease(location, "run x", pytest.fail, FAST) as lease:
-        change(location)
+        with lease_module._guarded(location):  # else a beat may write over the change
+            change(location)
         assert lease.lost.wait(WAIT_S)
         with raises_line(ClusterError, "run x was taken over", str(location)):
             lease.check()
@@ -561,3 +563,31 @@ def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: 
         while object_lease.read_text() == before:
             lease.check()
     assert not object_lease.exists()
+
+
+def test_a_directory_that_is_away_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, away = Location.of(tmp_path / "run" / LEASE_FILE), tmp_path / "away"
+    beats = threading.Event()
+    monkeypatch.setattr(Lease, "_beat", lambda _: beats.set())
+    with held_lease(location, "run x", pytest.fail, LeaseTimes(0.05, WAIT_S, 0)) as lease:
+        location.parent.path.rename(away)
+        monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(location.parent.path))
+        lease.verify()
+        assert beats.wait(WAIT_S)
+    assert not location.exists()
+
+
+def test_a_beat_while_the_directory_is_away_loses_nothing_and_makes_nothing(tmp_path: Path) -> None:
+    location, away = Location.of(tmp_path / "run" / LEASE_FILE), tmp_path / "away"
+    with held_lease(location, "run x", pytest.fail, LeaseTimes(WAIT_S, WAIT_S, 0)) as lease:
+        location.parent.path.rename(away)
+        lease._beat()
+        lease.check()
+        assert not location.parent.exists()
+        away.rename(location.parent.path)
+        lease._beat()
+        holder = Holder.parse(location.read_text())
+        assert holder is not None
+        assert holder.beat == 1

@@ -150,6 +150,13 @@ def test_a_url_that_means_nothing_is_one_line(url: str, raises_line: RaisesLine)
         Location.of(url)
 
 
+@pytest.mark.parametrize("name", ["a" * 256, "日" * 86, os.fsdecode(b"\xff"), "a\0b"])
+def test_a_path_that_no_file_can_have_is_one_line(name: str, raises_line: RaisesLine) -> None:
+    with raises_line(ConfigError, "path"):
+        Location.of(f"/data/{name}/x")
+    assert Location.of(f"/data/{'a' * 255}").name == "a" * 255
+
+
 # Files and directories
 
 

@@ -14,6 +14,8 @@ from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import DataError, Interrupted, TrainingFailed
+from raytrain_gpt.storage import lease as lease_module
+from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.train import supervisor
 from raytrain_gpt.train.attempt import End
 from raytrain_gpt.train.policy import Kind
@@ -151,3 +153,42 @@ def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind:
     with pytest.raises(TrainingFailed if kind == "failed" else Interrupted):
         run._supervise(None, LEASE)
     assert begun == [0]
+
+
+class EndsWithoutItsDirectory:
+    """An attempt during whose end somebody renames the run's directory."""
+
+    recorder = None
+
+    def __init__(self, directory: Path, away: Path) -> None:
+        self._directory, self._away = directory, away
+
+    def run(self) -> End:
+        """Train, so to say."""
+        self._directory.rename(self._away)
+        return End("finished")
+
+    def record_end(self, end: End, newest: Checkpoint | None) -> None:
+        """No recorder."""
+
+    def close(self, end: End, newest: Checkpoint | None) -> None:
+        """No recorder."""
+
+
+def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, _, lines = attempts()
+    monkeypatch.undo()
+    directory, away = run.run_dir.path, tmp_path / "away"
+    write(Catalog(run.run_dir), 50)
+    run.output.write_config(run.config)
+    monkeypatch.setattr(supervisor, "fit_memory", lambda *_, **__: None)
+    monkeypatch.setattr(run, "_new_attempt", lambda *_: EndsWithoutItsDirectory(directory, away))
+    (newest,) = Catalog(run.run_dir).complete()
+    with held_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
+        monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(directory))
+        end = run._attempt(newest, lease)
+    assert (end.kind, end.user_error, lines) == ("finished", None, [])
+    assert (directory / "report.html").is_file()
+    assert not away.exists()
