@@ -1,10 +1,14 @@
-"""What Ray keeps of a worker group whose controller was killed."""
+"""Ending what Ray Train holds: worker groups of dead controllers, and controllers that wait for ever."""
 
 from __future__ import annotations
 
+import os
+import signal
+
 import ray
-from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _NO_ACTOR = ray.ActorID.nil().binary()
 
@@ -22,3 +26,29 @@ def remove_orphaned_groups() -> None:
         made_here = group.creator_job_id.hex() == job and group.creator_actor_id != _NO_ACTOR
         if made_here and group.creator_actor_dead and group.state != group.REMOVED:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+
+
+def kill_controller() -> None:
+    """Kill the Ray Train controller that this process started, so that its `fit()` ends."""
+    this_process = ray.get_runtime_context().get_worker_id()
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    for entry in accessor.get_actor_table(None, "ALIVE"):
+        actor = ActorTableData.FromString(entry)
+        is_ours = actor.owner_address.worker_id.hex() == this_process
+        if is_ours and actor.class_name == "TrainController":
+            kill_process(actor.address.node_id.hex(), actor.pid)
+
+
+def kill_process(node_id: str, pid: int) -> None:
+    """End a process at once, by a task on its node.
+
+    `ray.kill` needs the actor's handle, which Ray Train keeps to itself, and a frozen (SIGSTOP) process
+    heeds nothing but SIGKILL.
+    """
+    node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    _kill.options(scheduling_strategy=node).remote(pid)
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

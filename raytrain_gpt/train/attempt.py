@@ -7,8 +7,6 @@ that make no progress, for more workers that have become possible, and for the l
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +16,11 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, step_of
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.orphans import remove_orphaned_groups
+from raytrain_gpt.cluster.orphans import kill_controller, kill_process, remove_orphaned_groups
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
@@ -38,6 +35,8 @@ from raytrain_gpt.train.worker_group import WorkerSpec, start_fit, worker_group
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 STACKS_WITHIN_S = 5.0
+START_WITHIN_S = 300.0
+"""Longest time until every rank's process has reported; their resources come within 60 s or not at all."""
 TORCH_TIMEOUT_S = 600
 """Longest wait in a collective of torch. Its default, 30 minutes, is how long the surviving ranks of a dead
 one would hang before Ray Train sees them fail."""
@@ -106,7 +105,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.recorder: Any = None
         self._asked_to_stop = self._hung = self._is_training = False
-        self._watched_at = 0.0
+        self._begun_at = self._watched_at = time.monotonic()
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
     def run(self) -> End:
@@ -181,6 +180,7 @@ class Attempt:
         if not self._is_training:
             remove_orphaned_groups()  # this attempt may be waiting for what a dead one holds
             self._is_training = ray.get(self.recorder.is_training.remote())
+            self._watch_start(now)
         timeout_s = self.spec.plan.config.cluster.hang_timeout_s
         if timeout_s and not self._hung and ray.get(self.recorder.stalled_s.remote()) > timeout_s:
             self._hung = True
@@ -189,6 +189,18 @@ class Attempt:
         if self._scale_up.is_due(cluster_resources, now):
             self.log("more workers are possible: saving a checkpoint and restarting with them")
             self.recorder.order.remote("stop")
+
+    def _watch_start(self, now: float) -> None:
+        if self._hung or now - self._begun_at < START_WITHIN_S:
+            return
+        num_started, world_size = (
+            len(ray.get(self.recorder.ranks.remote())),
+            self.spec.plan.world_size,
+        )
+        if num_started < world_size:
+            self._hung = True
+            self.log(f"{num_started} of {world_size} workers started within {START_WITHIN_S:g} s")
+            kill_controller()
 
     def _dump_stacks(self, timeout_s: float) -> None:
         """Show and write where all ranks are, so that the one that hangs can be told."""
@@ -206,17 +218,12 @@ class Attempt:
             path.write_text("\n".join(texts) + "\n", "utf-8")
 
     def _kill_ranks(self) -> None:
-        """End all workers at once by a task on each one's node.
-
-        `ray.kill` needs the actor's handle, which Ray Train keeps to itself, and a frozen (SIGSTOP)
-        process heeds nothing but SIGKILL.
-        """
+        """End all workers at once."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         ranks: dict[int, RankState] = ray.get(self.recorder.ranks.remote())
         for state in ranks.values():
             if state.node_id in alive:
-                node = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
-                _kill.options(scheduling_strategy=node).remote(state.pid)
+                kill_process(state.node_id, state.pid)
 
     def record_end(self, end: End, newest: Checkpoint | None) -> None:
         """Write the attempt's last event; a dead recorder cannot."""
@@ -233,8 +240,3 @@ class Attempt:
             for news in ray.get(self.recorder.take_news.remote(0.01)):
                 self._take(news)
             ray.kill(self.recorder)
-
-
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)

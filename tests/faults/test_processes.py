@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import ray.train
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.ingest import ray_dataset
@@ -20,7 +21,10 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import attempt
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.worker import train_worker
+from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.runs import environment
 
 from .conftest import Start
@@ -106,6 +110,32 @@ def test_a_killed_actor_of_the_run_is_replaced(
     config = make_config(num_workers=3, run_name=f"killed-{actor}")
     run_dir, _ = train_while(config, Faults((place,)), kill)
     assert_same(run_dir, straight(3))
+
+
+def without_rank_1_at_first(spec: WorkerSpec) -> None:
+    """A train loop whose rank 1 says nothing in the first attempt."""
+    if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
+        threading.Event().wait()
+    train_worker(spec)
+
+
+def test_a_start_without_all_workers_is_given_up_and_tried_again(
+    straight: Straight, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of its own: in no other one does a rank stay away."""
+    monkeypatch.setattr(attempt, "START_WITHIN_S", 5.0)
+    lines: list[str] = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if line.endswith("of 2 workers started within 5 s"):
+            monkeypatch.undo()  # the next start has all the time that it needs
+
+    config = make_config(num_workers=2, run_name="stays-away")
+    summary = train(config, log, without_rank_1_at_first)
+    assert attempt.START_WITHIN_S > 5, lines
+    assert lines.count("hung; going on from step 0") == 1
+    assert_same(summary.run_dir.path, straight(2))
 
 
 def read_behind_a_gate(gate: Gate, table: pa.Table, spec: IngestSpec) -> pa.Table:

@@ -1,0 +1,256 @@
+"""Kill a random process at a random moment of a run, twenty times: `python -m tests.faults.chaos`.
+
+Every run is the `train` command on a cluster of its own. When a command fails because of the kill it is
+given again, as a user would. Afterwards every step must be there once, with the weights of an unbroken
+run, no process may be left and nothing in the temporary directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.tracking.goodput import goodput
+from raytrain_gpt.tracking.run_files import read_rows
+from tests.data.shard_tools import prepare_here
+from tests.faults.processes import steps, weights
+from tests.runs import SMALL, command, flags
+
+MOMENTS = ("start-up", "first step", "middle", "checkpoint", "evaluation", "last step")
+COMMAND_WITHIN_S = 240
+GONE_WITHIN_S = 60
+COMMANDS = 4
+"""What a user would give at most until the run is done."""
+
+KINDS = {
+    "gcs_server": "head (GCS)",
+    "/raylet/raylet": "raylet",
+    "runtime_env/agent": "runtime environment agent",
+    "dashboard/agent": "dashboard agent",
+    "log_monitor": "log monitor",
+    "ray::TrainController": "controller",
+    "ray::Recorder": "recorder",
+    "ray::SplitCoordinator": "split coordinator",
+    "ray::DatasetManager": "dataset manager",
+    "ray::SynchronizationActor": "synchronization actor",
+    "ray::RayTrainWorker": "worker",
+    "ray::IDLE": "idle worker",
+    "ray::AutoscalingRequester": "autoscaling requester",
+    "ray::": "task",
+    "default_worker.py": "starting worker",
+}
+"""Part of a command line -> what the process is; the first that matches."""
+
+
+def kind_of(process: psutil.Process) -> str | None:
+    """What a process of a run is; None: it is gone, or none of Ray's."""
+    with contextlib.suppress(psutil.Error):
+        line = process.cmdline()
+        for part, kind in KINDS.items():
+            if part in " ".join(line[:2]):
+                return kind
+    return None
+
+
+def described(process: psutil.Process) -> str:
+    """A process for people."""
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    return f"{process.pid} (gone)"
+
+
+class Chaos:
+    """Runs below one directory, each with one process killed."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.directory, self.random = directory, random.Random(seed)
+        self.killed: Counter[str] = Counter()
+        self.ray_dir = directory / "t"
+        self.ray_dir.mkdir()
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        self.env |= {
+            "RAY_ADDRESS": "local",
+            "RAY_TMPDIR": str(self.ray_dir),
+            "TMPDIR": str(self.ray_dir),
+            "PYTHONUNBUFFERED": "1",
+            # How long Ray's processes wait for a head that is gone.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+        }
+        prepare_here(["stdlib"], directory / "data", "bytes", val_fraction=0.01)
+        self.whole = self.config("whole")
+        code, _ = self.command(self.whole, lambda pid: None)
+        assert code == 0, (directory / "whole.log").read_text()
+
+    def config(self, name: str) -> Config:
+        """A run of 60 steps of two workers, with dropout, evaluations and checkpoints on the way."""
+        values = {
+            "data_path": str(self.directory / "data"),
+            "storage_path": str(self.directory / "runs"),
+            "run_name": name,
+            "num_workers": 2,
+            "max_steps": 60,
+            "log_every_steps": 1,
+            "dropout": 0.1,
+            "mlflow_uri": None,
+            "hang_timeout_s": 60,
+        }
+        return load_preset("quickstart").updated({**SMALL, **values})
+
+    def command(self, config: Config, act: Callable[[int], None]) -> tuple[int | None, float]:
+        """Give a command and act while it goes on: its exit code, None if it hangs; and its seconds."""
+        started = time.monotonic()
+        with (self.directory / f"{config.run.run_name}.log").open("a") as log:
+            process = subprocess.Popen(
+                command("train", *flags(config)),
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            act(process.pid)
+            code: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(COMMAND_WITHIN_S)
+            if code is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    print("  ", described(child), flush=True)
+                process.kill()
+                process.wait()
+        return code, time.monotonic() - started
+
+    def run(self, number: int) -> str:
+        """One run with one kill: what happened, on one line; `FAILED` in it: what should not."""
+        config = self.config(f"run-{number}")
+        moment = self.random.choice(MOMENTS)
+        what: list[str] = []
+
+        def kill(pid: int) -> None:
+            what.append(self.kill(pid, config, moment))
+
+        code, spent_s = self.command(config, kill)
+        commands = 1
+        while code not in (0, None) and commands < COMMANDS:
+            code, more_s = self.command(config, lambda pid: None)
+            commands, spent_s = commands + 1, spent_s + more_s
+        problems = [] if code == 0 else ["HANGS" if code is None else f"exit code {code}"]
+        run_dir = Path(config.run.storage_path, config.run.run_name)
+        if code == 0:
+            problems += self.differences(run_dir)
+        problems += self.left_behind()
+        restarts = goodput(read_rows(run_dir)).restarts if code == 0 else "?"
+        told = f"FAILED: {', '.join(problems)}" if problems else "same bits, nothing left"
+        return (
+            f"run {number:2d}: {what[0]}: commands {commands}, restarts {restarts}, "
+            f"{spent_s:.0f} s; {told}"
+        )
+
+    def kill(self, pid: int, config: Config, moment: str) -> str:
+        """Kill one process of the run that starts in `pid`, at a moment."""
+        self.wait_for(pid, config, moment)
+        driver = psutil.Process(pid)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and driver.status() != psutil.STATUS_ZOMBIE:
+            there: dict[str, list[psutil.Process]] = {"driver": [driver]}
+            for process in driver.children(recursive=True):
+                if kind := kind_of(process):
+                    there.setdefault(kind, []).append(process)
+            fewest = min(self.killed[kind] for kind in there)
+            kind = self.random.choice(sorted(k for k in there if self.killed[k] == fewest))
+            victim = self.random.choice(there[kind])
+            with contextlib.suppress(psutil.Error):
+                victim.kill()
+                self.killed[kind] += 1
+                return f"{kind} killed at {moment}"
+        return f"nothing killed at {moment}"
+
+    def wait_for(self, pid: int, config: Config, moment: str) -> None:
+        """Return at the moment, at the latest when the command has ended."""
+        run_dir = Path(config.run.storage_path, config.run.run_name)
+        log = self.directory / f"{config.run.run_name}.log"
+        last = config.train.max_steps
+        at = {
+            "first step": 1,
+            "middle": self.random.randrange(5, last - 5),
+            "evaluation": config.eval.eval_every_steps,
+            "last step": last,
+        }
+        delay_s = self.random.uniform(0, 14)
+        started = time.monotonic()
+
+        def is_there() -> bool:
+            if moment == "start-up":
+                return time.monotonic() - started > delay_s
+            if moment == "checkpoint":
+                return any(run_dir.glob("checkpoints/unfinished-*"))
+            return f"step {at[moment]}/{last} " in log.read_text()
+
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and not is_there():
+            time.sleep(0.01)
+
+    def differences(self, run_dir: Path) -> list[str]:
+        """What a finished run has that the unbroken one has not."""
+        whole = Path(self.whole.run.storage_path, self.whole.run.run_name)
+        columns = ("step", "train/loss", "data/order_hash")
+        rows, expected = ([[r[c] for c in columns] for r in steps(d)] for d in (run_dir, whole))
+        found = [] if rows == expected else ["other steps"]
+        return found + ([] if weights(run_dir) == weights(whole) else ["other weights"])
+
+    def left_behind(self) -> list[str]:
+        """Processes that are alive after a minute, and files in the temporary directory."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        left = [f"{described(process)} alive" for process in alive]
+        for process in alive:
+            process.send_signal(signal.SIGKILL)
+        files = [path.name for path in self.ray_dir.iterdir()]
+        return left + files
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes that were started with this directory."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RAY_TMPDIR") == str(self.ray_dir):
+                    found.append(process)
+        return found
+
+
+def main() -> None:
+    """Print a line for every run; exit code 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a socket's path is short
+    print(f"{datetime.date.today()}, seed {args.seed}: {args.runs} runs", flush=True)
+    chaos = Chaos(directory, args.seed)
+    failed = 0
+    for number in range(1, args.runs + 1):
+        line = chaos.run(number)
+        failed += "FAILED" in line
+        print(line, flush=True)
+    print(f"{args.runs - failed} of {args.runs} runs: all steps once, same bits, nothing left")
+    if failed:
+        sys.exit(f"logs: {directory}")
+    shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()
