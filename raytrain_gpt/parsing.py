@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
+
+import yaml
+
+MOST_NODES = 50_000
+"""Keys, values and lists of a YAML text, with what aliases stand for: far more than any file of ours."""
+MOST_DEPTH = 50
+"""Mappings and lists of a YAML text within one another."""
+MOST_DIGITS = 100
+"""Of a whole number in a YAML text."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -25,3 +34,75 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{json.dumps(twice)} is given twice")
     return found
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Dates are text; tags such as `!!int` are not known.
+
+    Raises:
+        ValueError: one line: it is not YAML, gives a key twice, nests too deeply or holds too much.
+    """
+    try:
+        _check_events(text)
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_events(text: str) -> None:
+    """Refuse a key given twice, and what would take long, before anything is built of it."""
+    num_nodes = 0
+    sizes: dict[str | None, int] = {}  # anchor -> nodes, once all of them are known
+    outer: list[tuple[str | None, int, Any]] = []
+    children: list[tuple[Any, int]] = []  # text (None: no scalar) and line, of the innermost node
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            if isinstance(event, yaml.MappingEndEvent):
+                _check_keys(children[::2])
+            anchor, before, children = outer.pop()
+            sizes[anchor] = num_nodes - before
+        elif isinstance(event, yaml.NodeEvent):
+            line = event.start_mark.line + 1
+            if getattr(event, "tag", None):
+                raise ValueError(f"tag {event.tag} in line {line} is not known here; remove it")
+            if isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
+                raise ValueError(f"alias *{event.anchor} in line {line} is not defined before it")
+            children.append((getattr(event, "value", None), line))
+            if isinstance(event, yaml.CollectionStartEvent):
+                outer.append((event.anchor, num_nodes, children))
+                children = []
+            elif isinstance(event, yaml.ScalarEvent):
+                sizes[event.anchor] = 1
+            num_nodes += sizes[event.anchor] if isinstance(event, yaml.AliasEvent) else 1
+            if len(outer) > MOST_DEPTH:
+                raise ValueError(f"line {line} nests more than {MOST_DEPTH} levels deep")
+            if num_nodes > MOST_NODES:
+                raise ValueError(f"more than {MOST_NODES:,} values by line {line}; shorten it")
+
+
+def _check_keys(keys: list[tuple[Any, int]]) -> None:
+    seen = set[Any]()
+    for key, line in keys:
+        if key in seen:
+            raise ValueError(f"key {key} is given twice, again in line {line}; remove one of them")
+        seen |= {key} - {None}  # None: no scalar
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's safe loader, in C where that is built, without dates: `2024-13-45` ends it."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MOST_DIGITS:
+            raise ValueError(
+                f"a number of {len(node.value):,} digits in line {node.start_mark.line + 1}; "
+                f"{MOST_DIGITS} at most"
+            )
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

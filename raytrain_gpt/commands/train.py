@@ -42,11 +42,12 @@ def estimate(options: EstimateFlags) -> None:
     Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
     device and an assumed MFU.
     """
+    configuration = options.resolved()
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
     known = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
-    config, found = answer(options.resolved(), Facts(**known), say, options.device, options.probe)
+    config, found = answer(configuration, Facts(**known), say, options.device, options.probe)
     for line in lines(config, found):
         say(line)
     say(f"next: {options.train_command()}")
