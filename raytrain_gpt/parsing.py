@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-MOST_NODES = 50_000
+MOST_NODES = 20_000
 """Keys, values and lists of a YAML text, with what aliases stand for: far more than any file of ours."""
 MOST_DEPTH = 50
 """Mappings and lists of a YAML text within one another."""

@@ -113,6 +113,26 @@ ODD_TEXTS = [
 ]
 """What stands where a value was."""
 
+EXPRESSIONS = [
+    *(
+        "peak_lr / 10",
+        "max_steps / 7",
+        "budget_tokens ** 9",
+        "1 / dropout",
+        "log(weight_decay)",
+        "2 ** 63",
+    ),
+    *(
+        "min(peak_lr, 1e-4)",
+        "sqrt(-1)",
+        "round(1e300)",
+        "num_layers * 4",
+        "schedule",
+        "x",
+        "(-8) ** 0.5",
+    ),
+]
+
 BOMBS = [
     "\n".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" if i else "a0: &a0 x" for i in range(9)
@@ -124,15 +144,23 @@ BOMBS = [
 ]
 
 
-_LEAVES: Any = (
-    st.sampled_from(ODD_TEXTS).map(lambda text: text[:200])
-    | st.sampled_from([None, True, False, "auto", "a=1,b=2", "max_steps / 7", "peak_lr * 1e9"])
-    | st.integers()
+_PLAUSIBLE: Any = (
+    st.sampled_from([True, False, None, "auto", "a=1,b=2", "none", 1e-3, 1e-300, 1e300])
     | st.integers(1, 64)
-    | st.floats()
+    | st.integers(0, 63).map(lambda power: 2**power)
     | st.floats(0, 1)
 )
-_LISTS = _LEAVES | st.lists(_LEAVES, max_size=3) | st.lists(st.integers(1, 2**40), max_size=3)
+_ODD = st.sampled_from(ODD_TEXTS).map(lambda text: text[:200]) | st.integers() | st.floats()
+_LEAVES = _PLAUSIBLE | _PLAUSIBLE | _ODD
+_DOMAINS = st.one_of(
+    st.fixed_dictionaries({"expression": st.sampled_from(EXPRESSIONS)}),
+    st.sampled_from(["grid", "choice"]).flatmap(
+        lambda kind: st.fixed_dictionaries({kind: st.lists(_LEAVES, max_size=4)})
+    ),
+    st.sampled_from([*KINDS]).flatmap(
+        lambda kind: st.fixed_dictionaries({kind: st.lists(_PLAUSIBLE, min_size=2, max_size=2)})
+    ),
+)
 
 
 @st.composite
@@ -160,10 +188,10 @@ def _changed(draw: st.DrawFn, lines: list[str]) -> list[str]:
 
 @st.composite
 def damaged(draw: st.DrawFn, texts: list[str]) -> bytes:
-    """The content of one of the files after one to four changes, some with flipped bits."""
+    """The content of one of the files after one to three changes, some with flipped bits."""
     text = re.sub(r"(^|  )#.*\n", "\n", draw(st.sampled_from(texts)), flags=re.MULTILINE)
     lines = [line for line in text.splitlines() if line]
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         lines = draw(_changed(lines))
     content = bytearray("\n".join(lines).encode())
     for _ in range(draw(st.integers(0, 9)) // 7):
@@ -181,12 +209,11 @@ def edited(draw: st.DrawFn, tree: dict[str, Any], known: Mapping[str, Collection
     tree = dict(tree)
     for _ in range(draw(st.integers(1, 3))):
         key = draw(st.sampled_from(list(known)))
-        names = st.sampled_from([*known[key], *KINDS])
         values = (
-            _LEAVES | st.lists(_LEAVES, max_size=3) | st.dictionaries(names, _LISTS, max_size=2)
+            _DOMAINS | _ODD if key == "space" else _LEAVES | _LEAVES | st.lists(_LEAVES, max_size=2)
         )
-        below = st.dictionaries(names, values, max_size=3)
-        tree[key] = draw(below if known[key] else values)
+        below = st.dictionaries(st.sampled_from([*known[key]] or [""]), values, max_size=3)
+        tree[key] = draw(below if known[key] else _LEAVES)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode()
 
 
