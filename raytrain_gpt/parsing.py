@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, ClassVar
 
 import yaml
@@ -11,8 +12,7 @@ MOST_NODES = 20_000
 """Keys, values and lists of a YAML text, with what aliases stand for: far more than any file of ours."""
 MOST_DEPTH = 50
 """Mappings and lists of a YAML text within one another."""
-MOST_DIGITS = 100
-"""Of a whole number in a YAML text."""
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fxA-F_:]{100,}")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -54,26 +54,31 @@ def _check_events(text: str) -> None:
     num_nodes = 0
     sizes: dict[str | None, int] = {}  # anchor -> nodes, once all of them are known
     outer: list[tuple[str | None, int, Any]] = []
-    children: list[tuple[Any, int]] = []  # text (None: no scalar) and line, of the innermost node
+    children: list[tuple[Any, int]] = []  # of the innermost node: text (None: no scalar) and line
     for event in yaml.parse(text, _Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.CollectionEndEvent):
             if isinstance(event, yaml.MappingEndEvent):
                 _check_keys(children[::2])
             anchor, before, children = outer.pop()
             sizes[anchor] = num_nodes - before
         elif isinstance(event, yaml.NodeEvent):
-            line = event.start_mark.line + 1
-            if getattr(event, "tag", None):
-                raise ValueError(f"tag {event.tag} in line {line} is not known here; remove it")
+            value = getattr(event, "value", None)
+            if tag := getattr(event, "tag", None):
+                raise ValueError(f"tag {tag} in line {line} is not known here; remove it")
+            if _LONG_NUMBER.fullmatch(value or ""):
+                raise ValueError(
+                    f"a number of {len(value or ''):,} digits in line {line}; 100 at most"
+                )
             if isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
                 raise ValueError(f"alias *{event.anchor} in line {line} is not defined before it")
-            children.append((getattr(event, "value", None), line))
-            if isinstance(event, yaml.CollectionStartEvent):
-                outer.append((event.anchor, num_nodes, children))
-                children = []
-            elif isinstance(event, yaml.ScalarEvent):
-                sizes[event.anchor] = 1
+            children.append((value, line))
             num_nodes += sizes[event.anchor] if isinstance(event, yaml.AliasEvent) else 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                outer.append((event.anchor, num_nodes - 1, children))
+                children = []
+            else:
+                sizes.setdefault(event.anchor, 1)
             if len(outer) > MOST_DEPTH:
                 raise ValueError(f"line {line} nests more than {MOST_DEPTH} levels deep")
             if num_nodes > MOST_NODES:
@@ -95,14 +100,3 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > MOST_DIGITS:
-            raise ValueError(
-                f"a number of {len(node.value):,} digits in line {node.start_mark.line + 1}; "
-                f"{MOST_DIGITS} at most"
-            )
-        return int(super().construct_yaml_int(node))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

@@ -109,11 +109,8 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
 def _kept(file: Location) -> dict[str, Any]:
     """The mapping in a file of a sweep that has started."""
     try:
-        tree = parse_yaml(file.read_text())
-        if not isinstance(tree, dict):
-            raise ValueError(f"{tree!r} has no keys")
-        return tree
-    except (FileNotFoundError, ValueError) as error:
+        return dict(parse_yaml(file.read_text()))
+    except (FileNotFoundError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{file} is missing or damaged: {reason(error)}; restore it, or start a new sweep with another "
             "--sweep_name"

@@ -77,6 +77,21 @@ def test_the_speed_is_measured_without_resources_in_the_file(
     assert "(measured here, cpu)" in time
 
 
+def test_what_does_not_fit_here_has_no_time() -> None:
+    huge = {
+        "num_layers": 10_000,
+        "embd_size": 2**20,
+        "num_heads": 1,
+        "seq_len": 64,
+        "global_batch_tokens": 512,
+    }
+    resources = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False}
+    lines = cost_lines(
+        sweep(overrides={**huge, **resources, "micro_batch_sequences": "auto", "warmup_steps": 5})
+    )
+    assert lines[-1] == "time: not known; a trial does not fit in this machine's memory"
+
+
 def test_the_example_of_the_documentation_has_a_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
