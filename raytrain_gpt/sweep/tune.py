@@ -90,7 +90,7 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
             f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
         )
-    before, now = _kept(file), parse_yaml(to_yaml(sweep))
+    before, now = _kept(file), sweep.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
