@@ -149,7 +149,10 @@ def test_the_answer_says_what_is_not_known() -> None:
         ({"mfu": 1e-300}, "mfu=1e-300: must be greater than 0.000000001"),
         ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
         ({"price_per_hour": -1.0}, "price_per_hour=-1.0: must be greater than or equal to 0"),
-        ({"spot_price_per_hour": 1e300}, "spot_price_per_hour=1e+300: must be less than 1000000000"),
+        (
+            {"spot_price_per_hour": 1e300},
+            "spot_price_per_hour=1e+300: must be less than 1000000000",
+        ),
         ({"vocab_size": 0}, "vocab_size=0: must be greater than or equal to 1"),
         ({"vocab_size": 10**18}, "vocab_size=1000000000000000000: must be less than or equal to"),
         ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
