@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import yaml
+
+MOST_DEPTH = 50
+"""Mappings and lists of a YAML text within one another."""
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fxA-F_:]{100,}")
 
 
 def regular(path: Path) -> Path:
@@ -34,3 +41,58 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{json.dumps(key)} is given twice")
         found[key] = value
     return found
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Dates are text; neither aliases nor tags such as `!!int` are known.
+
+    Raises:
+        ValueError: one line: it is not YAML, gives a key twice, nests too deeply, or has what is not known.
+    """
+    try:
+        _check_events(text)
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_events(text: str) -> None:
+    """Refuse what would take long or end in an error of the parser, before anything is built of it."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"line {line} nests more than {MOST_DEPTH} levels deep")
+        # A few lines of aliases of aliases stand for billions of values.
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(
+                f"alias *{event.anchor} in line {line} is not known here; repeat the value"
+            )
+        if tag := getattr(event, "tag", None):
+            raise ValueError(f"tag {tag} in line {line} is not known here; remove it")
+        if _LONG_NUMBER.fullmatch(value := getattr(event, "value", "")):
+            raise ValueError(f"a number of {len(value):,} digits in line {line}; 100 at most")
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's safe loader, in C where that is built, without dates: `2024-13-45` ends it."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """A mapping whose keys are all different; PyYAML keeps the last of two."""
+        seen = set[str]()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                line = key.start_mark.line + 1
+                raise ValueError(
+                    f"key {name} is given twice, again in line {line}; remove one of them"
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)

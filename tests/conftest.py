@@ -31,6 +31,7 @@ from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("long", deadline=None, database=None, max_examples=1000)
 settings.load_profile("repeatable")
 
 CLUSTER_ENVIRONMENT = {

@@ -22,17 +22,17 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
     """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the one of --probe)."""
-    step_time_s: float | None = None
+    step_time_s: float | None = Field(None, gt=1e-9, lt=1e9)
     """Time per step in seconds, if you have measured it (default: estimated)."""
-    mfu: float | None = None
+    mfu: float | None = Field(None, gt=1e-9, le=1)
     """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
-    train_tokens: int | None = None
+    train_tokens: int | None = Field(None, ge=1)
     """Tokens of the training data (default: those of data_path, if it exists)."""
-    vocab_size: int | None = None
+    vocab_size: int | None = Field(None, ge=1, le=2**32)
     """Vocabulary size of the tokenizer (default: that of data_path, or the one it will probably have)."""
-    price_per_hour: float | None = None
+    price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one on-demand device per hour (default: no price)."""
-    spot_price_per_hour: float | None = None
+    spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
 
 
@@ -43,11 +43,12 @@ def estimate(options: EstimateFlags) -> None:
     Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
     device and an assumed MFU.
     """
+    configuration = options.resolved()
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
     known = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
-    config, found = answer(options.resolved(), Facts(**known), say, options.device, options.probe)
+    config, found = answer(configuration, Facts(**known), say, options.device, options.probe)
     for line in lines(config, found):
         say(line)
     say(f"next: {options.train_command()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_gpt.errors import ConfigError
@@ -23,8 +24,9 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     if tokens % unit == 0:
         return tokens // unit
     sequences = config.batch_sequences
-    workers = [w for w in range(1, sequences + 1) if sequences % (w * micro) == 0]
-    micros = [m for m in range(1, sequences + 1) if sequences % (m * world_size) == 0]
+    workers, micros = (
+        [] if sequences % taken else divisors(sequences // taken) for taken in (micro, world_size)
+    )
     ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
     ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
     if asked != "auto":
@@ -37,9 +39,15 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to a value, as text."""
+    """The multiples of `unit` next to a value, as text; `none` if both are 0 or beyond 64 bits."""
     below = value // unit * unit
-    return ", ".join(str(v) for v in (below, below + unit) if v > 0)
+    return ", ".join(str(v) for v in (below, below + unit) if 0 < v < 2**63) or "none"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number above 0, ascending, found in as many steps as its square root."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def nearest(valid: list[int], value: int) -> str:
@@ -56,4 +64,4 @@ def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
     if asked == "auto":
         return asked
     worker_sequences = config.batch_sequences // world_size
-    return next(m for m in range(min(asked, worker_sequences), 0, -1) if worker_sequences % m == 0)
+    return max(m for m in divisors(worker_sequences) if m <= asked)

@@ -7,11 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raytrain_gpt.config.schema import Config, parse_config, suggestion
-from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.parsing import regular
+from raytrain_gpt.errors import ConfigError, reason
+from raytrain_gpt.parsing import parse_yaml, regular
 
 DEFAULT_PRESET = "quickstart"
 
@@ -34,7 +32,7 @@ def load_preset(name: str) -> Config:
             f"(there are: {', '.join(preset_names())})"
         )
     text = resources.files("raytrain_gpt").joinpath("presets", f"{name}.yaml").read_text("utf-8")
-    return parse_config(yaml.safe_load(text), f"preset {name}")
+    return parse_config(parse_yaml(text), f"preset {name}")
 
 
 def load_config_file(path: Path) -> Config:
@@ -53,14 +51,14 @@ def read_yaml(path: Path, what: str) -> Any:
     """The content of a YAML file; `what` it should be is for the message.
 
     Raises:
-        ConfigError: it is missing or not YAML.
+        ConfigError: it is missing, or not YAML that `parse_yaml` reads.
     """
     try:
-        return yaml.safe_load(regular(path).read_text("utf-8"))
+        return parse_yaml(regular(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML that can be read: {reason(error)}") from None
 
 
 def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from raytrain_gpt.config.batch import nearest, nearest_multiples
+from raytrain_gpt.config.batch import divisors, nearest, nearest_multiples
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret
 
@@ -34,6 +35,13 @@ class Strict(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    @field_validator("*")
+    @classmethod
+    def _in_64_bits(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise PydanticCustomError("64_bits", "Input should be less than 2**63")
+        return value
+
 
 class _SafeSection(Strict):
     """A section all of whose fields are SAFE."""
@@ -42,11 +50,11 @@ class _SafeSection(Strict):
 class ModelSection(Strict):
     """The GPT-2 architecture."""
 
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
     """Attention heads per block; must divide embd_size."""
-    embd_size: int = Field(128, ge=1)
+    embd_size: int = Field(128, ge=1, le=2**20)
     """Width of the embedding and of the residual stream."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability during training."""
@@ -56,10 +64,9 @@ class ModelSection(Strict):
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSection:
         if self.embd_size % self.num_heads:
-            valid = [h for h in range(1, self.embd_size + 1) if self.embd_size % h == 0]
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
-                f"nearest: num_heads {nearest(valid, self.num_heads)}"
+                f"nearest: num_heads {nearest(divisors(self.embd_size), self.num_heads)}"
             )
         return self
 
@@ -69,7 +76,7 @@ class DataSection(Strict):
 
     data_path: Annotated[str, SAFE] = "data/stdlib"
     """Prepared dataset: a directory or s3://bucket/prefix; a weighted mixture: data/web=0.7,data/code=0.3."""
-    seq_len: int = Field(128, ge=1)
+    seq_len: int = Field(128, ge=1, le=2**24)
     """Context length in tokens."""
     data_cache_gb: Annotated[float, SAFE] = Field(0.0, ge=0)
     """Disk cache on every node for datasets read from object storage (GB); 0: off."""
@@ -114,7 +121,7 @@ class TrainSection(Strict):
 
     max_steps: Annotated[int, SAFE] = Field(300, ge=1)
     """Optimizer steps of the whole run; raise it to extend a finished run."""
-    global_batch_tokens: int = Field(4096, ge=1)
+    global_batch_tokens: int = Field(4096, ge=1, le=2**40)
     """Tokens per optimizer step over all workers; a multiple of seq_len."""
     micro_batch_sequences: Annotated[int | Literal["auto"], SAFE] = 16
     """Sequences per worker in one forward pass; auto: as many as fit in memory."""

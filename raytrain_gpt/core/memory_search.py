@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raytrain_gpt.config.batch import divisors
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import autocast_of, resolve_precision
@@ -71,7 +72,7 @@ class MemorySearch:
         share = most = self.config.batch_sequences // self.world_size
         if not self.config.cluster.use_gpu:
             most = max(1, min(share, MOST_CPU_TOKENS // self.config.data.seq_len))
-        return [sequences for sequences in range(1, most + 1) if share % sequences == 0]
+        return [sequences for sequences in divisors(share) if sequences <= most]
 
     @property
     def modes(self) -> tuple[ActivationCheckpointing, ...]:

@@ -28,7 +28,8 @@ from raytrain_gpt.storage.location import Location
 
 BatchOrder = Order | MixedOrder
 
-_LONE_WEIGHT = re.compile(r".+=\s*[0-9.]+(/[0-9]+)?")
+_WEIGHT = r"[0-9.]{1,20}(/[0-9]{1,20}|[eE][+-]?[0-9]{1,2})?"
+"""Of few digits: a Fraction writes all zeros of 1e999999999 out."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def parse_data_path(data_path: str) -> list[tuple[str, Fraction]]:
     for part in data_path.split(","):
         path, _, text = part.strip().rpartition("=")
         try:
-            weight = Fraction(text.strip())
+            weight = Fraction(text if re.fullmatch(_WEIGHT, text := text.strip()) else 0)
         except (ValueError, ZeroDivisionError):
             weight = Fraction(0)
         if not path or weight <= 0:
@@ -209,7 +210,11 @@ def read_mixture(parts: Sequence[tuple[Location, Fraction]]) -> Mixture:
     Raises:
         DataError: one is missing, damaged or listed twice, or the tokenizers differ.
     """
-    if len(parts) == 1 and _LONE_WEIGHT.fullmatch(str(parts[0][0])) and not parts[0][0].exists():
+    if (
+        len(parts) == 1
+        and re.fullmatch(rf".+=\s*{_WEIGHT}", str(parts[0][0]))
+        and not parts[0][0].exists()
+    ):
         path, _, weight = str(parts[0][0]).rpartition("=")
         raise DataError(
             f"data_path {path}={weight} does not exist; weights are for several datasets, as in "

@@ -20,7 +20,6 @@ from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel, TrainingMemory
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.errors import ConfigError
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
@@ -127,20 +126,6 @@ class Facts:
     mfu: float | None = None
     price_per_hour: float | None = None
     spot_price_per_hour: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "train_tokens", "step_time_s", "mfu"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(
-                    f"{name}={value:g} is not a number above 0; set --{name} to a positive number"
-                )
-        for name in ("price_per_hour", "spot_price_per_hour"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value:g} is not 0 or more; set --{name} to 0 or more")
-        if self.mfu is not None and self.mfu > 1:
-            raise ConfigError(f"mfu={self.mfu:g} is above 1; set --mfu to a fraction, like 0.4")
 
 
 def estimate(config: Config, facts: Facts) -> Estimate:

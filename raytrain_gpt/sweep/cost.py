@@ -63,8 +63,10 @@ def cost_lines(sweep: Sweep) -> list[str]:
     device = torch.device("cuda" if on_gpu else "cpu")
     # Trials that share a GPU share its speed.
     share = c.gpus_per_worker if on_gpu else 1
-    measured = one_worker_for_auto(configs[0]) if configs else base
-    speed = share * c.num_workers * measured_tokens_per_s(measured, device)
+    measured = measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
+    if measured is None:
+        return [*lines, "time: not known; a trial does not fit in this machine's memory"]
+    speed = share * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
     lines.append(
@@ -88,20 +90,23 @@ def halved_tokens(sweep: Sweep, count: int) -> int:
     return tokens + left * (sweep.budget_tokens - reached)
 
 
-def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float:
-    """Tokens per second of forward and backward passes, of one worker alone on this device.
+def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | None:
+    """Tokens per second of forward and backward passes, of one worker alone; None: it does not fit here.
 
     On a CPU with one sequence at a time.
     """
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, expected_vocab_size(config))
     precision = resolve_precision(config.train.precision, device)
-    num_workers, on_gpu, limit_bytes = config.cluster.num_workers, device.type == "cuda", math.inf
+    num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
+    limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if on_gpu:
         limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
     memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
-    fit = search.largest(limit_bytes) or search.least()
+    if search.predict(1, search.modes[-1]) > limit_bytes:
+        return None
+    fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
     # Any id of a document's end will do: the tokens below are one document.
     last_id = shape.vocab_size - 1
     model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)

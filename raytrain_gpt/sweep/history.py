@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from raytrain_gpt.errors import ConfigError, reason
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.trials import State, Trial
 
@@ -33,7 +35,21 @@ class History:
         self._file = directory / HISTORY_FILE
         self.events: list[Event] = []
         if self._file.is_file():
-            self.events = [json.loads(line) for line in self._file.read_text().splitlines()]
+            self.events = [
+                self._event(number, line)
+                for number, line in enumerate(self._file.read_bytes().splitlines(), 1)
+            ]
+
+    def _event(self, number: int, line: bytes) -> Event:
+        try:
+            event: Event = parse_json(line)
+            _after(Trial(event["trial"]), event)
+            return event
+        except (ValueError, TypeError, LookupError) as error:
+            raise ConfigError(
+                f"line {number} of {self._file} is damaged: {type(error).__name__}, {reason(error)}; "
+                "restore it, or remove the line and with it what it reports"
+            ) from None
 
     def add(self, event: str, trial: str, **details: Any) -> None:
         """Write an event; it is in the file when this returns."""

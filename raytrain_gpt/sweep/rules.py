@@ -16,6 +16,8 @@ SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
+MOST_TRIALS = 1000
+"""Of a sweep: their names have three digits."""
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
 """Fields that may change in the middle of a trial: not shapes, batches or the schedule's form."""
 
@@ -41,10 +43,15 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
 
 
 def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:
-    """Refuse a number of trials that is no multiple of the grid's points, and grids for Optuna."""
+    """Refuse too many trials, a number that is no multiple of the grid's, and grids for Optuna."""
     points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
     drawn = [name for name, domain in space.items() if isinstance(domain, Drawn)]
     grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
+    if max(points, num_trials or 0) > MOST_TRIALS:
+        raise ConfigError(
+            f"{max(points, num_trials or 0):,} trials are more than {MOST_TRIALS:,}; lower num_trials, or "
+            "use fewer or shorter grids"
+        )
     if searcher == "optuna" and grids:
         raise ConfigError(f"searcher optuna takes no grid ({', '.join(grids)}); use choice")
     if num_trials is None:

@@ -16,6 +16,7 @@ anything else in it is refused before it is evaluated.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import math
 import operator
@@ -197,13 +198,18 @@ def field_value(name: str, raw: Any) -> Any:
         ConfigError: no field has this name, or it cannot have this value.
     """
     field_section(name)
-    field = FIELDS[name][1]
-    kind = cast(Any, Annotated[field.annotation, field])
     try:
-        return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(raw)
+        return _type_of(name).validate_python(raw)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        raise ConfigError(f"{name}={raw!r}: {reason} ({field.description})") from None
+        raise ConfigError(f"{name}={raw!r}: {reason} ({FIELDS[name][1].description})") from None
+
+
+@functools.cache
+def _type_of(name: str) -> TypeAdapter[Any]:
+    field = FIELDS[name][1]
+    kind = cast(Any, Annotated[field.annotation, field])
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
 def parse_domain(name: str, raw: Any) -> Domain:

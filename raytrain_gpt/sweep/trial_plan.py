@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from raytrain_gpt.config.batch import micro_batches_per_step, nearest_multiples
@@ -22,8 +22,8 @@ from raytrain_gpt.sweep.space import Drawn, Grid, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
 
-MOST_CORNERS = 1000
-"""Corners of the space that are checked at most before an adaptive search starts."""
+MOST_CORNERS = 2000
+"""Corners of the space that are checked at most, over all trials, before an adaptive search starts."""
 NUM_DRAWS_CHECKED = 100
 """Draws from the space that are checked as well."""
 
@@ -162,10 +162,14 @@ def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str,
     domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, Drawn)}
     if not domains:
         return
-    num_corners = math.prod(len(domain.extremes) for domain in domains.values())
-    tried = random.Random(0).sample(range(num_corners), min(num_corners, MOST_CORNERS))
-    for start, corner in itertools.product(trials or [{}], sorted(tried)):
-        values = dict(start)
+    starts = trials or [{}]
+    num_corners = len(starts) * math.prod(len(domain.extremes) for domain in domains.values())
+    tried: Iterable[int] = range(num_corners)
+    if num_corners > MOST_CORNERS:
+        tried = map(random.Random(0).randrange, [num_corners] * MOST_CORNERS)
+    for corner in tried:
+        corner, start = divmod(corner, len(starts))
+        values = dict(starts[start])
         for name, domain in domains.items():
             corner, end = divmod(corner, len(domain.extremes))
             values[name] = domain.extremes[end]

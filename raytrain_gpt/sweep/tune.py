@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from raytrain_gpt.cluster.capacity import fit_to_cluster
@@ -14,8 +16,9 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.schema import SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
@@ -87,15 +90,13 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
             f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
         )
-    before, now = yaml.safe_load(file.read_text()), yaml.safe_load(to_yaml(sweep))
+    before, now = _kept(file), sweep.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now
         if before.get(key) != now.get(key) and key not in MAY_CHANGE
     ]
-    fields = parse_config(
-        yaml.safe_load((directory / BASE_FILE).read_text()), BASE_FILE
-    ).field_values()
+    fields = parse_config(_kept(directory / BASE_FILE), BASE_FILE).field_values()
     differs = changed_fields(fields, base.field_values())
     changed += [f"{name} {values}" for name, values in differs.items() if name not in HARMLESS]
     if changed:
@@ -103,3 +104,14 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
             f"sweep {sweep.sweep_name} cannot continue with changed {', '.join(changed)}; restore it, or "
             "start a new one with another --sweep_name"
         )
+
+
+def _kept(file: Location) -> dict[str, Any]:
+    """The mapping in a file of a sweep that has started."""
+    try:
+        return dict(parse_yaml(file.read_text()))
+    except (FileNotFoundError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is missing or damaged: {reason(error)}; restore it, or start a new sweep with another "
+            "--sweep_name"
+        ) from None

@@ -17,11 +17,11 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import yaml
 
 from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Catalog, best_of
 from raytrain_gpt.format import amount, duration, number, short_duration, size
+from raytrain_gpt.parsing import parse_yaml
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.tracking.goodput import (
@@ -60,7 +60,7 @@ class RunStory:
         self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
-            self.config = yaml.safe_load((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
+            self.config = parse_yaml((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = best_of(self.checkpoints)

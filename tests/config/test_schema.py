@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.batch import divisors, micro_batch_for, micro_batches_per_step
 from raytrain_gpt.config.load import load_config_file, load_preset, preset_names
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
@@ -134,6 +134,13 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
         ({"cpus_per_worker": 0}, ["cpus_per_worker=0"]),
         ({"use_gpu": "maybe"}, ["use_gpu='maybe'"]),
+        ({"embd_size": 1_000_000_007}, ["embd_size=1000000007", "1048576", "Width"]),
+        ({"embd_size": 2**20 - 1, "num_heads": 7}, ["num_heads=7", "nearest: num_heads 3, 5"]),
+        ({"num_layers": 10**9}, ["num_layers=1000000000", "10000"]),
+        ({"seq_len": 2**40}, ["seq_len=1099511627776", "16777216"]),
+        ({"global_batch_tokens": 2**50}, ["global_batch_tokens=1125899906842624", "1099511627776"]),
+        ({"max_steps": 2**63}, ["max_steps=9223372036854775808", "less than 2**63"]),
+        ({"num_workers": -(2**63)}, ["num_workers=-9223372036854775808", "2**63"]),
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_way_out(
@@ -158,6 +165,13 @@ def test_a_wrong_value_is_one_line_with_the_way_out(
         ("[model]", ["no sections"]),
         ("train: {max_steps: 5", ["config.yaml is not YAML"]),
         ("train:\n\tmax_steps: 5\n", ["config.yaml is not YAML"]),
+        (
+            "train: {seed: 1}\noptim: {}\ntrain: {}",
+            ["config.yaml", "key train is given twice", "line 3"],
+        ),
+        ("train: {seed: 1, seed: 2}", ["config.yaml", "key seed is given twice"]),
+        ("train: {max_steps: 2024-13-45}", ["max_steps='2024-13-45'", "integer"]),
+        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml", "5,000 digits", "100 at most"]),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_way_out(
@@ -258,6 +272,20 @@ def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
         "num_workers 2, 4",
     ):
         micro_batches_per_step(config, world_size=3)
+
+
+def test_a_huge_batch_is_divided_without_trying_every_number(raises_line) -> None:
+    sizes = {"seq_len": 1, "global_batch_tokens": 10**11, "micro_batch_sequences": 16}
+    config = Config().updated(sizes)
+    assert micro_batches_per_step(config, 1) == 10**11 // 16
+    assert micro_batch_for(config, 10**9) == 10
+    with raises_line(ConfigError, "num_workers 5, 8"):
+        micro_batches_per_step(config, 7)
+
+
+@given(st.integers(1, 3000))
+def test_divisors_are_all_of_them_in_order(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
 # --- resume

@@ -82,6 +82,9 @@ def test_candidates_are_the_divisors_of_a_ranks_share() -> None:
     assert sizes(config(), 2) == [1, 2, 3, 4, 6, 12]
     assert sizes(config(), 24) == [1]
     assert sizes(config(micro_batch_sequences=4), 2) == [4]
+    huge = config(seq_len=1, global_batch_tokens=10**11)
+    assert len(sizes(huge, 1)) == 12 * 12
+    assert sizes(huge.updated({"use_gpu": False}), 1)[-1] == 2048
 
 
 def test_a_cpu_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence() -> None:

@@ -63,11 +63,15 @@ def test_weights_are_exact_and_sum_to_one() -> None:
     assert thirds == [(path, Fraction(1, 3)) for path in ("a", "b", "s3://bucket/date=2026")]
     decimal = parse_data_path("a=0.7,b=0.2,c=0.1")
     assert [weight for _, weight in decimal] == [Fraction(n, 10) for n in (7, 2, 1)]
+    assert parse_data_path("a=1e-3,b=9.99E-1")[0] == ("a", Fraction(1, 1000))
 
 
 @pytest.mark.parametrize(
     "data_path",
-    ["a=0.7,b", "a,b", "a=0.7,b=0", "a=1,b=-1", "a=x,b=1", "a=1,", "=1,b=1", "a=1/0,b=1"],
+    [
+        *("a=0.7,b", "a,b", "a=0.7,b=0", "a=1,b=-1", "a=x,b=1", "a=1,", "=1,b=1", "a=1/0,b=1"),
+        *("a=1e999999999,b=1", "a=1e-999999999,b=1", f"a={'9' * 5000},b=1", "a=0/1,b=1", "a=.,b=1"),
+    ],
 )
 def test_what_is_no_dataset_with_a_weight_is_refused(data_path: str) -> None:
     with pytest.raises(ConfigError, match="write DATASET=WEIGHT") as refused:

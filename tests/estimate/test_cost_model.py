@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt import cli
+from raytrain_gpt.commands.train import EstimateFlags
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.core.device import gpu_spec
 from raytrain_gpt.errors import ConfigError
@@ -141,17 +142,25 @@ def test_the_answer_says_what_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"step_time_s": 0.0}, "step_time_s=0 is not a number above 0"),
-        ({"step_time_s": float("inf")}, "step_time_s=inf is not a number"),
-        ({"step_time_s": float("nan")}, "step_time_s=nan is not a number"),
-        ({"mfu": 1.5}, "mfu=1.5 is above 1"),
-        ({"price_per_hour": -1.0}, "price_per_hour=-1 is not 0 or more"),
-        ({"vocab_size": 0}, "vocab_size=0 is not a number above 0"),
+        ({"step_time_s": 0.0}, "step_time_s=0.0: must be greater than 0.000000001"),
+        ({"step_time_s": float("inf")}, "step_time_s=inf: must be a finite number"),
+        ({"step_time_s": float("nan")}, "step_time_s=nan: must be a finite number"),
+        ({"step_time_s": "1e300"}, "step_time_s=1e300: must be less than 1000000000"),
+        ({"mfu": 1e-300}, "mfu=1e-300: must be greater than 0.000000001"),
+        ({"mfu": 1.5}, "mfu=1.5: must be less than or equal to 1"),
+        ({"price_per_hour": -1.0}, "price_per_hour=-1.0: must be greater than or equal to 0"),
+        (
+            {"spot_price_per_hour": 1e300},
+            "spot_price_per_hour=1e+300: must be less than 1000000000",
+        ),
+        ({"vocab_size": 0}, "vocab_size=0: must be greater than or equal to 1"),
+        ({"vocab_size": 10**18}, "vocab_size=1000000000000000000: must be less than or equal to"),
+        ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
     ],
 )
-def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Facts(**facts)
+def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str, raises_line) -> None:
+    with raises_line(ConfigError, words):
+        EstimateFlags(**facts)
 
 
 def test_a_device_must_be_one_of_the_table() -> None:

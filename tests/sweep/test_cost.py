@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.sweep import cost
 from raytrain_gpt.sweep.cost import cost_lines, halved_tokens
-from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.spec import Sweep, load_sweep
+
+DOCS = Path(__file__).parents[2] / "docs" / "sweeps.md"
 
 
 def sweep(**changes: Any) -> Sweep:
@@ -47,6 +52,62 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
     )
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
     assert time.startswith("time: at most 6m 45s for the steps, at 1,024 tok/s per trial")
+
+
+@pytest.mark.parametrize("searcher", ["random", "optuna"])
+@pytest.mark.parametrize("missing", ["num_workers", "cpus_per_worker"])
+def test_the_speed_is_measured_without_resources_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, searcher: str
+) -> None:
+    monkeypatch.setattr(cost, "PROBE_S", 0.0)
+    file = tmp_path / "base.yaml"
+    file.write_text("optim: {min_lr: 0, warmup_steps: 5}\ncluster: {use_gpu: false}")
+    overrides = {"num_workers": 1, "cpus_per_worker": 1, "global_batch_tokens": 512, "seq_len": 64}
+    overrides |= {"micro_batch_sequences": "auto"}
+    del overrides[missing]
+    *_, time = cost_lines(
+        sweep(
+            base={"config": str(file)},
+            overrides=overrides,
+            space={"peak_lr": {"loguniform": [1e-3, 1e-2]}},
+            num_trials=2,
+            searcher=searcher,
+        )
+    )
+    assert "(measured here, cpu)" in time
+
+
+def test_what_does_not_fit_here_has_no_time() -> None:
+    huge = {
+        "num_layers": 10_000,
+        "embd_size": 2**20,
+        "num_heads": 1,
+        "seq_len": 64,
+        "global_batch_tokens": 512,
+    }
+    resources = {"num_workers": 1, "cpus_per_worker": 1, "use_gpu": False}
+    lines = cost_lines(
+        sweep(overrides={**huge, **resources, "micro_batch_sequences": "auto", "warmup_steps": 5})
+    )
+    assert lines[-1] == "time: not known; a trial does not fit in this machine's memory"
+
+
+def test_the_example_of_the_documentation_has_a_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A forward pass of its 124M parameters would take seconds; only the speed is made up.
+    measured = []
+
+    def speed(config: SizedConfig, device: torch.device) -> float:
+        measured.append(config.cluster)
+        return 1024.0
+
+    monkeypatch.setattr(cost, "measured_tokens_per_s", speed)
+    file = tmp_path / "example.yaml"
+    file.write_text(DOCS.read_text("utf-8").split("```yaml")[1].split("```")[0], "utf-8")
+    lines = cost_lines(load_sweep(file, {}))
+    assert lines[17].startswith("each trial: 5 CPUs (1 × 4 for workers, 1 for data)")
+    assert [(c.num_workers, c.cpus_per_worker) for c in measured] == [(1, 4)]
 
 
 def test_optunas_trials_are_counted_and_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

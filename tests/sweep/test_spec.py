@@ -235,6 +235,10 @@ def test_resources_places_and_the_measure_are_the_same_in_all_trials(
 
 
 GRID = {"peak_lr": {"grid": [1e-3, 2e-3, 3e-3]}}
+HUGE = {
+    name: {"grid": [value / 101 for value in range(1, 101)]}
+    for name in ("beta1", "beta2", "dropout", "decay_fraction")
+}
 BOTH = {**GRID, "weight_decay": {"uniform": [0.0, 0.1]}}
 
 
@@ -262,6 +266,9 @@ def test_numbers_of_trials_that_fit_the_space(
         (DRAWN, None, "random", ["set num_trials", "peak_lr"]),
         (DRAWN, None, "optuna", ["set num_trials"]),
         (BOTH, 3, "optuna", ["optuna takes no grid (peak_lr); use choice"]),
+        (DRAWN, 10_000_000, "random", ["10,000,000 trials are more than 1,000; lower num_trials"]),
+        (DRAWN, 10_000_000, "optuna", ["10,000,000 trials are more than 1,000"]),
+        (HUGE, None, "random", ["100,000,000 trials are more than 1,000", "shorter grids"]),
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(
@@ -344,6 +351,10 @@ def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
         ("1: 2", ["has no base"]),
         (f"{yaml.safe_dump(FILE)}\n1: 2", ["a key=1", "should be strings"]),
         ("a: [", ["is not YAML"]),
+        (
+            "base: {preset: a}\nbase: {preset: b}",
+            ["broken.yaml", "key base is given twice", "line 2"],
+        ),
         ("a: !!python/object/apply:os.getcwd []", ["is not YAML", "python/object"]),
     ],
 )

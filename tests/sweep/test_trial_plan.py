@@ -280,6 +280,17 @@ def test_what_pbt_may_come_to_is_tried_out_before(raises_line) -> None:
     assert len(check_sweep(sweep_of({**space, **TIED}, num_trials=2, scheduler=PBT), 1)) == 2
 
 
+def test_so_many_corners_that_none_can_count_them_are_tried_out_in_part() -> None:
+    values = [number / 1000 for number in range(1, 900)]
+    space = {name: {"choice": values} for name in ("beta1", "beta2", "dropout", "decay_fraction")}
+    space |= {n: {"choice": values} for n in ("weight_decay", "grad_clip", "spike_zscore")}
+    assert 900**7 > 2**63
+    assert check_sweep(sweep_of(space, searcher="optuna", num_trials=2), 1) == []
+    pbt = {**PBT, "mutate": ["beta1", "beta2", "weight_decay"]}
+    population = sweep_of(space, num_trials=500, scheduler=pbt)
+    assert len(check_sweep(population, 1)) == 500
+
+
 @pytest.mark.parametrize("path", TUNE_CONFIGS, ids=lambda path: path.stem)
 def test_the_sweeps_that_come_with_the_product_are_possible(
     path: Path, monkeypatch: pytest.MonkeyPatch
