@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import traceback
 
+from pydantic import ValidationError
+
 from raytrain_gpt.redact import redacted
 
 
@@ -68,6 +70,13 @@ class Interrupted(RaytrainGptError):
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, on one line: the system's words, else the message, else the error's type."""
+    """Why something failed, on one line: the system's words, else the message, else the error's type.
+
+    Of several values that pydantic refuses, the first one.
+    """
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        return where + " ".join(first["msg"].removeprefix("Value error, ").split())
     said = getattr(error, "strerror", None) or str(error)
     return " ".join(said.split()) or type(error).__name__

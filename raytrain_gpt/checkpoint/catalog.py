@@ -27,12 +27,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from raytrain_gpt.checkpoint.evaluation_result import (
+    EVALUATION_FILE,
+    EvaluationResult,
+    read_evaluation_result,
+)
+from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.data.order import Skipped
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -41,7 +49,10 @@ STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 STATE_VERSION = 3
 _NAME = re.compile(r"step=\d{8,}")
-_FILE = re.compile(r"\w[\w.-]*")
+_FILE = re.compile(r"\w[\w.-]{,99}", re.ASCII)
+_NEEDED = {STATE_FILE, "model.safetensors"}
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class NewerVersion(CheckpointError):
@@ -64,17 +75,19 @@ class CheckpointState:
         loss_scale: fp16's factor and the steps since it changed; None: another precision.
     """
 
-    step: int
-    next_batch: int
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    step: _Count
+    next_batch: _Count
     order_hash: str
     val_loss: float | None
-    tokens_seen: int
-    config: dict[str, Any]
+    tokens_seen: _Count
+    config: dict[str, dict[str, Any]]
     manifest_hash: str
     vocab_hash: str
-    vocab_size: int
+    vocab_size: _Count
     order_version: int
-    num_workers: int
+    num_workers: _Count
     skipped_batches: Skipped = ()
     loss_scale: tuple[float, int] | None = None
     state_version: int = STATE_VERSION
@@ -100,6 +113,7 @@ class Checkpoint:
     Attributes:
         size_bytes: All files that it was committed with, together.
         hash: SHA-256 over the sizes and hashes of these, in hex.
+        listed: Names of these files; what else is in the directory is not read.
         evaluated: Its async evaluation; None: there is none yet.
     """
 
@@ -107,6 +121,7 @@ class Checkpoint:
     state: CheckpointState
     size_bytes: int
     hash: str = ""
+    listed: frozenset[str] = frozenset()
     evaluated: EvaluationResult | None = None
 
     @property
@@ -147,8 +162,10 @@ class Checkpoint:
         """A local directory with the files; from an object store they are fetched and verified.
 
         Raises:
-            CheckpointError: what was fetched is damaged.
+            CheckpointError: what was fetched is damaged, or the model is not the checkpoint's own.
         """
+        if unlisted := _NEEDED - self.listed:
+            raise CheckpointError(f"checkpoint {self.path}: {HASHES_FILE} lacks {min(unlisted)}")
         if self.path.is_local:
             yield self.path.path
             return
@@ -164,10 +181,17 @@ class Checkpoint:
     def rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl since the checkpoint before, if they can be read, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self.path / ROWS_FILE).read_text().splitlines()
-            rows = [json.loads(line) for line in lines] + rows
+        with contextlib.suppress(OSError):
+            rows = parse_rows((self.path / ROWS_FILE).read_bytes())[0] + rows
         return rows
+
+    def unlisted(self) -> list[str]:
+        """Files on a disk that are not this checkpoint's, such as those of another one copied over it.
+
+        In an object store a dead attempt may have left some at the same step.
+        """
+        names = set(self.path.names()) if self.path.is_local else set()
+        return sorted(names - self.listed - {HASHES_FILE, EVALUATION_FILE})
 
 
 def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
@@ -194,28 +218,30 @@ def read_checkpoint(path: Location) -> Checkpoint:
     hashes = _read_hashes(path)
     content = _read_json(path / STATE_FILE)
     try:
-        if content["state_version"] > STATE_VERSION:
+        if int(content["state_version"]) > STATE_VERSION:
             raise NewerVersion(
                 f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
-        content["skipped_batches"] = tuple((a, b) for a, b in content["skipped_batches"])
-        if content["loss_scale"] is not None:
-            content["loss_scale"] = tuple(content["loss_scale"])
-        state = CheckpointState(**content)
+        state = _STATE.validate_python(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
         # Only where there may be one: in an object store each look costs a request.
         evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
-        return Checkpoint(path, state, size_bytes, own_hash, evaluated)
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
+        return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
+    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE_FILE} is damaged ({reason(error)})"
+        ) from None
+
+
+_STATE = TypeAdapter(CheckpointState)
 
 
 def _read_json(path: Location) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
@@ -230,7 +256,7 @@ def _read_hashes(path: Location) -> dict[str, FileEntry]:
             if not _FILE.fullmatch(name):  # files() downloads to these names
                 raise ValueError(f"{name!r} is not a plain file name")
         return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
 
 
@@ -347,7 +373,8 @@ class Catalog:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:
-            on_skip: Gets one line for each newer checkpoint that is damaged.
+            on_skip: Gets one line for each newer checkpoint that is damaged, and for files that are not
+                this one's.
             before_step: Only checkpoints of earlier steps; None: all.
 
         Raises:
@@ -358,6 +385,10 @@ class Catalog:
             try:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
+                if extra := checkpoint.unlisted():
+                    on_skip(
+                        f"not read: {', '.join(extra)} of {path}, which {HASHES_FILE} does not list"
+                    )
                 return checkpoint
             except NewerVersion:
                 raise
@@ -415,8 +446,8 @@ def step_of(checkpoint: Checkpoint | None) -> int:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest validation loss; None if none was evaluated."""
-    losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
-    return min(losses)[2] if losses else None  # no two have the same step
+    losses = [((c.val_loss, c.state.step), c) for c in checkpoints if c.val_loss is not None]
+    return min(losses, key=lambda found: found[0])[1] if losses else None
 
 
 def _step(path: Location) -> int:

@@ -44,6 +44,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 """What the value of a key has to be, wherever it is; other keys with a slash have numbers."""
 _NEEDED = {
     "checkpoint": ("time", "perf/checkpoint_write_s"),
+    "import": ("source",),
     "rollback": ("time", "to_step", "first_batch", "stop_batch"),
     "profile": ("time", "trace", "first_step", "num_steps"),
 }

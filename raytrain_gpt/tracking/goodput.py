@@ -239,7 +239,9 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
     """All attempts of a run, in order of time."""
     groups: list[list[Row]] = []
-    for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
+    for event in sorted(
+        (row for row in rows if "event" in row), key=lambda row: row.get("time", 0.0)
+    ):
         if event["event"] == "attempt":
             groups.append([])
         if groups:
@@ -251,7 +253,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
         begin, after = events[0], attempts[-1].row if attempts else None
         first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
         kept = range(begin["step"] + 1, until + 1) if first_step else range(0)
-        end_s = (end or events[-1])["time"]
+        end_s = (end or events[-1]).get("time", 0.0)
         if end is None and first_step is not None:
             kept_rows = [row for row in rows if row["step"] in kept]
             busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")

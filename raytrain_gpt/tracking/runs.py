@@ -46,7 +46,9 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         CheckpointError: a run does not exist, or none or too many are named.
     """
     if action == "list":
-        content: Any = {"runs": [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]}
+        content: Any = {
+            "runs": [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
+        }
         columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
         _table(content["runs"], columns)
         say(f"next: raytrain-gpt runs show RUN --storage_path {storage}")

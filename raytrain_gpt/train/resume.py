@@ -98,7 +98,9 @@ class Rollback:
             content = parse_json(self._file.read_bytes()) if self._file.is_file() else []
             found = set(TypeAdapter(Skipped).validate_python(content))
         except ValueError as error:
-            self._log(f"left out: {self._file} is damaged ({reason(error)}); the checkpoint's ranges count")
+            self._log(
+                f"left out: {self._file} is damaged ({reason(error)}); the checkpoint's ranges count"
+            )
         self.skipped = tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
 
     def go_back(
