@@ -220,7 +220,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     try:
         if int(content["state_version"]) > STATE_VERSION:
             raise NewerVersion(
-                f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
+                f"checkpoint {path} has state version {content['state_version']!r}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
         state = _STATE.validate_python(content)

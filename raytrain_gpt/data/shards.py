@@ -282,7 +282,7 @@ def read_manifest(directory: Place) -> Manifest:
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
-                f"{path} has format version {version}, but this raytrain-gpt reads {FORMAT_VERSION}; "
+                f"{path} has format version {version!r}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = str(content.pop("manifest_hash"))

@@ -70,7 +70,7 @@ class RunStory:
                 self.config = load_config_file(sync.work_dir / CONFIG_FILE).model_dump()
             except ConfigError as error:
                 if tell:
-                    tell(f"left out: the configuration: {error}")
+                    tell(f"left out: the configuration of {self.dir}: {error}")
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = best_of(self.checkpoints)
@@ -82,8 +82,9 @@ class RunStory:
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
         step_times = self.column("perf/step_time_s")
-        self.train_time_s = float(np.nansum(step_times))
-        self.step_time_s = float(np.nanmedian(step_times)) if self.rows else None
+        step_times = step_times[np.isfinite(step_times)]
+        self.train_time_s = float(step_times.sum())
+        self.step_time_s = float(np.median(step_times)) if len(step_times) else None
         self.window = min(max(len(self.rows) // 30, 1), 500)
 
     def column(self, key: str) -> Floats:
