@@ -155,9 +155,8 @@ def load_optimizer(
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for path in sorted(directory.glob("optim-*.safetensors")):
-        if listed is not None and path.name not in listed:
-            continue
+    there = sorted(directory.glob("optim-*.safetensors"))
+    for path in [path for path in there if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
             name, _, key = full_name.rpartition("/")
             if name not in parameters or key not in _MOMENTS:
@@ -169,9 +168,8 @@ def load_optimizer(
                     f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, the model "
                     f"{wanted}; use the configuration it was trained with"
                 )
-            is_step = key == "step"
             states[name][key] = (
-                tensor.to(parameter.device) if is_step else shard_like(tensor, parameter)
+                shard_like(tensor, parameter) if wanted else tensor.to(parameter.device)
             )
     for name, parameter in parameters.items():
         for key in _MOMENTS:

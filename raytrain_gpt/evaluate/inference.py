@@ -147,12 +147,8 @@ def validation_feed(
     spec = IngestSpec(config, found, 1)
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
-    trained = parse_config(checkpoint.state.config, str(checkpoint.path))
-    micro = trained.train.micro_batch_sequences  # what auto became
-    if micro == "auto":
-        raise CheckpointError(
-            f"{checkpoint.path} has micro_batch_sequences=auto; use another checkpoint"
-        )
+    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
+    micro = 1 if micro == "auto" else micro  # a run writes what auto became
     return EvalFeed(tokens, delivered, found, micro, device)
 
 
