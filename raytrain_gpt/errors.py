@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import traceback
 
-from pydantic import ValidationError
-
 from raytrain_gpt.redact import redacted
 
 
@@ -74,8 +72,8 @@ def reason(error: Exception) -> str:
 
     Of several values that pydantic refuses, the first one.
     """
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
+    if callable(refused := getattr(error, "errors", None)):
+        first = refused()[0]
         where = "".join(f"{part}: " for part in first["loc"])
         return where + " ".join(first["msg"].removeprefix("Value error, ").split())
     said = getattr(error, "strerror", None) or str(error)

@@ -27,17 +27,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter
-
+from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState, parse_state
 from raytrain_gpt.checkpoint.evaluation_result import (
     EVALUATION_FILE,
     EvaluationResult,
     read_evaluation_result,
 )
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.data.order import Skipped
 from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
@@ -47,63 +45,13 @@ CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-STATE_VERSION = 3
 _NAME = re.compile(r"step=\d{8,}")
 _FILE = re.compile(r"\w[\w.-]{,99}", re.ASCII)
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-
 
 class NewerVersion(CheckpointError):
     """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """The content of `state.json`.
-
-    Attributes:
-        step: Updates done.
-        next_batch: Position in the data: the global batch that the next update reads.
-        order_hash: Rolling hash of the data delivered so far.
-        val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
-        config: The resolved configuration, section -> field -> value.
-        manifest_hash, vocab_hash: Identify the dataset and the tokenizer.
-        num_workers: World size that wrote it.
-        skipped_batches: Ranges of global batches left out after loss spikes.
-        loss_scale: fp16's factor and the steps since it changed; None: another precision.
-    """
-
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    step: _Count
-    next_batch: _Count
-    order_hash: str
-    val_loss: float | None
-    tokens_seen: _Count
-    config: dict[str, dict[str, Any]]
-    manifest_hash: str
-    vocab_hash: str
-    vocab_size: _Count
-    order_version: int
-    num_workers: _Count
-    skipped_batches: Skipped = ()
-    loss_scale: tuple[float, int] | None = None
-    state_version: int = STATE_VERSION
-
-    @property
-    def evaluates_async(self) -> bool:
-        """Whether the run that wrote it evaluates asynchronously."""
-        return bool(self.config.get("eval", {}).get("eval_mode") == "async")
-
-    @property
-    def is_evaluated_async(self) -> bool:
-        """Whether that run evaluates this step, and asynchronously."""
-        if not self.evaluates_async:
-            return False
-        every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
-        return is_evaluated(self.step, every, last)
 
 
 @dataclass(frozen=True)
@@ -194,11 +142,6 @@ class Checkpoint:
         return sorted(names - self.listed - {HASHES_FILE, EVALUATION_FILE})
 
 
-def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
-    """Whether a run evaluates after a step: every `eval_every_steps`, and after the last one."""
-    return step % eval_every_steps == 0 or step == max_steps
-
-
 @dataclass(frozen=True)
 class FileEntry:
     """Size and SHA-256 (hex) of a file of a checkpoint."""
@@ -223,7 +166,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"checkpoint {path} has state version {content['state_version']!r}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
-        state = _STATE.validate_python(content)
+        state = parse_state(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
@@ -234,9 +177,6 @@ def read_checkpoint(path: Location) -> Checkpoint:
         raise CheckpointError(
             f"checkpoint {path}: {STATE_FILE} is damaged ({reason(error)})"
         ) from None
-
-
-_STATE = TypeAdapter(CheckpointState)
 
 
 def _read_json(path: Location) -> dict[str, Any]:

@@ -291,7 +291,7 @@ def read_manifest(directory: Place) -> Manifest:
         raise DataError(f"cannot read {path}: {reason(error)}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
-            f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]}; "
+            f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]!r}; "
             f"{anew}"
         )
     return manifest

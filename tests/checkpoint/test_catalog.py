@@ -14,11 +14,11 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import (
     Catalog,
     Checkpoint,
-    CheckpointState,
     FileEntry,
     read_checkpoint,
     resolve_checkpoint,
 )
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
 from tests.s3 import S3Server

@@ -156,7 +156,7 @@ def test_a_manifest_with_a_hash_that_is_none_is_refused(tmp_path: Path, raises_l
     write_dataset(tmp_path / "d", train=[100])
     path = tmp_path / "d" / MANIFEST_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "manifest_hash": None}))
-    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of None"):
+    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of 'None'"):
         read_manifest(tmp_path / "d")
 
 

@@ -19,7 +19,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.reader import read_sequences
