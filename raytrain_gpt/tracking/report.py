@@ -68,7 +68,7 @@ class RunStory:
         if (sync.work_dir / CONFIG_FILE).exists():
             try:
                 self.config = load_config_file(sync.work_dir / CONFIG_FILE).model_dump()
-            except ConfigError as error:
+            except (ConfigError, ValueError, RecursionError) as error:
                 if tell:
                     tell(f"left out: the configuration of {self.dir}: {error}")
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
