@@ -68,6 +68,13 @@ class Interrupted(RaytrainGptError):
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, on one line: the system's words, else the message, else the error's type."""
+    """Why something failed, on one line: the system's words, else the message, else the error's type.
+
+    Of several values that pydantic refuses, the first one.
+    """
+    if callable(refused := getattr(error, "errors", None)):
+        first = refused()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        return where + " ".join(first["msg"].removeprefix("Value error, ").split())
     said = getattr(error, "strerror", None) or str(error)
     return " ".join(said.split()) or type(error).__name__

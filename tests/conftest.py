@@ -31,8 +31,8 @@ from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
-settings.register_profile("long", deadline=None, database=None, max_examples=1000)
-settings.load_profile("repeatable")
+settings.register_profile("long", max_examples=3000, deadline=None, database=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 CLUSTER_ENVIRONMENT = {
     # As the package starts a cluster of its own: nobody looks at these numbers.

@@ -29,68 +29,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, read_evaluation_result
-from raytrain_gpt.data.order import Skipped
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState, parse_state
+from raytrain_gpt.checkpoint.evaluation_result import (
+    EVALUATION_FILE,
+    EvaluationResult,
+    read_evaluation_result,
+)
+from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log, shell
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-STATE_VERSION = 3
 _NAME = re.compile(r"step=\d{8,}")
-_FILE = re.compile(r"\w[\w.-]*")
+_FILE = re.compile(r"\w[\w.-]{,99}", re.ASCII)
+_NEEDED = {STATE_FILE, "model.safetensors"}
 
 
 class NewerVersion(CheckpointError):
     """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """The content of `state.json`.
-
-    Attributes:
-        step: Updates done.
-        next_batch: Position in the data: the global batch that the next update reads.
-        order_hash: Rolling hash of the data delivered so far.
-        val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
-        config: The resolved configuration, section -> field -> value.
-        manifest_hash, vocab_hash: Identify the dataset and the tokenizer.
-        num_workers: World size that wrote it.
-        skipped_batches: Ranges of global batches left out after loss spikes.
-        loss_scale: fp16's factor and the steps since it changed; None: another precision.
-    """
-
-    step: int
-    next_batch: int
-    order_hash: str
-    val_loss: float | None
-    tokens_seen: int
-    config: dict[str, Any]
-    manifest_hash: str
-    vocab_hash: str
-    vocab_size: int
-    order_version: int
-    num_workers: int
-    skipped_batches: Skipped = ()
-    loss_scale: tuple[float, int] | None = None
-    state_version: int = STATE_VERSION
-
-    @property
-    def evaluates_async(self) -> bool:
-        """Whether the run that wrote it evaluates asynchronously."""
-        return bool(self.config.get("eval", {}).get("eval_mode") == "async")
-
-    @property
-    def is_evaluated_async(self) -> bool:
-        """Whether that run evaluates this step, and asynchronously."""
-        if not self.evaluates_async:
-            return False
-        every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
-        return is_evaluated(self.step, every, last)
 
 
 @dataclass(frozen=True)
@@ -100,6 +61,7 @@ class Checkpoint:
     Attributes:
         size_bytes: All files that it was committed with, together.
         hash: SHA-256 over the sizes and hashes of these, in hex.
+        listed: Names of these files; what else is in the directory is not read.
         evaluated: Its async evaluation; None: there is none yet.
     """
 
@@ -107,6 +69,7 @@ class Checkpoint:
     state: CheckpointState
     size_bytes: int
     hash: str = ""
+    listed: frozenset[str] = frozenset()
     evaluated: EvaluationResult | None = None
 
     @property
@@ -147,8 +110,10 @@ class Checkpoint:
         """A local directory with the files; from an object store they are fetched and verified.
 
         Raises:
-            CheckpointError: what was fetched is damaged.
+            CheckpointError: what was fetched is damaged, or the model is not the checkpoint's own.
         """
+        if unlisted := _NEEDED - self.listed:
+            raise CheckpointError(f"checkpoint {self.path}: {HASHES_FILE} lacks {min(unlisted)}")
         if self.path.is_local:
             yield self.path.path
             return
@@ -164,15 +129,17 @@ class Checkpoint:
     def rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl since the checkpoint before, if they can be read, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self.path / ROWS_FILE).read_text().splitlines()
-            rows = [json.loads(line) for line in lines] + rows
+        with contextlib.suppress(OSError):
+            rows = parse_rows((self.path / ROWS_FILE).read_bytes())[0] + rows
         return rows
 
+    def unlisted(self) -> list[str]:
+        """Files on a disk that are not this checkpoint's, such as those of another one copied over it.
 
-def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
-    """Whether a run evaluates after a step: every `eval_every_steps`, and after the last one."""
-    return step % eval_every_steps == 0 or step == max_steps
+        In an object store a dead attempt may have left some at the same step.
+        """
+        names = set(self.path.names()) if self.path.is_local else set()
+        return sorted(names - self.listed - {HASHES_FILE, EVALUATION_FILE})
 
 
 @dataclass(frozen=True)
@@ -194,28 +161,27 @@ def read_checkpoint(path: Location) -> Checkpoint:
     hashes = _read_hashes(path)
     content = _read_json(path / STATE_FILE)
     try:
-        if content["state_version"] > STATE_VERSION:
+        if int(content["state_version"]) > STATE_VERSION:
             raise NewerVersion(
-                f"checkpoint {path} has state version {content['state_version']}, this raytrain-gpt "
+                f"checkpoint {path} has state version {content['state_version']!r}, this raytrain-gpt "
                 f"reads {STATE_VERSION}; upgrade raytrain-gpt"
             )
-        content["skipped_batches"] = tuple((a, b) for a, b in content["skipped_batches"])
-        if content["loss_scale"] is not None:
-            content["loss_scale"] = tuple(content["loss_scale"])
-        state = CheckpointState(**content)
+        state = parse_state(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
         # Only where there may be one: in an object store each look costs a request.
         evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
-        return Checkpoint(path, state, size_bytes, own_hash, evaluated)
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is damaged ({error})") from None
+        return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
+    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE_FILE} is damaged ({reason(error)})"
+        ) from None
 
 
 def _read_json(path: Location) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
@@ -230,7 +196,7 @@ def _read_hashes(path: Location) -> dict[str, FileEntry]:
             if not _FILE.fullmatch(name):  # files() downloads to these names
                 raise ValueError(f"{name!r} is not a plain file name")
         return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
 
 
@@ -347,7 +313,8 @@ class Catalog:
         """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
 
         Args:
-            on_skip: Gets one line for each newer checkpoint that is damaged.
+            on_skip: Gets one line for each newer checkpoint that is damaged, and for files that are not
+                this one's.
             before_step: Only checkpoints of earlier steps; None: all.
 
         Raises:
@@ -358,6 +325,10 @@ class Catalog:
             try:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
+                if extra := checkpoint.unlisted():
+                    on_skip(
+                        f"not read: {', '.join(extra)} of {path}, which {HASHES_FILE} does not list"
+                    )
                 return checkpoint
             except NewerVersion:
                 raise
@@ -415,8 +386,8 @@ def step_of(checkpoint: Checkpoint | None) -> int:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest validation loss; None if none was evaluated."""
-    losses = [(c.val_loss, c.state.step, c) for c in checkpoints if c.val_loss is not None]
-    return min(losses)[2] if losses else None  # no two have the same step
+    losses = [((c.val_loss, c.state.step), c) for c in checkpoints if c.val_loss is not None]
+    return min(losses, key=lambda found: found[0])[1] if losses else None
 
 
 def _step(path: Location) -> int:

@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raytrain_gpt.checkpoint.rows import is_row
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 EVALUATION_FILE = "evaluation.json"
@@ -35,12 +37,14 @@ class EvaluationResult:
 def read_evaluation_result(directory: Location, checkpoint_hash: str) -> EvaluationResult | None:
     """The evaluation of the checkpoint with this hash; None where there is none or it is damaged."""
     try:
-        content = json.loads((directory / EVALUATION_FILE).read_text())
+        content = parse_json((directory / EVALUATION_FILE).read_bytes())
         if content.pop("checkpoint_hash") != checkpoint_hash:
             return None
-        return EvaluationResult(**content)
+        found = EvaluationResult(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+    is_sound = found.row is None or (is_row(found.row) and "val/loss" in found.row)
+    return found if is_sound and isinstance(found.samples, str) else None
 
 
 def write_evaluation_result(

@@ -21,7 +21,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState, Draft, FileEntry
+from raytrain_gpt.checkpoint.catalog import Catalog, Draft, FileEntry
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.errors import ClusterError, RaytrainGptError

@@ -5,8 +5,11 @@ The files are the same whether the state was sharded or not; every rank reads it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.parallel import full_tensor, shard_like
 from raytrain_gpt.errors import CheckpointError
 
@@ -119,29 +123,54 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
     model.load_state_dict(tensors)
 
 
-def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+def check_model_size(directory: Path, shape: GPTShape) -> None:
+    """Compare a checkpoint's tensors with a model that is yet to be made, before it takes memory.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or has another number of parameters.
+    """
+    with _opened(directory / MODEL_FILE) as file:
+        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    if stored != shape.num_parameters:
+        raise CheckpointError(
+            f"{directory / MODEL_FILE} has {stored} parameters, another number than its configuration "
+            f"(num_layers={shape.num_layers}, embd_size={shape.embd_size}, seq_len={shape.seq_len}, "
+            f"vocab_size={shape.vocab_size}); use another checkpoint"
+        )
+
+
+def load_optimizer(
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    listed: Container[str] | None = None,
+) -> None:
     """Read the optimizer's state from a checkpoint's files; a sharded model's ranks keep their shards.
+
+    Args:
+        listed: Names of the files that belong to the checkpoint; None: all that are there.
 
     Raises:
         CheckpointError: the files are missing or damaged, lack tensors of the model, or have other shapes.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for path in sorted(directory.glob("optim-*.safetensors")):
+    there = sorted(directory.glob("optim-*.safetensors"))
+    for path in [path for path in there if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
             name, _, key = full_name.rpartition("/")
             if name not in parameters or key not in _MOMENTS:
                 continue
             parameter = parameters[name]
-            if key == "step":
-                states[name][key] = tensor.to(parameter.device)
-            elif tensor.shape == parameter.shape:
-                states[name][key] = shard_like(tensor, parameter)
-            else:
+            wanted = () if key == "step" else tuple(parameter.shape)
+            if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
                     f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, the model "
-                    f"{tuple(parameter.shape)}; use the configuration it was trained with"
+                    f"{wanted}; use the configuration it was trained with"
                 )
+            states[name][key] = (
+                shard_like(tensor, parameter) if wanted else tensor.to(parameter.device)
+            )
     for name, parameter in parameters.items():
         for key in _MOMENTS:
             if key not in states[name]:
@@ -151,9 +180,15 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Ada
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """A file's tensors one by one, so that a rank that keeps shards never holds the whole state."""
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                yield name, file.get_tensor(name)
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None

@@ -32,12 +32,15 @@ from raytrain_gpt.data.shards import (
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_dtype, tokenizer_json
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import UNFINISHED, Location, Place
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
+
+_COUNTS = ("task", "documents", "tokens", "text_bytes", "duplicates")
 
 NoteSuffix = Literal[".hashes", ".json"]
 
@@ -50,7 +53,8 @@ def task_file(directory: Place, task: int, suffix: NoteSuffix) -> Location:
 def done_tasks(directory: Place, suffix: NoteSuffix) -> set[int]:
     """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
-    return {int(name.removesuffix(suffix)) for name in names if name.endswith(suffix)}
+    stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+    return {int(stem) for stem in stems if stem.isdecimal()}
 
 
 def read_result(directory: Place, task: int) -> dict[str, Any] | None:
@@ -59,8 +63,14 @@ def read_result(directory: Place, task: int) -> dict[str, Any] | None:
     file = task_file(directory, task, ".json")
     if not file.exists():
         return None
-    result: dict[str, Any] = json.loads(file.read_text())
-    shards = (Shard.model_validate(shard) for shard in result["shards"])
+    try:
+        result: dict[str, Any] = parse_json(file.read_bytes())
+        shards = [Shard.model_validate(shard) for shard in result["shards"]]
+        BadDocuments(None).merge(result["bad"])
+        if not all(type(result[name]) is int for name in _COUNTS) or result["task"] != task:
+            return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # cut off by a crash, or damaged
     return result if all(_is_whole(directory, shard) for shard in shards) else None
 
 
@@ -132,7 +142,7 @@ def start(
         raise DataError(
             f"{directory} is not empty and not a dataset; choose another --out, or empty it"
         )
-    if plan_file.exists() and plan_file.read_text() != plan.hash:
+    if plan_file.exists() and plan_file.read_bytes() != plan.hash.encode():
         if (notes / _REPAIR_FILE).exists():
             raise _another_dataset(directory)
         directory.remove()
@@ -238,15 +248,18 @@ def finish(
 def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:
     """Keep the manifest from before a repair that wrote other bytes, and report it."""
     try:
-        text = (directory / _NOTES_DIR / _REPAIR_FILE).read_text()
+        content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
     except FileNotFoundError:
         return
-    before = json.loads(text)
-    if before["manifest_hash"] == manifest.hash:
-        return
-    (directory / MANIFEST_BEFORE_FILE).write_text(text)
-    if log:
+    try:
+        before = parse_json(content)
         hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
+        if before["manifest_hash"] == manifest.hash:
+            return
+    except (ValueError, KeyError, TypeError):
+        hashes = {}
+    (directory / MANIFEST_BEFORE_FILE).write_bytes(content)
+    if log:
         changed = [
             shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
         ]

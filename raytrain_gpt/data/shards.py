@@ -17,17 +17,18 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raytrain_gpt.data.tokenizer import Dtype, Tokens
+from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, Dtype, Tokens, token_dtype
 from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import shell
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
@@ -36,21 +37,25 @@ FORMAT_VERSION = 1
 ROW_GROUP_TOKENS = 2**18 + 1
 MANIFEST_FILE = "manifest.json"
 COLUMN = "tokens"
+_MAX_ROW_GROUPS = 2**24
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Shard(BaseModel):
     """One parquet file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    path: str
+    path: str = Field(pattern=r"^\w[\w.-]{0,99}$")
     split: Split
-    tokens: int
-    documents: int
-    text_bytes: int
-    file_bytes: int
+    tokens: _Count
+    documents: _Count
+    text_bytes: _Count
+    file_bytes: _Count
     sha256: str
 
 
@@ -61,12 +66,36 @@ class Manifest(BaseModel):
     format_version: int
     tokenizer: str
     vocab_hash: str
-    vocab_size: int
-    eot_token: int
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
+    eot_token: _Count
     dtype: Dtype
-    row_group_tokens: int
+    row_group_tokens: int = Field(ge=1, le=2**27)
     shards: tuple[Shard, ...]
     source: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Manifest:
+        if self.dtype != token_dtype(self.vocab_size) or self.eot_token >= self.vocab_size:
+            raise ValueError(
+                f"eot_token={self.eot_token} and dtype={self.dtype} do not fit vocab_size={self.vocab_size}"
+            )
+        for split in SPLITS:
+            if not self.split_shards(split):
+                raise ValueError(f"the {split} split has no shards")
+            num = sum(
+                -(-shard.tokens // self.row_group_tokens) for shard in self.split_shards(split)
+            )
+            if num > _MAX_ROW_GROUPS:
+                raise ValueError(
+                    f"the {split} split has {num} row groups of {self.row_group_tokens} tokens, more than "
+                    f"{_MAX_ROW_GROUPS}"
+                )
+        listed = [self.source.get(name, []) for name in ("sources", "hub_commits")]
+        if not all(
+            isinstance(names, list) and all(isinstance(n, str) for n in names) for names in listed
+        ):
+            raise ValueError(f"source has no lists of texts: {listed}")
+        return self
 
     @property
     def hash(self) -> str:
@@ -249,21 +278,20 @@ def read_manifest(directory: Place) -> Manifest:
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_bytes())
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
-                f"{path} has format version {version}, but this raytrain-gpt reads {FORMAT_VERSION}; "
+                f"{path} has format version {version!r}, but this raytrain-gpt reads {FORMAT_VERSION}; "
                 "upgrade raytrain-gpt or prepare the data in another directory"
             )
         stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise DataError(f"cannot read {path}: {first}; {anew}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot read {path}: {reason(error)}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
-            f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]}; "
+            f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]!r}; "
             f"{anew}"
         )
     return manifest
@@ -289,6 +317,12 @@ def read_row_group(
         tokens: Tokens = np.frombuffer(kept, manifest.dtype)
     else:
         tokens = _stored_row_group(path, shard, index)
+    wanted = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
+    if tokens.shape != (wanted,) or tokens.dtype != manifest.dtype:
+        raise DataError(
+            f"{path} has {tokens.dtype} {tokens.shape} in row group {index}, expected {manifest.dtype} "
+            f"({wanted},); remove this file and {repair_advice(directory, manifest)}"
+        )
     top = int(tokens.max(initial=0))
     if top >= manifest.vocab_size:
         at = int(tokens.argmax()) + index * manifest.row_group_tokens
@@ -309,7 +343,7 @@ def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
                 column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
         else:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
+        tokens: Tokens = column.combine_chunks().to_numpy()
+        return tokens
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
         raise DataError(f"cannot read row group {index} of {path}: {reason(error)}") from None
-    tokens: Tokens = column.combine_chunks().to_numpy()
-    return tokens

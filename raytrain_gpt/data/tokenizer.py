@@ -8,20 +8,28 @@ tokens) in `tokenizer.json`, so that no worker ever downloads one.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
+import string
 from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
+import regex  # type: ignore[import-untyped]
 import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place
 
 EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+MAX_VOCAB_SIZE = 2**24
+MAX_TOKEN_BYTES = 2**12
+_PROBE = f"Aa don't {string.printable} é日本😀\u00a0"
+"""Text of all kinds that patterns tell apart."""
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Dtype = Literal["uint16", "uint32"]
@@ -113,6 +121,33 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
+def make_encoding(
+    name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]
+) -> tiktoken.Encoding:
+    """A tokenizer of which parts may be damaged; tiktoken itself panics at most of what is checked here.
+
+    Raises:
+        ValueError: the parts do not fit together, or the pattern is none.
+        TypeError: one is of another type.
+        TimeoutError: the pattern takes more than a second for a hundred characters.
+    """
+    ids = [*ranks.values(), *special.values()]
+    if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in ids) or len(set(ids)) < len(ids):
+        raise ValueError(f"its ids are not different numbers below {MAX_VOCAB_SIZE}")
+    if EOT not in special:
+        raise ValueError(f"it has no {EOT}")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("it has no token for one of the 256 bytes")
+    if max(map(len, ranks)) > MAX_TOKEN_BYTES:
+        raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
+    with contextlib.suppress(regex.error):  # tiktoken reads another dialect, and has the last word
+        if any(not match[0] for match in regex.finditer(pattern, _PROBE, timeout=1)):
+            raise ValueError(f"its pattern {pattern[:80]!r} matches empty text")
+    return tiktoken.Encoding(
+        name=str(name), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
 def read_tokenizer(directory: Place) -> tiktoken.Encoding:
     """The tokenizer that a dataset or checkpoint carries.
 
@@ -121,14 +156,12 @@ def read_tokenizer(directory: Place) -> tiktoken.Encoding:
     """
     path = Location.of(directory) / TOKENIZER_FILE
     try:
-        content = json.loads(path.read_text())
-        return tiktoken.Encoding(
-            name=content["name"],
-            pat_str=content["pattern"],
-            mergeable_ranks={base64.b64decode(token): rank for token, rank in content["ranks"]},
-            special_tokens=content["special_tokens"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = parse_json(path.read_bytes())
+        ranks = {base64.b64decode(token): rank for token, rank in content["ranks"]}
+        if len(ranks) < len(content["ranks"]):
+            raise ValueError("it has a token twice")
+        return make_encoding(content["name"], content["pattern"], ranks, content["special_tokens"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"cannot read tokenizer {path}: {error}; repeat the command that prepared the dataset, or "
             "use another checkpoint"

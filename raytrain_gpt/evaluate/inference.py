@@ -14,12 +14,12 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
 from raytrain_gpt.core.generate import sample_tokens
-from raytrain_gpt.core.model import GPT
-from raytrain_gpt.core.state import load_model
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import read_tokenizer, text_of
-from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, text_of
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log
@@ -54,9 +54,14 @@ def load_checkpoint(
     Raises:
         CheckpointError: it is damaged, or of another model than the configuration's.
     """
-    tokenizer = read_tokenizer(checkpoint.path)
-    model = GPT.of(config, checkpoint.state.vocab_size, tokenizer.eot_token)
+    tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
+    if TOKENIZER_FILE not in checkpoint.listed or tokenizer.max_token_value + 1 != num_ids:
+        raise CheckpointError(
+            f"{checkpoint.path / TOKENIZER_FILE} is not the checkpoint's own, of {num_ids} ids"
+        )
     with checkpoint.files() as directory:
+        check_model_size(directory, GPTShape.of(config, num_ids))
+        model = GPT.of(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
     return model.to(device), tokenizer
 
@@ -142,7 +147,8 @@ def validation_feed(
     spec = IngestSpec(config, found, 1)
     check_val_split(found, spec.seq_len)
     tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
-    micro = checkpoint.state.config["train"]["micro_batch_sequences"]
+    micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
+    micro = 1 if micro == "auto" else micro  # a run writes what auto became
     return EvalFeed(tokens, delivered, found, micro, device)
 
 

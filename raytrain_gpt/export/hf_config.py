@@ -8,6 +8,7 @@ from typing import Any
 
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
 
@@ -65,7 +66,7 @@ def read_hf_config(directory: Path) -> GPTShape:
     """
     path = directory / HF_CONFIG_FILE
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(path.read_bytes())
         mlp_sizes = (None, 4 * int(content.get("n_embd", 0)))
         for key, plain in {**_PLAIN, "n_inner": mlp_sizes}.items():
             value = content.get(key, plain[0])
@@ -75,7 +76,7 @@ def read_hf_config(directory: Path) -> GPTShape:
                     "can be imported"
                 )
         dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
-        return GPTShape(
+        shape = GPTShape(
             num_layers=int(content["n_layer"]),
             num_heads=int(content["n_head"]),
             embd_size=int(content["n_embd"]),
@@ -83,10 +84,15 @@ def read_hf_config(directory: Path) -> GPTShape:
             vocab_size=int(content["vocab_size"]),
             dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,
         )
+        if not 0 <= shape.dropout < 1:
+            raise CheckpointError(
+                f"{path} has a dropout of {shape.dropout}; set {', '.join(_DROPOUTS)} to 0 or more, below 1"
+            )
+        return shape
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is damaged ({what})") from None

@@ -21,8 +21,9 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
-from raytrain_gpt.data.tokenizer import EOT, load_tokenizer
+from raytrain_gpt.data.tokenizer import EOT, MAX_TOKEN_BYTES, load_tokenizer, make_encoding
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.parsing import parse_json
 
 HF_TOKENIZER_FILE = "tokenizer.json"
 HF_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -173,7 +174,7 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
     vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
     try:
         if path.is_file():
-            content = json.loads(path.read_text("utf-8"))
+            content = parse_json(path.read_bytes())
         elif vocabulary.is_file() and merges.is_file():
             path = vocabulary
             content = _content_of(vocabulary.read_text("utf-8"), merges.read_text("utf-8"))
@@ -187,14 +188,12 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
         if found is None and any(len(token) > 1 for token in ranks):
             raise _Unsupported("its pre_tokenizer has no pattern")
         name, pattern = _own_name(directory, found) or _known_name(ranks, found)
-        return tiktoken.Encoding(
-            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-        )
+        return make_encoding(name, pattern, ranks, special)
     except _Unsupported as error:
         raise DataError(
             f"tokenizer {path} is not supported ({error}); name one with the same ids with --tokenizer"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise DataError(f"tokenizer {path} is damaged ({what})") from None
 
@@ -205,7 +204,7 @@ class _Unsupported(Exception):
 
 def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
     """`vocab.json` and `merges.txt` in the form of `tokenizer.json`."""
-    ids: dict[str, int] = json.loads(vocabulary)
+    ids: dict[str, int] = parse_json(vocabulary)
     lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
     made = {line.replace(" ", "") for line in lines}
     special = {text: i for text, i in ids.items() if len(text) > 1 and text not in made}
@@ -230,6 +229,8 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
     if odd := [text for text in texts if not _BYTE.keys() >= set(text) or not text]:
         raise _Unsupported(f"its token {odd[0]!r} is not written as bytes")
     ranks = {_bytes(text): i for text, i in texts.items()}
+    if max(map(len, texts), default=0) > MAX_TOKEN_BYTES:
+        raise _Unsupported(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise _Unsupported(f"it has no token for byte {missing[0]}")
     listed = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
@@ -277,7 +278,7 @@ def _own_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
     path = directory / HF_TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return None
-    own = json.loads(path.read_text("utf-8")).get(_OWN_KEY)
+    own = parse_json(path.read_bytes()).get(_OWN_KEY)
     if own is None or pattern not in (own["pattern"], _oniguruma(own["pattern"]), None):
         return None
     return str(own["name"]), str(own["pattern"])

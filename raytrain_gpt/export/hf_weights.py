@@ -7,7 +7,6 @@ three parts of `c_attn` are in the same order. An export leaves out the padded r
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.parsing import parse_json
 
 HF_WEIGHTS_FILE = "model.safetensors"
 _PICKLED_FILE = "pytorch_model.bin"
@@ -67,7 +67,7 @@ def find_hf_weights(path: Path) -> list[Path]:
         index = path / f"{name}.index.json"
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+                names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
                 if any(Path(name).name != name for name in names):
                     raise ValueError("it names a file outside the directory")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,8 +124,8 @@ def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropou
     """
     tensors = _plain_names(hf, where)
     shape = _shape(tensors, where, num_heads, dropout)
-    model = GPT(shape)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):  # a model that does not fit the tensors may be of any size
+        wanted = {name: tuple(t.shape) for name, t in GPT(shape).state_dict().items()}
     wanted["wte.weight"] = (shape.vocab_size, shape.embd_size)
     for name in sorted(wanted.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
@@ -134,6 +134,7 @@ def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropou
                 f"{where} has {name} {found}, a GPT-2 of {shape.num_layers} layers and "
                 f"{shape.embd_size} channels {wanted.get(name, 'none of it')}"
             )
+    model = GPT(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter[: len(tensors[name])].copy_(tensors[name])

@@ -20,12 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import (
-    HASHES_FILE,
-    ROWS_FILE,
-    CheckpointState,
-    Draft,
-)
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE

@@ -179,7 +179,7 @@ def goodput(rows: list[Row]) -> Goodput:
     restarts_s = not_running_s = 0.0
     for before, after in pairwise(attempts):
         waited_s = after.row["time"] - before.end_s
-        if before.row["session"] == after.row["session"]:
+        if before.row.get("session") == after.row.get("session"):
             restarts_s += waited_s
         else:
             not_running_s += waited_s
@@ -199,7 +199,10 @@ def goodput(rows: list[Row]) -> Goodput:
     causes["extended"] = causes.pop("finished", 0)
     rolled_back = [b.row for a, b in pairwise(attempts) if a.end["event"] == "rolled_back"]
     rollbacks = [event for event in events if event["event"] == "rollback"]
-    skipped = [range(event["first_batch"], event["stop_batch"]) for event in rollbacks]
+    skipped_batches = skipped_until = 0
+    for first, stop in sorted((event["first_batch"], event["stop_batch"]) for event in rollbacks):
+        skipped_batches += max(stop - max(first, skipped_until), 0)
+        skipped_until = max(skipped_until, stop)
     return Goodput(
         elapsed_s=elapsed_s,
         not_running_s=not_running_s,
@@ -212,7 +215,7 @@ def goodput(rows: list[Row]) -> Goodput:
         lost_steps=int(_total(begun, "lost_steps")),
         rolled_back_steps=int(_total(rolled_back, "lost_steps")),
         bad_steps=sum(event["event"] in BAD_STEP_EVENTS for event in events),
-        skipped_batches=len(set().union(*skipped)),
+        skipped_batches=skipped_batches,
         checkpoint_write_s=_total(events, "perf/checkpoint_write_s"),
     )
 
@@ -223,7 +226,7 @@ def run_speed(rows: list[Row]) -> RunSpeed:
     steps_s = _total(steps, "perf/step_time_s")
     time = goodput(rows)
     stepping_s = time.elapsed_s - time.lost_to["startup"] - time.lost_to["restarts"]
-    tokens = sum(row["data/tokens_seen"] // row["step"] for row in steps)
+    tokens = sum(row.get("data/tokens_seen", 0) // max(row["step"], 1) for row in steps)
     return RunSpeed(
         tokens_per_s=_median(steps, "perf/tokens_per_s"),
         tokens_per_s_overall=tokens / stepping_s if tokens and stepping_s > 0 else None,
@@ -236,7 +239,9 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
     """All attempts of a run, in order of time."""
     groups: list[list[Row]] = []
-    for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
+    for event in sorted(
+        (row for row in rows if "event" in row), key=lambda row: row.get("time", 0.0)
+    ):
         if event["event"] == "attempt":
             groups.append([])
         if groups:
@@ -248,12 +253,12 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
         begin, after = events[0], attempts[-1].row if attempts else None
         first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
         kept = range(begin["step"] + 1, until + 1) if first_step else range(0)
-        end_s = (end or events[-1])["time"]
+        end_s = (end or events[-1]).get("time", 0.0)
         if end is None and first_step is not None:
             kept_rows = [row for row in rows if row["step"] in kept]
             busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
             busy_s += _total(events, "perf/checkpoint_blocked_s")
-            lost_s = after["lost_s"] if after else 0.0
+            lost_s = after.get("lost_s", 0.0) if after else 0.0
             end_s = max(end_s, first_step["time"] + busy_s + lost_s)
         if after is not None:
             end_s = min(end_s, after["time"])

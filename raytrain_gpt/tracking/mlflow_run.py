@@ -17,6 +17,7 @@ from typing import Any
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 SQLITE = "sqlite:///"
@@ -95,9 +96,8 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
     `log` gets a line that says where they are, or why they are not logged.
     """
     try:
-        if not (run_dir / TRACKING_FILE).is_file():
+        if not (known := read_tracking(run_dir)):
             return
-        known = json.loads((run_dir / TRACKING_FILE).read_text())
         client = _client(known["uri"])
         found = client.get_experiment_by_name(experiment)
         run = _find(client, found.experiment_id, known["identity"]) if found else None
@@ -121,14 +121,23 @@ def _client(uri: str) -> Any:
     return MlflowClient(uri)
 
 
+def read_tracking(directory: Location) -> dict[str, str]:
+    """`uri` and `identity` of a run's MLflow run; empty if there is none, or the file is damaged."""
+    try:
+        known = parse_json((directory / TRACKING_FILE).read_bytes())
+        return {name: str(known[name]) for name in ("uri", "identity")}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def _identity(directory: Location, uri: str) -> str:
     """The identity in a directory's file, which is written if it is not there for this server."""
     file = directory / TRACKING_FILE
-    known = json.loads(file.read_text()) if file.is_file() else {}
+    known = read_tracking(directory)
     if known.get("uri") != uri:
         known = {"uri": uri, "identity": uuid.uuid4().hex}
         file.write_text(json.dumps(known) + "\n")
-    return str(known["identity"])
+    return known["identity"]
 
 
 def _find(client: Any, experiment_id: str, identity: str) -> Any:

@@ -100,6 +100,8 @@ class Recorder:
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
         self._files = RunFiles(work_dir, spec.step, spec.saved_rows, spec.saved_samples)
+        for line in self._files.left_out:
+            self._news.put(line)
         self._trackers: list[TensorBoard | MLflow] = []
         if config.tracking.tensorboard:
             tensorboard = TensorBoard(work_dir, spec.step)

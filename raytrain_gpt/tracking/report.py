@@ -20,8 +20,9 @@ import numpy as np
 
 from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.catalog import Catalog, best_of
-from raytrain_gpt.format import amount, duration, number, short_duration, size
-from raytrain_gpt.parsing import parse_yaml
+from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import Log, amount, duration, number, short_duration, size
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.tracking.goodput import (
@@ -45,35 +46,45 @@ _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP"
 
 
 class RunStory:
-    """What a run's files tell; the template reads its attributes."""
+    """What a run's files tell; the template reads its attributes.
 
-    def __init__(self, sync: RunSync) -> None:
+    Args:
+        tell: Gets a line for each file of which something is damaged and left out.
+    """
+
+    def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
         self.dir, self._work_dir = sync.run_dir, sync.work_dir
         self.name = self.dir.name
-        rows = read_rows(sync.work_dir)
+        rows = read_rows(sync.work_dir, tell)
         self.rows = [row for row in rows if "train/loss" in row]
         # An async evaluation comes when it is done, which may be behind later ones.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
-        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
+        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0.0))
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
-        self.profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
+        profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
+        self.profiles = [(event, use) for event, use in profiles if use]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
-            self.config = parse_yaml((sync.work_dir / CONFIG_FILE).read_text("utf-8"))
+            try:
+                self.config = load_config_file(sync.work_dir / CONFIG_FILE).model_dump()
+            except ConfigError as error:
+                if tell:
+                    tell(f"left out: the configuration of {self.dir}: {error}")
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = best_of(self.checkpoints)
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
         self.max_steps: int = self.fields.get("max_steps", 0)
-        self.finished = bool(self.rows) and self.last["step"] >= self.max_steps
+        self.finished = 0 < self.max_steps <= self.last["step"]
         finite = [row for row in self.evals if row["val/loss"] is not None]
         self.best_eval = min(finite, key=lambda row: float(row["val/loss"]), default=None)
         self.order_hashes = {r["step"]: h for r in self.rows if (h := r.get("data/order_hash"))}
         step_times = self.column("perf/step_time_s")
-        self.train_time_s = float(np.nansum(step_times))
-        self.step_time_s = float(np.nanmedian(step_times)) if self.rows else None
+        step_times = step_times[np.isfinite(step_times)]
+        self.train_time_s = float(step_times.sum())
+        self.step_time_s = float(np.median(step_times)) if len(step_times) else None
         self.window = min(max(len(self.rows) // 30, 1), 500)
 
     def column(self, key: str) -> Floats:
@@ -164,19 +175,19 @@ class RunStory:
         return 100 * shares.repeat(np.diff(first, append=len(times)))
 
 
-def write_report(sync: RunSync) -> Path:
-    """Write a run's `report.html` beside its files and return its path."""
-    run = RunStory(sync)
+def write_report(sync: RunSync, tell: Log | None = None) -> Path:
+    """Write a run's `report.html` beside its files and return its path; `tell` as in `RunStory`."""
+    run = RunStory(sync, tell)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
     return _write_page(sync.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
 
 
-def write_comparison(syncs: list[RunSync], out: Path) -> Path:
+def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
     """Write a page with the curves of several runs laid over each other and return its path.
 
-    The data of all others is compared with the first one's.
+    The data of all others is compared with the first one's; `tell` as in `RunStory`.
     """
-    runs = [RunStory(sync) for sync in syncs]
+    runs = [RunStory(sync, tell) for sync in syncs]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.dir)
@@ -254,7 +265,7 @@ def _sample(line: str) -> str:
     """The text of a line of samples.txt, `0: 'a Python string'`."""
     try:
         return str(ast.literal_eval(line.partition(": ")[2]))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return line
 
 

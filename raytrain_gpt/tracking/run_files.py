@@ -17,7 +17,8 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.format import number
+from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.format import Log, number
 from raytrain_gpt.storage.location import Location
 
 Row = dict[str, Any]
@@ -27,25 +28,25 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 PROFILE_DIR = "profile"
-_SAMPLES_HEADER = re.compile(r"^=== step (\d+) ===$", re.MULTILINE)
+_SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
-def read_rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl; a last line cut off by a crash is left out."""
+def read_rows(run_dir: Path, tell: Log | None = None) -> list[Row]:
+    """The rows of metrics.jsonl; `tell` gets a line if some are damaged and left out."""
     path = run_dir / METRICS_FILE
-    rows = []
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
+    rows, num_damaged = parse_rows(path.read_bytes() if path.exists() else b"")
+    if num_damaged and tell:
+        tell(
+            f"left out: {num_damaged} damaged of {len(rows) + num_damaged} rows of {path}; those that its "
+            "checkpoints hold come back when the run goes on"
+        )
     return rows
 
 
 def read_samples(run_dir: Path) -> list[tuple[int, str]]:
-    """(step, text) of every set of samples."""
+    """(step, text) of every set of samples; bytes that are not UTF-8 become U+FFFD."""
     path = run_dir / SAMPLES_FILE
-    parts = _SAMPLES_HEADER.split(path.read_text("utf-8")) if path.exists() else []
+    parts = _SAMPLES_HEADER.split(path.read_text("utf-8", "replace")) if path.exists() else []
     return [
         (int(step), text.strip("\n")) for step, text in zip(parts[1::2], parts[2::2], strict=True)
     ]
@@ -70,7 +71,7 @@ def log_text(row: Row) -> str:
         lines.append(f"{step} train {row['train/loss']:.6f}")
     if row.get("val/loss") is not None:
         lines.append(f"{step} val {row['val/loss']:.4f}")
-    if "hellaswag/acc_norm" in row:
+    if row.get("hellaswag/acc_norm") is not None:
         lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
     if "event" in row:
         lines.append(f"{step} {event_text(row)}")
@@ -82,7 +83,7 @@ def event_text(row: Row) -> str:
     event, details = str(row["event"]), ""
     if event in ("spike", "nonfinite"):
         for key, label, form in (("loss", "loss", ".4f"), ("grad_norm", "norm", ".2f")):
-            details += f" {label} {number(row[key], form)}"
+            details += f" {label} {number(row.get(key), form)}"
             if (zscore := row.get(f"{key}_zscore")) is not None:
                 details += f" z {zscore:.1f}"
     elif event == "rollback":
@@ -109,6 +110,7 @@ class RunFiles:
         found_samples: Samples that only the checkpoints had.
         lost_steps: Steps above the resumed one, dropped to be done again.
         lost_s: Seconds that they took.
+        left_out: Lines about damaged rows.
     """
 
     def __init__(
@@ -119,7 +121,8 @@ class RunFiles:
         saved_samples: Sequence[tuple[int, str]] = (),
     ) -> None:
         self._dir = run_dir
-        found = read_rows(run_dir)
+        self.left_out: list[str] = []
+        found = read_rows(run_dir, self.left_out.append)
         rows = merge_rows(found, saved_rows, step)
         lost = [row for row in found if "train/loss" in row and row["step"] > step]
         self.lost_steps = len(lost)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, sample_command, shell, table
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.report import RunStory, write_comparison, write_report
@@ -43,8 +43,9 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         CheckpointError: a run does not exist, or none or too many are named.
     """
     if action == "list":
-        runs = [RunSync(path).pull() for path in _run_dirs(storage)]
-        content: Any = {"runs": [run_facts(RunStory(run)) for run in runs]}
+        content: Any = {
+            "runs": [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
+        }
         columns = ("run", "state", "step", "max_steps", "train_loss", "val_loss", "checkpoints")
         _say_table(content["runs"], columns, say)
         say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
@@ -60,14 +61,23 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         say(json.dumps(content))
 
 
+def _facts(path: Location, say: Log) -> dict[str, Any] | None:
+    """State and last numbers of a run; None, with a line, if it cannot be read."""
+    try:
+        return run_facts(RunStory(RunSync(path).pull(), say))
+    except (OSError, RaytrainGptError) as error:
+        say(f"left out: run {path}: {reason(error)}")
+        return None
+
+
 def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    run = RunStory(runs[0])
+    run = RunStory(runs[0], say)
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
     say(run.speed.summary())
     say(run.goodput.summary())
-    say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8").rstrip())
+    say((runs[0].work_dir / CONFIG_FILE).read_text("utf-8", "replace").rstrip())
     say(f"next: {shell('raytrain-gpt', 'runs', 'checkpoints', run.dir)}")
     return {**facts, "speed": asdict(run.speed), "goodput": asdict(run.goodput)}
 
@@ -97,12 +107,12 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
 
 def _report(runs: list[RunSync], say: Log) -> dict[str, Any]:
     if len(runs) == 1:
-        path = str(runs[0].run_dir / write_report(runs[0]).name)
+        path = str(runs[0].run_dir / write_report(runs[0], say).name)
         runs[0].push()
     else:
         first = runs[0].run_dir
         out = first.path.parent if first.is_local else Path.cwd()
-        path = str(write_comparison(runs, out / "comparison.html"))
+        path = str(write_comparison(runs, out / "comparison.html", say))
     say(f"report {path}")
     say("next: open it in a browser")
     return {"report": path}

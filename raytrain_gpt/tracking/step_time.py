@@ -88,9 +88,14 @@ class TimeUse:
     operators: list[Row]
 
     @classmethod
-    def of_row(cls, row: Row) -> TimeUse:
-        """From a `profile` event's row, which has every field under its name."""
-        return cls(**{field.name: row[field.name] for field in fields(cls)})
+    def of_row(cls, row: Row) -> TimeUse | None:
+        """From a `profile` event's row, which has every field under its name; None if it is damaged."""
+        try:
+            use = cls(**{field.name: row[field.name] for field in fields(cls)})
+            use.text()  # what it can show is right
+            return use if all(o["kind"] in KINDS for o in use.operators) else None
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
+            return None
 
     def title(self) -> str:
         """`steps 7 to 8, 212.4 ms a step, of the training thread`."""

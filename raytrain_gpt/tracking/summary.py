@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.format import Log, amount, duration, sample_command, shell
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
+from raytrain_gpt.tracking.mlflow_run import read_tracking
 from raytrain_gpt.tracking.report import REPORT_FILE, RunStory
 from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.tracking.sync import RunSync
@@ -60,9 +59,8 @@ def run_end(summary: RunSummary, say: Log) -> None:
     say(f"report      {run_dir / REPORT_FILE}")
     if run_dir.is_local and (run_dir / "tensorboard").exists():
         say(shell("tensorboard", "--logdir", run_dir / "tensorboard"))
-    if (work_dir / TRACKING_FILE).exists():
-        uri = json.loads((work_dir / TRACKING_FILE).read_text())["uri"]
-        say(shell("mlflow", "ui", "--backend-store-uri", uri))
+    if known := read_tracking(Location.of(work_dir)):
+        say(shell("mlflow", "ui", "--backend-store-uri", known["uri"]))
     say(next_line(run_dir, sample_command(run_dir)))
 
 
@@ -78,12 +76,13 @@ def run_facts(run: RunStory) -> dict[str, Any]:
     losses = [row["train/loss"] for row in run.rows if row["train/loss"] is not None]
     evaluations = [row for row in run.evals if row["val/loss"] is not None]
     newest = run.checkpoints[-1].state if run.checkpoints else None
-    max_steps = newest.config["train"]["max_steps"] if newest else None
+    max_steps = newest.config.get("train", {}).get("max_steps") if newest else None
     step = newest.step if newest else 0
     if live_holder(run.dir / LEASE_FILE):
         state = "running"
     else:
-        state = "finished" if max_steps is not None and step >= max_steps else "stopped"
+        is_finished = isinstance(max_steps, int) and step >= max_steps
+        state = "finished" if is_finished else "stopped"
     return {
         "run": run.dir.name,
         "path": str(run.dir),

@@ -11,7 +11,8 @@ from pathlib import Path
 import ray.train
 from ray.train import CheckpointUploadMode
 
-from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.data.order import ORDER_VERSION

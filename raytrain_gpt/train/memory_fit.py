@@ -18,7 +18,7 @@ from functools import partial
 import ray
 import torch
 
-from raytrain_gpt.checkpoint.catalog import CheckpointState
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in

@@ -77,7 +77,7 @@ def set_up_training(
         prepared = prepare_model(model, config.train, precision, device)
         optimizer = build_optimizer(model, config.optim)
         if directory is not None and resumed is not None:
-            load_optimizer(directory, model, optimizer)
+            load_optimizer(directory, model, optimizer, resumed.listed)
     saved_scale = resumed.state.loss_scale if resumed else None
     return TrainingSetup(
         tokenizer=tokenizer,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.config.schema import Config, ConfigT, parse_config
 from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model
@@ -60,16 +60,16 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
         return config
     checkpoint = resolve_checkpoint(location(config, config.model.init_from))
     check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
-    theirs = checkpoint.state.config
-    if config.data.seq_len > theirs["data"]["seq_len"]:
+    theirs = parse_config(checkpoint.state.config, str(checkpoint.path))
+    if config.data.seq_len > theirs.data.seq_len:
         raise ConfigError(
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
-            f"to at most {theirs['data']['seq_len']}"
+            f"to at most {theirs.data.seq_len}"
         )
-    if config.model.num_heads != theirs["model"]["num_heads"]:  # shows in no tensor's shape
+    if config.model.num_heads != theirs.model.num_heads:  # shows in no tensor's shape
         raise ConfigError(
             f"num_heads={config.model.num_heads}, {checkpoint.path} has "
-            f"{theirs['model']['num_heads']}; set num_heads to {theirs['model']['num_heads']}"
+            f"{theirs.model.num_heads}; set num_heads to {theirs.model.num_heads}"
         )
     with checkpoint.files() as directory:
         model = GPT(GPTShape.of(config, data.vocab_size))

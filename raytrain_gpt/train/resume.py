@@ -10,14 +10,16 @@ import json
 from typing import Any
 
 import ray
+from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
@@ -91,8 +93,14 @@ class Rollback:
 
     def read_skipped(self, resumed: Checkpoint | None) -> None:
         """Take the ranges of the run's file and of a checkpoint, which may be another run's copy."""
-        ranges = json.loads(self._file.read_text()) if self._file.is_file() else []
-        found = {(int(first), int(stop)) for first, stop in ranges}
+        found = set()
+        try:
+            content = parse_json(self._file.read_bytes()) if self._file.is_file() else []
+            found = set(TypeAdapter(Skipped).validate_python(content))
+        except ValueError as error:
+            self._log(
+                f"left out: {self._file} is damaged ({reason(error)}); the checkpoint's ranges count"
+            )
         self.skipped = tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
 
     def go_back(

@@ -12,7 +12,8 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raytrain_gpt.checkpoint.catalog import is_evaluated, step_of
+from raytrain_gpt.checkpoint.catalog import step_of
+from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import peak_flops, seed_everything

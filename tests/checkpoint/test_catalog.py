@@ -14,11 +14,11 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import (
     Catalog,
     Checkpoint,
-    CheckpointState,
     FileEntry,
     read_checkpoint,
     resolve_checkpoint,
 )
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
 from tests.s3 import S3Server
@@ -140,6 +140,56 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
     assert len(lines) == 1
     assert "\n" not in lines[0]
     assert "step=00000020" in lines[0]
+
+
+def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
+    path = write(catalog, 10)
+    (path / "evaluation.json").write_text("{}")
+    assert newest_step(catalog) == 10
+    (path / "optim-00009.safetensors").write_bytes(MODEL)
+    lines: list[str] = []
+    assert catalog.newest_good(lines.append) is not None
+    (line,) = lines
+    assert line.startswith(f"not read: optim-00009.safetensors of {path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", "10"), ("step", -1), ("config", 5), ("config", {"train": 5}), ("vocab_size", 10**30),
+     ("skipped_batches", [[1]]), ("loss_scale", "x"), ("val_loss", float("inf")), ("more", 1)],
+)  # fmt: skip
+def test_a_state_of_other_types_is_damage(
+    tmp_path: Path, key: str, value: object, raises_line
+) -> None:
+    path = write(Catalog(Location.of(tmp_path)), 10)
+    content = json.loads((path / "state.json").read_text()) | {key: value}
+    (path / "state.json").write_text(json.dumps(content))
+    if (key, value) == ("step", "10"):
+        assert read_checkpoint(path).state.step == 10
+        return
+    with raises_line(CheckpointError, "state.json is damaged", key):
+        read_checkpoint(path)
+
+
+def test_the_best_of_two_copies_is_one_of_them(tmp_path: Path) -> None:
+    catalog = Catalog(Location.of(tmp_path))
+    shutil.copytree(write(catalog, 10, 2.5).path, tmp_path / "checkpoints" / "step=00000020")
+    best = catalog.best()
+    assert best is not None
+    assert best.state.step == 10
+
+
+def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path, raises_line) -> None:
+    path = write(Catalog(Location.of(tmp_path)), 10)
+    hashes = json.loads((path / "hashes.json").read_text())
+    del hashes["model.safetensors"]
+    (path / "hashes.json").write_text(json.dumps(hashes))
+    with (
+        raises_line(CheckpointError, r"hashes.json lacks model.safetensors"),
+        read_checkpoint(path).files(),
+    ):
+        pass
 
 
 def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import (
     MODEL_FILE,
     HostCopy,
+    check_model_size,
     load_model,
     load_optimizer,
 )
@@ -205,6 +207,33 @@ def test_a_moment_that_is_missing_is_named(
     save_file(moments, tmp_path / OPTIM_FILE)
     with raises_line(CheckpointError, "ln_f.bias/exp_avg_sq"):
         load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))
+
+
+def test_moments_of_a_file_that_is_not_listed_are_not_read(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
+) -> None:
+    model, optimizer = trained
+    save_state(tmp_path, model, optimizer)
+    others = {name: tensor + 1 for name, tensor in load_file(tmp_path / OPTIM_FILE).items()}
+    save_file(others, tmp_path / "optim-00009.safetensors")
+    loaded = build_optimizer(model, OptimSection())
+    load_optimizer(tmp_path, model, loaded, {MODEL_FILE, OPTIM_FILE})
+    for parameter in model.parameters():
+        for key, tensor in optimizer.state[parameter].items():
+            assert torch.equal(loaded.state[parameter][key], tensor), key
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_layers": 10**9}, {"embd_size": 10**9}, {"vocab_size": 10**12}, {"seq_len": 1}]
+)
+def test_a_model_of_another_size_is_refused_before_it_is_made(
+    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], sizes: dict[str, int], raises_line
+) -> None:
+    save_state(tmp_path, *trained)
+    shape = trained[0].shape
+    check_model_size(tmp_path, shape)
+    with raises_line(CheckpointError, MODEL_FILE, f"{shape.num_parameters} parameters"):
+        check_model_size(tmp_path, replace(shape, **sizes))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not tensors at all", "half"])

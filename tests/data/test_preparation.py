@@ -192,6 +192,20 @@ def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, rai
     assert files(out) == left
 
 
+@pytest.mark.parametrize("content", [b"", b'{"task": 0, "docu', b"5", b'{"shards": []}', b"\xff"])
+def test_a_task_with_a_torn_result_is_done_again(
+    tmp_path: Path, source: str, content: bytes
+) -> None:
+    whole = prepare_here([source], tmp_path / "whole", "bytes")
+    encoding, out = load_tokenizer("bytes"), tmp_path / "out"
+    plan = make_plan([source], encoding)
+    start(out, plan, encoding)
+    run_task(out, plan, 0)
+    (out / "unfinished" / "00000.json").write_bytes(content)
+    assert prepare_here([source], out, "bytes") == whole
+    assert files(out) == files(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("damage", [missing, cut_off])
 def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: Damage) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")

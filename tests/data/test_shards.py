@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -140,7 +141,6 @@ def test_shards_without_a_manifest_are_no_dataset(tmp_path: Path, raises_line) -
         ('"tokens": 100', '"tokens": 101'),
         ('"vocab_size": 257', '"vocab_size": 300'),
         ("train-00000.parquet", "train-00001.parquet"),
-        ('"split": "val"', '"split": "train"'),
     ],
 )
 def test_an_edited_manifest_is_refused(tmp_path: Path, old: str, new: str, raises_line) -> None:
@@ -156,11 +156,59 @@ def test_a_manifest_with_a_hash_that_is_none_is_refused(tmp_path: Path, raises_l
     write_dataset(tmp_path / "d", train=[100])
     path = tmp_path / "d" / MANIFEST_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "manifest_hash": None}))
-    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of None"):
+    with raises_line(DataError, MANIFEST_FILE, "was changed", "instead of 'None'"):
         read_manifest(tmp_path / "d")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "3", "{}", '{"format_version": 1}', "{\n\n"])
+def restated(manifest: Path, changed: dict[str, object]) -> None:
+    """Change a manifest, or its first shard, and let its hash agree, as one who means harm would."""
+    content = json.loads(manifest.read_text())
+    content["shards"][0] |= {k: v for k, v in changed.items() if k in content["shards"][0]}
+    content |= {k: v for k, v in changed.items() if k in content}
+    kept = {k: v for k, v in content.items() if k not in ("source", "manifest_hash")}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    content["manifest_hash"] = hashlib.sha256(text.encode()).hexdigest()
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"row_group_tokens": 0}, "row_group_tokens: Input should be greater than or equal to 1"),
+        ({"row_group_tokens": -5}, "row_group_tokens"),
+        ({"split": "val"}, "the train split has no shards"),
+        ({"tokens": -1}, "shards: 0: tokens"),
+        ({"tokens": 10**15}, "more than 16777216"),
+        ({"tokens": 10**30}, "shards: 0: tokens"),
+        ({"path": "../../outside"}, "shards: 0: path"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"dtype": "uint32"}, "do not fit vocab_size=257"),
+        ({"eot_token": 257}, "do not fit vocab_size=257"),
+        ({"source": {"sources": 5}}, "source has no lists of texts"),
+    ],
+)
+def test_a_manifest_of_impossible_sizes_is_refused(
+    tmp_path: Path, changed: dict[str, object], words: str, raises_line
+) -> None:
+    write_dataset(tmp_path / "d", train=[100])
+    restated(tmp_path / "d" / MANIFEST_FILE, changed)
+    with raises_line(DataError, MANIFEST_FILE, words):
+        read_manifest(tmp_path / "d")
+
+
+def test_a_row_group_of_another_size_than_the_manifest_says_is_refused(
+    tmp_path: Path, raises_line
+) -> None:
+    write_dataset(tmp_path / "d", train=[100])
+    restated(tmp_path / "d" / MANIFEST_FILE, {"row_group_tokens": 40})
+    manifest = read_manifest(tmp_path / "d")
+    with raises_line(DataError, "uint16 (33,) in row group 0", "expected uint16 (40,)"):
+        read_row_group(tmp_path / "d", manifest, manifest.shards[0], 0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "3", "{}", '{"format_version": 1}', "{\n\n", "[" * 20_000]
+)
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
     (tmp_path / "d" / MANIFEST_FILE).write_text(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,33 @@ def test_an_unknown_tokenizer_is_named_with_those_there_are(raises_line) -> None
         load_tokenizer("gpt3")
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"name": "bytes", "ranks": 3}'])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("pattern", "", "matches empty text"),
+        ("pattern", "x*", "matches empty text"),
+        ("pattern", "(", "position"),
+        ("special_tokens", {}, f"no {EOT}"),
+        ("special_tokens", {EOT: 255}, "not different numbers"),
+        ("special_tokens", {EOT: 10**9}, "not different numbers"),
+        ("special_tokens", {EOT: -1}, "not different numbers"),
+        ("special_tokens", {EOT: "256"}, "not different numbers"),
+        ("ranks", [], "256 bytes"),
+        ("ranks", [["AA==", 0], ["AA==", 1]], "twice"),
+    ],
+)
+def test_a_tokenizer_whose_parts_do_not_fit_is_refused(
+    tmp_path: Path, key: str, value: object, words: str, raises_line
+) -> None:
+    content = json.loads(tokenizer_json(load_tokenizer("bytes"))) | {key: value}
+    (tmp_path / TOKENIZER_FILE).write_text(json.dumps(content))
+    with raises_line(DataError, TOKENIZER_FILE, words):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "{}", '{"name": "bytes", "ranks": 3}', "[" * 20_000]
+)
 def test_a_damaged_carried_tokenizer_is_refused(
     tmp_path: Path, content: str | None, raises_line
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape

@@ -19,7 +19,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.reader import read_sequences
@@ -426,3 +427,32 @@ def test_lm_eval_runs_on_an_export(exported: tuple[GPT, Path], tmp_path: Path) -
     found = json.loads(results.read_text())["results"]["sentences"]
     assert 0 <= found["acc,none"] <= 1
     assert re.search(r"\|sentences\|", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"n_layer": float("inf")}, "is damaged"),
+        ({"n_embd": float("nan")}, "is damaged"),
+        ({"n_layer": 10**9}, "num_layers=1000000000"),
+        (dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 2.0), "a dropout of 2.0"),
+        (
+            dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float("nan")),
+            "dropout of nan",
+        ),
+    ],
+)
+def test_a_configuration_of_impossible_values_is_refused(
+    hf: Path, refused: Refused, changed: dict[str, Any], words: str
+) -> None:
+    path = hf / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert words in refused("import", hf)
+
+
+def test_weights_that_claim_a_large_model_are_refused_before_it_is_made(
+    hf: Path, refused: Refused
+) -> None:
+    wide = {name: torch.zeros(1, 10**6) for name in ("wte.weight", "wpe.weight")}
+    save_file({**wide, "h.0.ln_1.bias": torch.zeros(1)}, hf / "model.safetensors")
+    assert "h.0.attn.c_attn.bias missing" in refused("import", hf / "model.safetensors")

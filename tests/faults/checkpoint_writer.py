@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.config.schema import OptimSection

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog, CheckpointState
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPT, GPTShape

@@ -12,6 +12,7 @@ from raytrain_gpt.errors import StorageError
 from raytrain_gpt.format import eval_line
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import (
+    METRICS_FILE,
     Row,
     RunFiles,
     log_text,
@@ -205,3 +206,49 @@ def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> No
         s3.start()
     sync.push()
     assert read_rows(RunSync(run_dir).pull().work_dir) == [train_row(1), train_row(2)]
+
+
+DAMAGED_LINES = [
+    b'{"step": 2, "train/l\xefss": 0.5}',
+    b"5",
+    b"null",
+    b"\x00" * 64,
+    b"[" * 20_000,
+    b'{"train/loss": 0.5}',
+    b'{"step": "2", "train/loss": 0.5}',
+    b'{"step": 2, "step": 3, "train/loss": 0.5}',
+    b'{"step": 2, "train/loss": "0.5"}',
+    b'{"step": 2, "train/loss": NaN}',
+    b'{"step": 2, "train/loss": 0.5, "perf/step_time_s": 1e200}',
+    b'{"step": 2, "event": "start", "time": "now"}',
+    b'{"step": 2, "event": "start"}',
+    b'{"step": 2, "event": "rollback", "time": 1.0}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES, ids=range(len(DAMAGED_LINES)))
+def test_a_damaged_row_is_left_out_and_comes_back_from_a_checkpoint(
+    tmp_path: Path, line: bytes
+) -> None:
+    RunFiles(tmp_path, 0, []).add_rows([train_row(1), train_row(2), train_row(3)])
+    path = tmp_path / METRICS_FILE
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = line
+    path.write_bytes(b"\n".join(lines))
+    told: list[str] = []
+    assert read_rows(tmp_path, told.append) == [train_row(1), train_row(3)]
+    assert len(told) == 1
+    assert f"1 damaged of 3 rows of {path}" in told[0]
+    resumed = RunFiles(tmp_path, 3, [train_row(2)])
+    assert resumed.left_out == told
+    assert read_rows(tmp_path, pytest.fail) == [train_row(1), train_row(2), train_row(3)]
+
+
+def test_a_row_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "train/loss": 1.0}\n{"step": 2, "trai')
+    assert read_rows(tmp_path, pytest.fail) == [train_row(1)]
+
+
+def test_damaged_samples_are_read_as_far_as_they_are_text(tmp_path: Path) -> None:
+    (tmp_path / "samples.txt").write_bytes(b"=== step 2 ===\n0: 't\xffwo'\n=== step 3 ===\nthree\n")
+    assert read_samples(tmp_path) == [(2, "0: 't\N{REPLACEMENT CHARACTER}wo'"), (3, "three")]

@@ -1,7 +1,8 @@
-"""The `runs` command finds a run by its name in a storage, by its path, and by its URL."""
+"""The `runs` command finds a run by its name, path or URL, and shows what of it is not damaged."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.tracking.runs import find_run
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE, read_tracking
+from raytrain_gpt.tracking.report import RunStory
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
+from raytrain_gpt.tracking.runs import find_run, runs_command
+from raytrain_gpt.tracking.summary import run_facts
+from raytrain_gpt.tracking.sync import RunSync
 
 
 def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path: Path) -> None:
@@ -25,3 +30,34 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
     (Location.of(tmp_path) / "known" / CONFIG_FILE).write_text(Config().to_yaml())
     with pytest.raises(CheckpointError, match=r"no run other in .*; runs there: known"):
         find_run("other", Location.of(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"model: \xef", b"- 1", b"model: 5", b"train: {max_steps: x}"])
+def test_a_damaged_configuration_is_told_and_the_run_is_shown(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / CONFIG_FILE).write_bytes(content)
+    (tmp_path / "run" / METRICS_FILE).write_text('{"step": 1, "train/loss": 2.0}\n')
+    for action in ("list", "show", "report"):
+        lines: list[str] = []
+        names = [] if action == "list" else ["run"]
+        runs_command(action, names, Location.of(tmp_path), True, lines.append)
+        assert f"left out: the configuration of {tmp_path / 'run'}: " in lines[0]
+    assert run_facts(RunStory(RunSync(Location.of(tmp_path / "run"))))["train_loss"] == 2.0
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    for name in ("damaged", "whole"):
+        (Location.of(tmp_path) / name / CONFIG_FILE).write_text(Config().to_yaml())
+    (tmp_path / "damaged" / METRICS_FILE).mkdir()
+    lines: list[str] = []
+    runs_command("list", [], Location.of(tmp_path), True, lines.append)
+    assert lines[0].startswith(f"left out: run {tmp_path / 'damaged'}: ")
+    assert [run["run"] for run in json.loads(lines[-1])["runs"]] == ["whole"]
+
+
+@pytest.mark.parametrize("content", [b"", b"5", b'{"uri": "a"}', b"\xff"])
+def test_a_damaged_identity_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / TRACKING_FILE).write_bytes(content)
+    assert read_tracking(Location.of(tmp_path)) == {}

@@ -152,6 +152,19 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     ]
 
 
+@pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])
+def test_damaged_ranges_are_told_and_the_checkpoints_count(run: Location, content: str) -> None:
+    (run / SKIPPED_FILE).write_text(content)
+    lines: list[str] = []
+    rollback = Rollback(run, skip_before=5, log=lines.append)
+    path = run / "checkpoints" / "step=00000030"
+    resumed = Checkpoint(path, replace(state(30), skipped_batches=((3, 7),)), 0)
+    rollback.read_skipped(resumed)
+    assert rollback.skipped == ((3, 7),)
+    assert len(lines) == 1
+    assert SKIPPED_FILE in lines[0]
+
+
 def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorder: Any) -> None:
     rollback = Rollback(run, skip_before=50, log=print)
     position = replace(state(20), next_batch=23)

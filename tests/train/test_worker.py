@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import is_evaluated
+from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.train import worker as worker_module

@@ -1,0 +1,71 @@
+"""What a checkpoint knows besides tensors: the content of `state.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from raytrain_gpt.data.order import Skipped
+
+STATE_VERSION = 3
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The content of `state.json`.
+
+    Attributes:
+        step: Updates done.
+        next_batch: Position in the data: the global batch that the next update reads.
+        order_hash: Rolling hash of the data delivered so far.
+        val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
+        config: The resolved configuration, section -> field -> value.
+        manifest_hash, vocab_hash: Identify the dataset and the tokenizer.
+        num_workers: World size that wrote it.
+        skipped_batches: Ranges of global batches left out after loss spikes.
+        loss_scale: fp16's factor and the steps since it changed; None: another precision.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    step: _Count
+    next_batch: _Count
+    order_hash: str
+    val_loss: float | None
+    tokens_seen: _Count
+    config: dict[str, dict[str, Any]]
+    manifest_hash: str
+    vocab_hash: str
+    vocab_size: _Count
+    order_version: int
+    num_workers: _Count
+    skipped_batches: Skipped = ()
+    loss_scale: tuple[float, int] | None = None
+    state_version: int = STATE_VERSION
+
+    @property
+    def evaluates_async(self) -> bool:
+        """Whether the run that wrote it evaluates asynchronously."""
+        return bool(self.config.get("eval", {}).get("eval_mode") == "async")
+
+    @property
+    def is_evaluated_async(self) -> bool:
+        """Whether that run evaluates this step, and asynchronously."""
+        if not self.evaluates_async:
+            return False
+        every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
+        return is_evaluated(self.step, every, last)
+
+
+def parse_state(content: dict[str, Any]) -> CheckpointState:
+    """The state; raises a ValueError if the content is of other types."""
+    return TypeAdapter(CheckpointState).validate_python(content)
+
+
+def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:
+    """Whether a run evaluates after a step: every `eval_every_steps`, and after the last one."""
+    return step % eval_every_steps == 0 or step == max_steps

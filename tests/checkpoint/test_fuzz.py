@@ -1,0 +1,107 @@
+"""Damaged and hostile checkpoints: used as they are, or refused in one line, soon and in little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, STATE_FILE, Catalog
+from raytrain_gpt.checkpoint.evaluation_result import (
+    EVALUATION_FILE,
+    EvaluationResult,
+    write_evaluation_result,
+)
+from raytrain_gpt.core.state import MODEL_FILE
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE
+from raytrain_gpt.evaluate.inference import open_checkpoint, sample_checkpoint
+from raytrain_gpt.export.model_card import model_card
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.runs import runs_command
+from tests.export.test_huggingface import write_checkpoint
+from tests.fuzz import Damage, damages, works_or_says_why
+
+FILES = (
+    STATE_FILE,
+    STATE_FILE,
+    HASHES_FILE,
+    TOKENIZER_FILE,
+    MODEL_FILE,
+    ROWS_FILE,
+    EVALUATION_FILE,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory with one evaluated checkpoint, and a whole copy of it beside the run."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    write_checkpoint(Location.of(run))
+    (run / "config.yaml").write_text("run: {run_name: run}\n")
+    whole = run / "checkpoints" / "step=00000020"
+    state = json.loads((whole / STATE_FILE).read_text())
+    state["config"]["eval"] |= {"eval_mode": "async", "eval_every_steps": 10}
+    (whole / STATE_FILE).write_text(json.dumps(state))
+    rehash(whole)
+    (checkpoint,) = Catalog(Location.of(run)).complete()
+    evaluated = EvaluationResult({"step": 20, "val/loss": 2.5}, "0: 'a'")
+    write_evaluation_result(Location.of(whole), checkpoint.hash, evaluated)
+    shutil.copytree(whole, run.parent / "whole")
+    return run
+
+
+def rehash(directory: Path) -> None:
+    """Make hashes.json agree with the files, as one who means harm would."""
+    hashes = json.loads((directory / HASHES_FILE).read_text())
+    for name in hashes:
+        content = (directory / name).read_bytes()
+        hashes[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / HASHES_FILE).write_text(json.dumps(hashes))
+
+
+def damaged(name: str, content: bytes, damage: Damage) -> bytes:
+    """The content with the damage; of tensors it is the JSON header that is changed."""
+    if name != MODEL_FILE:
+        return damage(content)
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = damage(content[8:end])
+    return len(header).to_bytes(8, "little") + header + content[end:]
+
+
+@given(name=st.sampled_from(FILES), damage=damages(), hostile=st.booleans())
+def test_a_damaged_checkpoint_is_used_or_refused(
+    run: Path, name: str, damage: Damage, hostile: bool
+) -> None:
+    directory, whole, started = (
+        run / "checkpoints" / "step=00000020",
+        run.parent / "whole",
+        time.monotonic(),
+    )
+    for file in FILES:
+        shutil.copyfile(whole / file, directory / file)
+    (directory / name).write_bytes(damaged(name, (whole / name).read_bytes(), damage))
+    if hostile and name not in (HASHES_FILE, EVALUATION_FILE):
+        rehash(directory)
+    works_or_says_why(
+        lambda: sample_checkpoint(directory, "Hello, é", print, num_samples=1, max_new_tokens=1)
+    )
+    works_or_says_why(lambda: card(directory))
+    works_or_says_why(lambda: Catalog(Location.of(run)).newest_good(print))
+    for checkpoint in Catalog(Location.of(run)).complete():
+        assert all("step" in row for row in checkpoint.rows())
+    for action in ("list", "checkpoints"):
+        runs_command(action, ["run"], Location.of(run.parent), True, lambda line: None)
+    assert time.monotonic() - started < 5
+
+
+def card(directory: Path) -> str:
+    """The model card of an export."""
+    checkpoint, config, model, tokenizer, _ = open_checkpoint(directory, torch.device("cpu"))
+    return model_card(checkpoint, config, tokenizer.name, model.shape, "fp32")

@@ -1,0 +1,99 @@
+"""Damaged and hostile datasets: read as they are, refused in one line, or prepared again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_gpt.data.describe import describe_dataset
+from raytrain_gpt.data.mixture import check_val_split, read_mixture
+from raytrain_gpt.data.preparation import start
+from raytrain_gpt.data.prepare_plan import make_plan
+from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
+from raytrain_gpt.data.stats import count_dataset
+from raytrain_gpt.data.tokenize import run_task
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    encode_document,
+    load_tokenizer,
+    read_tokenizer,
+)
+from raytrain_gpt.data.verify import check_shards, check_tokenizer
+from raytrain_gpt.storage.location import Location
+from tests.data.shard_tools import prepare_here, write_dataset, write_jsonl
+from tests.fuzz import Damage, damage_file, damages, works_or_says_why
+
+FILES = (MANIFEST_FILE, MANIFEST_FILE, TOKENIZER_FILE, "train-00000.parquet")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data") / "whole"
+    write_dataset(directory, train=[100, 33])
+    return directory
+
+
+def restate_hash(manifest: Path) -> None:
+    """Make a manifest's hash agree with what it says, as one who means harm would."""
+    try:
+        content = json.loads(manifest.read_bytes())
+        kept = {k: v for k, v in content.items() if k not in ("source", "manifest_hash")}
+    except (ValueError, AttributeError, RecursionError):
+        return
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    content["manifest_hash"] = hashlib.sha256(text.encode()).hexdigest()
+    manifest.write_text(json.dumps(content))
+
+
+@given(name=st.sampled_from(FILES), damage=damages(), hostile=st.booleans())
+def test_a_damaged_dataset_is_read_or_refused(
+    whole: Path, name: str, damage: Damage, hostile: bool
+) -> None:
+    started, directory = time.monotonic(), whole.parent / "damaged"
+    shutil.copytree(whole, directory, dirs_exist_ok=True)
+    damage_file(directory / name, (whole / name).read_bytes(), damage)
+    if hostile:
+        restate_hash(directory / MANIFEST_FILE)
+    place = Location.of(directory)
+
+    def train() -> None:
+        mixture = read_mixture([(place, Fraction(1))])
+        check_val_split(mixture, 8)
+        mixture.order(2, 8, 1)
+        for split in ("train", "val"):
+            mixture.read(split, 8, np.arange(sum(mixture.num_sequences(split, 8))))
+
+    def verify() -> None:
+        manifest = read_manifest(place)
+        check_tokenizer(place, manifest)
+        check_shards(place, manifest, content=True)
+
+    works_or_says_why(train)
+    works_or_says_why(verify)
+    works_or_says_why(lambda: encode_document(read_tokenizer(place), "Hello, é 日本"))
+    works_or_says_why(lambda: describe_dataset(place, read_manifest(place), lambda line: None))
+    works_or_says_why(lambda: count_dataset(place, read_manifest(place), lambda done, total: None))
+    assert time.monotonic() - started < 5
+
+
+@settings(max_examples=max(settings().max_examples // 4, 1))
+@given(damage=damages())
+def test_the_part_of_a_damaged_result_is_done_again(whole: Path, damage: Damage) -> None:
+    out, encoding = whole.parent / "out", load_tokenizer("bytes")
+    shutil.rmtree(out, ignore_errors=True)
+    source = write_jsonl(whole.parent / "a.jsonl", [f"document {i}" for i in range(300)])
+    plan = make_plan([source], encoding)
+    start(out, plan, encoding)
+    run_task(out, plan, 0)
+    note = out / "unfinished" / "00000.json"
+    damage_file(note, note.read_bytes(), damage)
+    works_or_says_why(lambda: prepare_here([source], out, "bytes"))

@@ -1,0 +1,105 @@
+"""Damaged files of a run: `runs list`, `show`, `report` and a resumed run read what is right of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE, read_tracking
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    RunFiles,
+    read_rows,
+)
+from raytrain_gpt.tracking.runs import runs_command
+from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from tests.fuzz import Damage, damage_file, damages, works_or_says_why
+from tests.tracking.test_report import (
+    attempt,
+    checkpoint,
+    eval_row,
+    make_run,
+    start,
+    step_row,
+    steps,
+)
+
+USE = TimeUse(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"matmul": 0.2},
+              [{"name": "mm", "kind": "matmul", "time_s": 0.1, "calls": 4}])  # fmt: skip
+ROWS = [
+    attempt(0, 1.0),
+    start("start", 0, 2.0, device="cpu"),
+    *steps(4),
+    start("spike", 4, 3.0, loss=9.0, loss_zscore=7.0, grad_norm=2.0),
+    start("rollback", 4, 4.0, to_step=2, first_batch=2, stop_batch=5),
+    checkpoint(4, 5.0),
+    start("rolled_back", 4, 6.0),
+    attempt(2, 7.0, "b", lost_steps=2),
+    start("resume", 2, 8.0),
+    *(step_row(step, train__loss=None) for step in (5, 6)),
+    {**eval_row(6, 3.0), "val/loss/web": 3.0, "val/tokens": 4096},
+    {**start("profile", 6, 9.0, trace="profile/a.json.gz"), **asdict(USE)},
+    start("failed", 6, 10.0, error="OSError: no space"),
+]
+FILES = (METRICS_FILE, METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, TRACKING_FILE)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage with a run that is damaged and one that is not."""
+    storage = tmp_path_factory.mktemp("runs")
+    for name in ("damaged", "other"):
+        make_run(storage / name, ROWS, {2: ["one", "two"], 6: ["three"]}, checkpoint=4)
+        identity = {"uri": "sqlite:///mlflow.db", "identity": "a"}
+        (storage / name / TRACKING_FILE).write_text(json.dumps(identity))
+    return storage
+
+
+def say_nothing(line: str) -> None:
+    """Takes the lines."""
+
+
+def damaged(whole: Path, name: str, damage: Damage) -> Path:
+    """The run with one file damaged, all others whole."""
+    run = whole / "damaged"
+    for file in FILES:
+        shutil.copyfile(whole / "other" / file, run / file)
+    damage_file(run / name, (whole / "other" / name).read_bytes(), damage)
+    return run
+
+
+@given(name=st.sampled_from(FILES), damage=damages())
+def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> None:
+    run, started = damaged(whole, name, damage), time.monotonic()
+    lines: list[str] = []
+    runs_command("list", [], Location.of(whole), True, lines.append)
+    listed = json.loads(lines[-1])["runs"]
+    assert [one["run"] for one in listed] == ["damaged", "other"]
+    assert works_or_says_why(
+        lambda: runs_command("show", ["damaged"], Location.of(whole), True, say_nothing)
+    ) is None  # fmt: skip
+    read_tracking(Location.of(run))
+    # A resumed run: what a checkpoint holds is there again, and its file is whole.
+    resumed = RunFiles(run, 3, ROWS, [])
+    assert {row["step"] for row in resumed.kept_rows if "train/loss" in row} >= {1, 2, 3}
+    assert read_rows(run, pytest.fail) == resumed.kept_rows
+    assert time.monotonic() - started < 5
+
+
+@settings(max_examples=max(settings().max_examples // 12, 1))
+@given(name=st.sampled_from(FILES[1:4]), damage=damages())
+def test_reports_are_written(whole: Path, name: str, damage: Damage) -> None:
+    damaged(whole, name, damage)
+    started = time.monotonic()
+    runs_command("report", ["damaged"], Location.of(whole), False, say_nothing)
+    assert time.monotonic() - started < 5
