@@ -4,6 +4,7 @@
 # make test-tools    the doctor, the notebook, security
 # make test-models   HellaSwag, async evaluation, weights in and out, sharding, profiles, benchmarks
 # make test-serve    serving over HTTP, with a browser
+# make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks: format, lint, types, test-fast, then
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 SLOW := sweeps or tools or models or serve or faults or cluster
 
 .PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
-.PHONY: wheel check format lint types clean
+.PHONY: test-chaos wheel check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -31,6 +32,9 @@ test-fast: $(INSTALLED)
 
 test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTALLED)
 	$(BIN)/pytest -rs -m $(@:test-%=%)
+
+test-chaos: $(INSTALLED)
+	$(BIN)/python -m tests.faults.chaos
 
 # One session, so that one cluster, its data and its reference runs are made once.
 test-shared: $(INSTALLED)

@@ -142,13 +142,18 @@ class Seen:
 
     Attributes:
         listening: (process, address) of every port that its processes listened on.
-        token: The file that Ray made.
+        ray_modes: Mode of every directory that Ray's files were below.
+        ray_logs: What Ray had written before the end.
+        ray_left: What of Ray's files was there after it.
+        token: The file that was made.
     """
 
     listening: list[tuple[str, str]]
     output: str
     run_dir: Path
-    ray_dir: Path
+    ray_modes: list[int]
+    ray_logs: list[bytes]
+    ray_left: list[Path]
     token: Path
 
 
@@ -180,12 +185,15 @@ def seen(
             if "| loss" in line and any("MLflow" in said for said in lines):
                 break
         listening = list(listening_on(psutil.Process(run.pid)))
+        modes = [path.stat().st_mode & 0o777 for path in ray_dir.iterdir()]
+        logs = [path.read_bytes() for path in ray_dir.glob("**/logs/**/*.*") if path.is_file()]
         run.send_signal(signal.SIGTERM)
         rest, _ = run.communicate(timeout=120)
         output = "".join(lines) + rest
         assert run.returncode == 130, output
         run_dir = Path(config.run.storage_path, "own")
-        yield Seen(listening, output, run_dir, ray_dir, home / ".ray" / "auth_token")
+        left = list(ray_dir.iterdir())
+        yield Seen(listening, output, run_dir, modes, logs, left, home / ".ray" / "auth_token")
     finally:
         run.kill()
         tracker.shutdown()
@@ -215,6 +223,12 @@ def test_a_cluster_of_our_own_listens_on_this_machine_alone(seen: Seen) -> None:
 
 
 @pytest.mark.tools
+def test_a_cluster_of_our_own_is_private_and_leaves_nothing(seen: Seen) -> None:
+    assert seen.ray_modes == [0o700]
+    assert seen.ray_left == []
+
+
+@pytest.mark.tools
 def test_the_token_that_ray_makes_is_for_its_user_alone(seen: Seen) -> None:
     assert len(seen.token.read_text()) >= 32
     assert seen.token.stat().st_mode & 0o777 == 0o600
@@ -229,11 +243,9 @@ def test_no_secret_is_printed_or_written(seen: Seen) -> None:
     written = [path for path in seen.run_dir.rglob("*") if path.is_file()]
     names = {path.name for path in written}
     assert names >= {"config.yaml", "metrics.jsonl", "log.txt", "report.html", "state.json"}
-    ray_logs = [path for path in seen.ray_dir.glob("**/logs/**/*.*") if path.is_file()]
-    assert ray_logs
-    for path in [*written, *ray_logs]:
-        content = path.read_bytes()
-        assert not [secret for secret in secrets if secret.encode() in content], path
+    assert seen.ray_logs
+    for content in [*(path.read_bytes() for path in written), *seen.ray_logs]:
+        assert not [secret for secret in secrets if secret.encode() in content], content
 
 
 @pytest.mark.tools
