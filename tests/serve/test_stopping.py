@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, HASHES_FILE, STATE_FILE
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, HASHES_FILE
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.core.state import MODEL_FILE
+from tests.faults.gates import wait_until
+from tests.serve.checkpoints import write_checkpoint
 from tests.serve.conftest import MAX_BATCH, WITHIN_S, Server
 
 pytestmark = pytest.mark.serve
@@ -40,26 +44,22 @@ class Reading(threading.Thread):
                 self.began.set()
 
 
-def hold_follower(run_dir: Path, tmp_path: Path) -> int:
-    """A checkpoint at which whoever looks at the run waits until what is returned is closed."""
-    directory = tmp_path / "step=99999999"
-    directory.mkdir()
-    (directory / HASHES_FILE).write_text("{}")
-    os.mkfifo(directory / STATE_FILE)
-    place = directory.rename(run_dir / CHECKPOINTS_DIR / directory.name)
-    opened: list[int] = []
-    opening = threading.Thread(
-        target=lambda: opened.append(os.open(place / STATE_FILE, os.O_WRONLY)), daemon=True
-    )
-    opening.start()  # it is open when the other side is
-    opening.join(WITHIN_S)
-    return opened[0]
+def hold_follower(server: Server, tmp_path: Path) -> None:
+    """The best checkpoint of the run, which takes minutes to verify: a file of 1 TB without content."""
+    whole = write_checkpoint(tmp_path / "run", step=99_999_999, val_loss=0.0)
+    hashes = json.loads((whole / HASHES_FILE).read_text())
+    hashes[MODEL_FILE]["bytes"] = 2**40
+    (whole / HASHES_FILE).write_text(json.dumps(hashes))
+    os.truncate(whole / MODEL_FILE, 2**40)
+    place = whole.rename(server.run_dir / CHECKPOINTS_DIR / whole.name)
+    files = psutil.Process(server.process.pid).open_files
+    wait_until(lambda: str(place / MODEL_FILE) in {file.path for file in files()}, "the look")
 
 
 def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
     """Also while it looks at the run, as for a swap that takes long."""
     step, length = server.facts()["step"], 1000
-    held = hold_follower(server.run_dir, tmp_path)
+    hold_follower(server, tmp_path)
     options = {"temperature": 0.3, "seed": 3}
     body = {"prompt": "a", "n": MAX_BATCH, "max_tokens": length, "stream": True, **options}
     reading = Reading(server, body)
@@ -77,6 +77,5 @@ def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_
     first = "".join(choice["text"] for choice in choices if choice["index"] == 0)
     assert first == server.alone(step, b"a", drawn).decode("utf-8", "replace")
     assert server.ended() == 130
-    os.close(held)
     assert server.output.endswith("stopped\n")
     assert "Traceback" not in server.output
