@@ -27,7 +27,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState, parse_state
 from raytrain_gpt.checkpoint.evaluation_result import (
@@ -46,7 +48,7 @@ HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 _NAME = re.compile(r"step=\d{8,}")
-_FILE = re.compile(r"\w[\w.-]{,99}", re.ASCII)
+_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
@@ -146,8 +148,11 @@ class Checkpoint:
 class FileEntry:
     """Size and SHA-256 (hex) of a file of a checkpoint."""
 
-    size_bytes: int
+    size_bytes: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
     sha256: str
+
+
+_HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
@@ -161,10 +166,10 @@ def read_checkpoint(path: Location) -> Checkpoint:
     hashes = _read_hashes(path)
     content = _read_json(path / STATE_FILE)
     try:
-        if int(content["state_version"]) > STATE_VERSION:
+        if (version := int(content["state_version"])) > STATE_VERSION:
             raise NewerVersion(
-                f"checkpoint {path} has state version {content['state_version']!r}, this raytrain-gpt "
-                f"reads {STATE_VERSION}; upgrade raytrain-gpt"
+                f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
+                "upgrade raytrain-gpt"
             )
         state = parse_state(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
@@ -191,13 +196,11 @@ def _read_json(path: Location) -> dict[str, Any]:
 
 def _read_hashes(path: Location) -> dict[str, FileEntry]:
     try:
-        entries = _read_json(path / HASHES_FILE).items()
-        for name, _ in entries:
-            if not _FILE.fullmatch(name):  # files() downloads to these names
-                raise ValueError(f"{name!r} is not a plain file name")
-        return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
+        return _HASHES.validate_python(_read_json(path / HASHES_FILE))
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {HASHES_FILE} is damaged ({reason(error)})"
+        ) from None
 
 
 class Draft:
