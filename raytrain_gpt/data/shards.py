@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, Dtype, Tokens, token_dtype
 from raytrain_gpt.errors import DataError, reason
@@ -82,19 +82,12 @@ class Manifest(BaseModel):
         for split in SPLITS:
             if not self.split_shards(split):
                 raise ValueError(f"the {split} split has no shards")
-            num = sum(
-                -(-shard.tokens // self.row_group_tokens) for shard in self.split_shards(split)
+        if sum(shard.tokens for shard in self.shards) > _MAX_ROW_GROUPS * self.row_group_tokens:
+            raise ValueError(
+                f"row_group_tokens={self.row_group_tokens}: more than {_MAX_ROW_GROUPS} row groups"
             )
-            if num > _MAX_ROW_GROUPS:
-                raise ValueError(
-                    f"the {split} split has {num} row groups of {self.row_group_tokens} tokens, more than "
-                    f"{_MAX_ROW_GROUPS}"
-                )
-        listed = [self.source.get(name, []) for name in ("sources", "hub_commits")]
-        if not all(
-            isinstance(names, list) and all(isinstance(n, str) for n in names) for names in listed
-        ):
-            raise ValueError(f"source has no lists of texts: {listed}")
+        for name in ("sources", "hub_commits"):
+            TypeAdapter(list[str]).validate_python(self.source.get(name, []))
         return self
 
     @property
