@@ -76,19 +76,17 @@ def read_hf_config(directory: Path) -> GPTShape:
                     "can be imported"
                 )
         dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
-        shape = GPTShape(
+        dropout = dropouts.pop() if len(dropouts) == 1 else 0.0
+        if not 0 <= dropout < 1:
+            raise ValueError(f"a dropout of {dropout} is not in [0, 1)")
+        return GPTShape(
             num_layers=int(content["n_layer"]),
             num_heads=int(content["n_head"]),
             embd_size=int(content["n_embd"]),
             seq_len=int(content["n_positions"]),
             vocab_size=int(content["vocab_size"]),
-            dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,
+            dropout=dropout,
         )
-        if not 0 <= shape.dropout < 1:
-            raise CheckpointError(
-                f"{path} has a dropout of {shape.dropout}; set {', '.join(_DROPOUTS)} to 0 or more, below 1"
-            )
-        return shape
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
