@@ -38,7 +38,7 @@ from raytrain_gpt.checkpoint.evaluation_result import (
     read_evaluation_result,
 )
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.errors import CheckpointError, reason
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
@@ -164,8 +164,8 @@ def read_checkpoint(path: Location) -> Checkpoint:
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
     hashes = _read_hashes(path)
-    content = _read_json(path / STATE_FILE)
-    try:
+    with damage_as(CheckpointError, path / STATE_FILE):
+        content = parse_json((path / STATE_FILE).read_bytes())
         if (version := int(content["state_version"])) > STATE_VERSION:
             raise NewerVersion(
                 f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
@@ -178,29 +178,11 @@ def read_checkpoint(path: Location) -> Checkpoint:
         # Only where there may be one: in an object store each look costs a request.
         evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
         return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
-    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE_FILE} is damaged ({reason(error)})"
-        ) from None
-
-
-def _read_json(path: Location) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged")
-    return content
 
 
 def _read_hashes(path: Location) -> dict[str, FileEntry]:
-    try:
-        return _HASHES.validate_python(_read_json(path / HASHES_FILE))
-    except ValueError as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {HASHES_FILE} is damaged ({reason(error)})"
-        ) from None
+    with damage_as(CheckpointError, path / HASHES_FILE):
+        return _HASHES.validate_python(parse_json((path / HASHES_FILE).read_bytes()))
 
 
 class Draft:

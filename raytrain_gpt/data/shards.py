@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, Dtype, Tokens, token_dtype
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, damage_as, reason
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
@@ -270,7 +270,7 @@ def read_manifest(directory: Place) -> Manifest:
         raise DataError(
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )
-    try:
+    with damage_as(DataError, path, f"; {anew}"):
         content = parse_json(path.read_bytes())
         version = content["format_version"]
         if version != FORMAT_VERSION:
@@ -280,8 +280,6 @@ def read_manifest(directory: Place) -> Manifest:
             )
         stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"cannot read {path}: {reason(error)}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
             f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]!r}; "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
@@ -65,7 +65,11 @@ def read_hf_config(directory: Path) -> GPTShape:
         CheckpointError: `config.json` is missing or damaged, or not that of a plain GPT-2.
     """
     path = directory / HF_CONFIG_FILE
-    try:
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
+        )
+    with damage_as(CheckpointError, path):
         content = parse_json(path.read_bytes())
         mlp_sizes = (None, 4 * int(content.get("n_embd", 0)))
         for key, plain in {**_PLAIN, "n_inner": mlp_sizes}.items():
@@ -87,10 +91,3 @@ def read_hf_config(directory: Path) -> GPTShape:
             vocab_size=int(content["vocab_size"]),
             dropout=dropout,
         )
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is damaged ({what})") from None

@@ -239,9 +239,7 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
     """All attempts of a run, in order of time."""
     groups: list[list[Row]] = []
-    for event in sorted(
-        (row for row in rows if "event" in row), key=lambda row: row.get("time", 0.0)
-    ):
+    for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
         if event["event"] == "attempt":
             groups.append([])
         if groups:
