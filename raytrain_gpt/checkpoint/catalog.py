@@ -31,7 +31,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState, parse_state
+from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.evaluation_result import (
     EVALUATION_FILE,
     EvaluationResult,
@@ -152,6 +152,7 @@ class FileEntry:
     sha256: str
 
 
+_STATE = TypeAdapter(CheckpointState)
 _HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
@@ -171,7 +172,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
                 "upgrade raytrain-gpt"
             )
-        state = parse_state(content)
+        state = _STATE.validate_python(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
