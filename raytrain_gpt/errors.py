@@ -15,7 +15,9 @@ A message has the value, the limit and the way out, on one line.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 
 from raytrain_gpt.redact import printable
 
@@ -65,6 +67,18 @@ class Interrupted(RaytrainGptError):
     """The run was stopped by a signal, after saving a checkpoint."""
 
     exit_code = 130
+
+
+@contextlib.contextmanager
+def damage_as(kind: type[UserError], file: object, advice: str = "") -> Iterator[None]:
+    """Inside, whatever goes wrong while a file is read and interpreted is an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot read {file}: {reason(error)}{advice}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        kept = f"no {error}" if isinstance(error, KeyError) else reason(error)
+        raise kind(f"{file} is damaged ({kept}){advice}") from None
 
 
 def reason(error: Exception) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from raytrain_gpt.errors import reason
+from raytrain_gpt.errors import DataError, StorageError, damage_as, reason
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,23 @@ from raytrain_gpt.errors import reason
 )
 def test_a_reason_is_one_line_and_never_empty(error: Exception, said: str) -> None:
     assert reason(error) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file"), "cannot read a.json: No such file; make it anew"),
+        (KeyError("step"), "a.json is damaged (no 'step'); make it anew"),
+        (ValueError("not JSON"), "a.json is damaged (not JSON); make it anew"),
+        (OverflowError("too large"), "a.json is damaged (too large); make it anew"),
+    ],
+    ids=repr,
+)
+def test_whatever_is_wrong_with_a_file_names_it(error: Exception, said: str, raises_line) -> None:
+    with raises_line(DataError, said), damage_as(DataError, Path("a.json"), "; make it anew"):
+        raise error
+
+
+def test_an_error_that_says_more_than_damage_stays() -> None:
+    with pytest.raises(StorageError, match="away"), damage_as(DataError, "a.json"):
+        raise StorageError("away")

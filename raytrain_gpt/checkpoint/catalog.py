@@ -27,16 +27,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState, parse_state
+from pydantic import Field, TypeAdapter
+
+from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.evaluation_result import (
     EVALUATION_FILE,
     EvaluationResult,
     read_evaluation_result,
 )
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.errors import CheckpointError, reason
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
@@ -46,7 +48,7 @@ HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 _NAME = re.compile(r"step=\d{8,}")
-_FILE = re.compile(r"\w[\w.-]{,99}", re.ASCII)
+_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
@@ -146,8 +148,12 @@ class Checkpoint:
 class FileEntry:
     """Size and SHA-256 (hex) of a file of a checkpoint."""
 
-    size_bytes: int
+    size_bytes: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
     sha256: str
+
+
+_STATE = TypeAdapter(CheckpointState)
+_HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
@@ -159,45 +165,25 @@ def read_checkpoint(path: Location) -> Checkpoint:
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
     hashes = _read_hashes(path)
-    content = _read_json(path / STATE_FILE)
-    try:
-        if int(content["state_version"]) > STATE_VERSION:
+    with damage_as(CheckpointError, path / STATE_FILE):
+        content = parse_json((path / STATE_FILE).read_bytes())
+        if (version := int(content["state_version"])) > STATE_VERSION:
             raise NewerVersion(
-                f"checkpoint {path} has state version {content['state_version']!r}, this raytrain-gpt "
-                f"reads {STATE_VERSION}; upgrade raytrain-gpt"
+                f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
+                "upgrade raytrain-gpt"
             )
-        state = parse_state(content)
+        state = _STATE.validate_python(content)
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
         # Only where there may be one: in an object store each look costs a request.
         evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
         return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
-    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE_FILE} is damaged ({reason(error)})"
-        ) from None
-
-
-def _read_json(path: Location) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged")
-    return content
 
 
 def _read_hashes(path: Location) -> dict[str, FileEntry]:
-    try:
-        entries = _read_json(path / HASHES_FILE).items()
-        for name, _ in entries:
-            if not _FILE.fullmatch(name):  # files() downloads to these names
-                raise ValueError(f"{name!r} is not a plain file name")
-        return {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in entries}
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"checkpoint {path}: {HASHES_FILE} is damaged ({error})") from None
+    with damage_as(CheckpointError, path / HASHES_FILE):
+        return _HASHES.validate_python(parse_json((path / HASHES_FILE).read_bytes()))
 
 
 class Draft:

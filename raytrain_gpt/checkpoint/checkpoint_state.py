@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from raytrain_gpt.data.order import Skipped
 
@@ -59,11 +59,6 @@ class CheckpointState:
             return False
         every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]
         return is_evaluated(self.step, every, last)
-
-
-def parse_state(content: dict[str, Any]) -> CheckpointState:
-    """The state; raises a ValueError if the content is of other types."""
-    return TypeAdapter(CheckpointState).validate_python(content)
 
 
 def is_evaluated(step: int, eval_every_steps: int, max_steps: int) -> bool:

@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from raytrain_gpt.checkpoint.rows import is_row
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
@@ -40,11 +42,11 @@ def read_evaluation_result(directory: Location, checkpoint_hash: str) -> Evaluat
         content = parse_json((directory / EVALUATION_FILE).read_bytes())
         if content.pop("checkpoint_hash") != checkpoint_hash:
             return None
-        found = EvaluationResult(**content)
+        found = TypeAdapter(EvaluationResult).validate_python(content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     is_sound = found.row is None or (is_row(found.row) and "val/loss" in found.row)
-    return found if is_sound and isinstance(found.samples, str) else None
+    return found if is_sound else None
 
 
 def write_evaluation_result(

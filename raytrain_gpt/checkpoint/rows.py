@@ -6,43 +6,23 @@ on them: a training step has `train/loss`, an evaluation `val/loss`, an event `e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from raytrain_gpt.parsing import parse_json
 
-_TIME_LIMIT_S = 10**11
+_TEXTS = {"event", "session", "device", "trace", "data/order_hash"}
+_COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
+_COUNTS |= {"first_step", "num_steps", "data/tokens_seen", "val/tokens"}
+_COUNTS |= {"hellaswag/examples", "hellaswag/cut"}
+_SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
+_NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
+"""Numbers, as all other keys with a slash are."""
+_LIMIT = 1e100
+"""Sums of numbers below it are finite."""
+_TIME_LIMIT_S = 1e11
 """Unix seconds of the year 5138."""
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any, limit: float = 1e300) -> bool:
-    """Whether it is a number whose sums are finite, too, or null, which stands for one that is not finite."""
-    return value is None or (type(value) in (int, float) and abs(value) < limit)
-
-
-def _is_seconds(value: Any) -> bool:
-    return value is not None and _is_number(value, _TIME_LIMIT_S) and value >= 0
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "attempt", "num_workers", "lost_steps"), _is_count),
-    **dict.fromkeys(("to_step", "first_batch", "stop_batch"), _is_count),
-    **dict.fromkeys(("first_step", "num_steps", "data/tokens_seen", "val/tokens"), _is_count),
-    **dict.fromkeys(("hellaswag/examples", "hellaswag/cut"), _is_count),
-    **dict.fromkeys(("event", "session", "device", "trace", "data/order_hash"), _is_text),
-    **dict.fromkeys(("time", "lost_s", "perf/checkpoint_write_s"), _is_seconds),
-    **dict.fromkeys(("loss", "loss_zscore", "grad_norm", "grad_norm_zscore"), _is_number),
-}
-"""What the value of a key has to be, wherever it is; other keys with a slash have numbers."""
 _NEEDED = {
+    "attempt": ("time", "session", "lost_s"),
     "checkpoint": ("time", "perf/checkpoint_write_s"),
     "import": ("source",),
     "rollback": ("time", "to_step", "first_batch", "stop_batch"),
@@ -61,9 +41,16 @@ def is_row(value: Any) -> bool:
 
 
 def _is_right(key: str, value: Any) -> bool:
-    if check := _CHECKS.get(key):
-        return check(value)
-    return "/" not in key or _is_number(value, 1e15 if key.startswith("perf/") else 1e300)
+    if key in _TEXTS:
+        return isinstance(value, str)
+    if key in _COUNTS:
+        return type(value) is int and 0 <= value < 2**53
+    is_number = type(value) in (int, float)
+    if key in _SECONDS:
+        return is_number and 0 <= value < _TIME_LIMIT_S
+    if key in _NUMBERS or "/" in key:  # null stands for a number that is not finite
+        return value is None or (is_number and abs(value) < _LIMIT)
+    return True
 
 
 def parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:

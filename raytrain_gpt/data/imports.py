@@ -114,9 +114,8 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
         }[version]
         shape, _, dtype = read_header(file)
     except (ValueError, KeyError, TokenError) as error:
-        why = reason(error)
         raise DataError(
-            f"source {path} is not a .npy file of numbers: {why}; recreate it"
+            f"source {path} is not a .npy file of numbers: {reason(error)}; recreate it"
         ) from None
     if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(

@@ -40,8 +40,6 @@ _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
 
-_COUNTS = ("task", "documents", "tokens", "text_bytes", "duplicates")
-
 NoteSuffix = Literal[".hashes", ".json"]
 
 
@@ -67,11 +65,10 @@ def read_result(directory: Place, task: int) -> dict[str, Any] | None:
         result: dict[str, Any] = parse_json(file.read_bytes())
         shards = [Shard.model_validate(shard) for shard in result["shards"]]
         BadDocuments(None).merge(result["bad"])
-        if not all(type(result[name]) is int for name in _COUNTS) or result["task"] != task:
-            return None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_done = result["task"] == task and all(_is_whole(directory, shard) for shard in shards)
+    except (ValueError, KeyError, TypeError):
         return None  # cut off by a crash, or damaged
-    return result if all(_is_whole(directory, shard) for shard in shards) else None
+    return result if is_done else None
 
 
 def write_result(
@@ -251,15 +248,12 @@ def _compare_with_before(directory: Location, manifest: Manifest, log: Log | Non
         content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
     except FileNotFoundError:
         return
-    try:
-        before = parse_json(content)
-        hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
-        if before["manifest_hash"] == manifest.hash:
-            return
-    except (ValueError, KeyError, TypeError):
-        hashes = {}
+    before = json.loads(content)  # the manifest that was read when the repair began
+    if before["manifest_hash"] == manifest.hash:
+        return
     (directory / MANIFEST_BEFORE_FILE).write_bytes(content)
     if log:
+        hashes = {shard["path"]: shard["sha256"] for shard in before["shards"]}
         changed = [
             shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
         ]

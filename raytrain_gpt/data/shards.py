@@ -23,10 +23,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, Dtype, Tokens, token_dtype
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, damage_as, reason
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
@@ -82,19 +82,12 @@ class Manifest(BaseModel):
         for split in SPLITS:
             if not self.split_shards(split):
                 raise ValueError(f"the {split} split has no shards")
-            num = sum(
-                -(-shard.tokens // self.row_group_tokens) for shard in self.split_shards(split)
+        if sum(shard.tokens for shard in self.shards) > _MAX_ROW_GROUPS * self.row_group_tokens:
+            raise ValueError(
+                f"row_group_tokens={self.row_group_tokens}: more than {_MAX_ROW_GROUPS} row groups"
             )
-            if num > _MAX_ROW_GROUPS:
-                raise ValueError(
-                    f"the {split} split has {num} row groups of {self.row_group_tokens} tokens, more than "
-                    f"{_MAX_ROW_GROUPS}"
-                )
-        listed = [self.source.get(name, []) for name in ("sources", "hub_commits")]
-        if not all(
-            isinstance(names, list) and all(isinstance(n, str) for n in names) for names in listed
-        ):
-            raise ValueError(f"source has no lists of texts: {listed}")
+        for name in ("sources", "hub_commits"):
+            TypeAdapter(list[str]).validate_python(self.source.get(name, []))
         return self
 
     @property
@@ -277,7 +270,7 @@ def read_manifest(directory: Place) -> Manifest:
         raise DataError(
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"
         )
-    try:
+    with damage_as(DataError, path, f"; {anew}"):
         content = parse_json(path.read_bytes())
         version = content["format_version"]
         if version != FORMAT_VERSION:
@@ -287,8 +280,6 @@ def read_manifest(directory: Place) -> Manifest:
             )
         stated = str(content.pop("manifest_hash"))
         manifest = Manifest.model_validate(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"cannot read {path}: {reason(error)}; {anew}") from None
     if manifest.hash != stated:
         raise DataError(
             f"{path} was changed: its content has hash {manifest.hash[:12]} instead of {stated[:12]!r}; "

@@ -20,7 +20,7 @@ import regex  # type: ignore[import-untyped]
 import tiktoken
 from numpy.typing import NDArray
 
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place
 
@@ -155,14 +155,10 @@ def read_tokenizer(directory: Place) -> tiktoken.Encoding:
         DataError: `tokenizer.json` is missing or damaged.
     """
     path = Location.of(directory) / TOKENIZER_FILE
-    try:
+    advice = "; repeat the command that prepared the dataset, or use another checkpoint"
+    with damage_as(DataError, f"tokenizer {path}", advice):
         content = parse_json(path.read_bytes())
         ranks = {base64.b64decode(token): rank for token, rank in content["ranks"]}
         if len(ranks) < len(content["ranks"]):
             raise ValueError("it has a token twice")
         return make_encoding(content["name"], content["pattern"], ranks, content["special_tokens"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"cannot read tokenizer {path}: {error}; repeat the command that prepared the dataset, or "
-            "use another checkpoint"
-        ) from None

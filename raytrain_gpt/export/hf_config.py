@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
@@ -65,7 +65,11 @@ def read_hf_config(directory: Path) -> GPTShape:
         CheckpointError: `config.json` is missing or damaged, or not that of a plain GPT-2.
     """
     path = directory / HF_CONFIG_FILE
-    try:
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
+        )
+    with damage_as(CheckpointError, path):
         content = parse_json(path.read_bytes())
         mlp_sizes = (None, 4 * int(content.get("n_embd", 0)))
         for key, plain in {**_PLAIN, "n_inner": mlp_sizes}.items():
@@ -76,23 +80,14 @@ def read_hf_config(directory: Path) -> GPTShape:
                     "can be imported"
                 )
         dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
-        shape = GPTShape(
+        dropout = dropouts.pop() if len(dropouts) == 1 else 0.0
+        if not 0 <= dropout < 1:
+            raise ValueError(f"a dropout of {dropout} is not in [0, 1)")
+        return GPTShape(
             num_layers=int(content["n_layer"]),
             num_heads=int(content["n_head"]),
             embd_size=int(content["n_embd"]),
             seq_len=int(content["n_positions"]),
             vocab_size=int(content["vocab_size"]),
-            dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,
+            dropout=dropout,
         )
-        if not 0 <= shape.dropout < 1:
-            raise CheckpointError(
-                f"{path} has a dropout of {shape.dropout}; set {', '.join(_DROPOUTS)} to 0 or more, below 1"
-            )
-        return shape
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no {HF_CONFIG_FILE}; give a Hugging Face directory, or a file of weights"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is damaged ({what})") from None

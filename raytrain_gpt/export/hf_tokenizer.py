@@ -22,7 +22,7 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
 from raytrain_gpt.data.tokenizer import EOT, MAX_TOKEN_BYTES, load_tokenizer, make_encoding
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.parsing import parse_json
 
 HF_TOKENIZER_FILE = "tokenizer.json"
@@ -172,30 +172,29 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
     path = directory / HF_TOKENIZER_FILE
     # The format before `tokenizer.json`.
     vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
-    try:
-        if path.is_file():
-            content = parse_json(path.read_bytes())
-        elif vocabulary.is_file() and merges.is_file():
-            path = vocabulary
-            content = _content_of(vocabulary.read_text("utf-8"), merges.read_text("utf-8"))
-        else:
+    if not path.is_file():
+        if not (vocabulary.is_file() and merges.is_file()):
             return None
-        special, ranks = _special(content), _ranks(content)
-        ids = [*ranks.values(), *special.values()]
-        if len(set(ids)) != len(ids):
-            raise _Unsupported("two of its tokens have the same id")
-        found = _pattern(content["pre_tokenizer"])
-        if found is None and any(len(token) > 1 for token in ranks):
-            raise _Unsupported("its pre_tokenizer has no pattern")
-        name, pattern = _own_name(directory, found) or _known_name(ranks, found)
-        return make_encoding(name, pattern, ranks, special)
+        path = vocabulary
+    try:
+        with damage_as(DataError, f"tokenizer {path}"):
+            if path == vocabulary:
+                content = _content_of(vocabulary.read_text("utf-8"), merges.read_text("utf-8"))
+            else:
+                content = parse_json(path.read_bytes())
+            special, ranks = _special(content), _ranks(content)
+            ids = [*ranks.values(), *special.values()]
+            if len(set(ids)) != len(ids):
+                raise _Unsupported("two of its tokens have the same id")
+            found = _pattern(content["pre_tokenizer"])
+            if found is None and any(len(token) > 1 for token in ranks):
+                raise _Unsupported("its pre_tokenizer has no pattern")
+            name, pattern = _own_name(directory, found) or _known_name(ranks, found)
+            return make_encoding(name, pattern, ranks, special)
     except _Unsupported as error:
         raise DataError(
             f"tokenizer {path} is not supported ({error}); name one with the same ids with --tokenizer"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"tokenizer {path} is damaged ({what})") from None
 
 
 class _Unsupported(Exception):

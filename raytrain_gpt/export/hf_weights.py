@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.parsing import parse_json
 
 HF_WEIGHTS_FILE = "model.safetensors"
@@ -66,12 +66,10 @@ def find_hf_weights(path: Path) -> list[Path]:
             return [path / name]
         index = path / f"{name}.index.json"
         if index.is_file():
-            try:
+            with damage_as(CheckpointError, index):
                 names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
                 if any(Path(name).name != name for name in names):
                     raise ValueError("it names a file outside the directory")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged ({error})") from None
             return [path / name for name in names]
     raise CheckpointError(f"{path} has neither {HF_WEIGHTS_FILE} nor {_PICKLED_FILE}")
 

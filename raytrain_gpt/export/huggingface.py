@@ -27,7 +27,7 @@ from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
-from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, reason
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer
@@ -251,7 +251,6 @@ def _staging(place: Location) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as directory:
             yield Path(directory)
     except (OSError, SafetensorError) as error:
-        what = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"cannot write {place}: {what}; free space, or set another --out"
+            f"cannot write {place}: {reason(error)}; free space, or set another --out"
         ) from None

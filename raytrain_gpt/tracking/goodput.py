@@ -179,7 +179,7 @@ def goodput(rows: list[Row]) -> Goodput:
     restarts_s = not_running_s = 0.0
     for before, after in pairwise(attempts):
         waited_s = after.row["time"] - before.end_s
-        if before.row.get("session") == after.row.get("session"):
+        if before.row["session"] == after.row["session"]:
             restarts_s += waited_s
         else:
             not_running_s += waited_s
@@ -239,9 +239,7 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
     """All attempts of a run, in order of time."""
     groups: list[list[Row]] = []
-    for event in sorted(
-        (row for row in rows if "event" in row), key=lambda row: row.get("time", 0.0)
-    ):
+    for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
         if event["event"] == "attempt":
             groups.append([])
         if groups:
@@ -253,12 +251,12 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
         begin, after = events[0], attempts[-1].row if attempts else None
         first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)
         kept = range(begin["step"] + 1, until + 1) if first_step else range(0)
-        end_s = (end or events[-1]).get("time", 0.0)
+        end_s = (end or events[-1])["time"]
         if end is None and first_step is not None:
             kept_rows = [row for row in rows if row["step"] in kept]
             busy_s = _total(kept_rows, "perf/step_time_s") + _total(kept_rows, "perf/eval_s")
             busy_s += _total(events, "perf/checkpoint_blocked_s")
-            lost_s = after.get("lost_s", 0.0) if after else 0.0
+            lost_s = after["lost_s"] if after else 0.0
             end_s = max(end_s, first_step["time"] + busy_s + lost_s)
         if after is not None:
             end_s = min(end_s, after["time"])

@@ -59,7 +59,7 @@ class RunStory:
         self.rows = [row for row in rows if "train/loss" in row]
         # An async evaluation comes when it is done, which may be behind later ones.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
-        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r.get("time", 0.0))
+        self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
         profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]

@@ -193,10 +193,8 @@ class Attempt:
     def _watch_start(self, now: float) -> None:
         if self._hung or now - self._begun_at < START_WITHIN_S:
             return
-        num_started, world_size = (
-            len(ray.get(self.recorder.ranks.remote())),
-            self.spec.plan.world_size,
-        )
+        num_started = len(ray.get(self.recorder.ranks.remote()))
+        world_size = self.spec.plan.world_size
         if num_started < world_size:
             self._hung = True
             self.log(f"{num_started} of {world_size} workers started within {START_WITHIN_S:g} s")

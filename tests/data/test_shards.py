@@ -178,13 +178,13 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
         ({"row_group_tokens": -5}, "row_group_tokens"),
         ({"split": "val"}, "the train split has no shards"),
         ({"tokens": -1}, "shards: 0: tokens"),
-        ({"tokens": 10**15}, "more than 16777216"),
+        ({"tokens": 10**15}, "more than 16777216 row groups"),
         ({"tokens": 10**30}, "shards: 0: tokens"),
         ({"path": "../../outside"}, "shards: 0: path"),
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"dtype": "uint32"}, "do not fit vocab_size=257"),
         ({"eot_token": 257}, "do not fit vocab_size=257"),
-        ({"source": {"sources": 5}}, "source has no lists of texts"),
+        ({"source": {"sources": 5}}, "should be a valid list"),
     ],
 )
 def test_a_manifest_of_impossible_sizes_is_refused(
