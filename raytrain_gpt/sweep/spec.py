@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
-from raytrain_gpt.config.schema import FIELDS, Config, Strict, suggestion
+from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
+from raytrain_gpt.config.schema import FIELDS, Config, Strict, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
 from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
@@ -185,9 +185,7 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
     Raises:
         ConfigError: the file is missing, not YAML, or asks for something impossible.
     """
-    raw = read_yaml(path, "sweep")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} has no keys; expected {', '.join(Sweep.model_fields)}")
+    raw = read_mapping(path, "sweep", Sweep.model_fields)
     empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}
     raw = {"sweep_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
     base = raw.get("base")
@@ -200,24 +198,14 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
             raise ConfigError(f"unknown configuration key {name} on the command line{hint}")
         if isinstance(fields, dict):
             fields[name] = None if text == "null" else text
+    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
+
+    def unknown(key: str) -> str:
+        name = key.rpartition(".")[2]
+        hint = "; it belongs below overrides or space" if name in FIELDS else ""
+        return f"unknown key {name}{hint or suggestion(name, fields)}"
+
     try:
         return Sweep.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_line(error, path)) from None
-
-
-def _line(error: ValidationError, path: Path) -> str:
-    """One line for the first error; a misspelt key goes before the key that is missing then."""
-    errors = error.errors()
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
-    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
-    name = next((key for key in reversed(first["loc"]) if isinstance(key, str)), "a key")
-    if first["type"] == "extra_forbidden":
-        hint = "; it belongs below overrides or space" if name in FIELDS else ""
-        return f"unknown key {name} in {path}{hint or suggestion(name, fields)}"
-    hint = f" ({fields[name].description})" if name in fields else ""
-    if first["type"] == "missing":
-        return f"{path} has no {name}{hint}"
-    return f"{name}={first['input']!r} in {path}: {first['msg']}{hint}"
+        raise ConfigError(f"{path}: {refusal(error, fields, unknown)}") from None
