@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.schema import FIELDS, Config, Strict, refusal, suggestion
@@ -131,19 +131,13 @@ class Sweep(Strict):
     searcher: Literal["random", "optuna"] = "random"
     """random: grids and draws, known in advance; optuna: values chosen from earlier trials' losses."""
 
-    @field_validator("overrides", mode="before")
+    @field_validator("overrides", "space", mode="before")
     @classmethod
-    def _known_values(cls, raw: Any) -> Any:
+    def _known_fields(cls, raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, Mapping):
-            raise ValueError(f"overrides are field: value, not {raw!r}")
-        return {name: field_value(str(name), value) for name, value in raw.items()}
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _known_domains(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            raise ValueError(f"space is field: domain, not {raw!r}")
-        return {name: parse_domain(str(name), domain) for name, domain in raw.items()}
+            raise ValueError(f"{info.field_name} has no fields below it: {raw!r}")
+        read = field_value if info.field_name == "overrides" else parse_domain
+        return {name: read(str(name), value) for name, value in raw.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Sweep:
@@ -193,9 +187,6 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
     for name, text in flags.items():
         fields = raw if name in SWEEP_FLAGS else raw.setdefault("overrides", {})
-        if name not in SWEEP_FLAGS and name not in FIELDS:
-            hint = suggestion(name, [*SWEEP_FLAGS, *FIELDS])
-            raise ConfigError(f"unknown configuration key {name} on the command line{hint}")
         if isinstance(fields, dict):
             fields[name] = None if text == "null" else text
     fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
