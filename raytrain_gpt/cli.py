@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from raytrain_gpt import __version__
 from raytrain_gpt.commands import cluster, data, inference, train
 from raytrain_gpt.config.schema import suggestion
-from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError
+from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
 from raytrain_gpt.redact import printable
 
 _NO_USABLE_PATH = {
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(130)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_USABLE_PATH:
-            what = f"{error.filename or error}: {os.strerror(error.errno or 0)}"
+            what = f"{error.filename or 'a path'}: {reason(error)}"
             _complain(f"error: cannot use {what}; give access to it, or another path")
             sys.exit(UserError.exit_code)
         _complain(traceback.format_exc().rstrip())

@@ -101,6 +101,4 @@ def data(options: DataOptions) -> None:
 
 
 def _train_line(directory: str) -> str:
-    return (
-        f"next: {shell('raytrain-gpt', 'train', '--data_path', directory, '--run_name', 'my-run')}"
-    )
+    return f"next: {shell('raytrain-gpt', 'train', '--data_path', directory)} --run_name my-run"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import types
 import typing
@@ -82,8 +81,8 @@ class ConfigOptions(Options):
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
         given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
-        flags = [(f"--{name}", "null" if v is None else v) for name, v in given.items()]
-        return shell("raytrain-gpt", "train", *itertools.chain(*flags))
+        flags = [f"--{name} {shell('null' if v is None else v)}" for name, v in given.items()]
+        return " ".join(["raytrain-gpt train", *flags])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from raytrain_gpt.config.schema import EvalSection, Strict, suggestion
+from raytrain_gpt.config.schema import EvalSection, Strict, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 
 
@@ -24,14 +24,12 @@ class Options(Strict):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first, fields = error.errors()[0], type(self).model_fields
-            name = str(first["loc"][0])
-            if name not in fields:
-                near = suggestion(name, fields)
-                raise ConfigError(f"unknown option {name}{near}; use {', '.join(fields)}") from None
-            message = first["msg"].replace("Input should be", "must be")
-            hint = (fields[name].description or "").rstrip(".")
-            raise ConfigError(f"{name}={first['input']}: {message} ({hint})") from None
+            fields = type(self).model_fields
+
+            def unknown(name: str) -> str:
+                return f"unknown option {name}{suggestion(name, fields)}; use {', '.join(fields)}"
+
+            raise ConfigError(refusal(error, fields, unknown)) from None
 
 
 _EVALUATION: dict[str, Any] = EvalSection.model_fields

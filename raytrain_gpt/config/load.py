@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,24 +41,24 @@ def load_config_file(path: Path) -> Config:
     Raises:
         ConfigError: it is missing, not YAML, or has unknown keys or impossible values.
     """
-    tree = read_yaml(path, "configuration")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} has no sections; expected {', '.join(Config.model_fields)}")
-    return parse_config(tree, str(path))
+    return parse_config(read_mapping(path, "configuration", Config.model_fields), str(path))
 
 
-def read_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file; `what` it should be is for the message.
+def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
+    """The content of a YAML file; `what` it should be, and the `keys` it may have, are for the message.
 
     Raises:
-        ConfigError: it is missing, or not YAML that `parse_yaml` reads.
+        ConfigError: it is missing, not YAML that `parse_yaml` reads, or no mapping.
     """
     try:
-        return parse_yaml(regular(path).read_text("utf-8"))
+        content = parse_yaml(regular(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML that can be read: {reason(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} has no keys; expected {', '.join(keys)}")
+    return content
 
 
 def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:

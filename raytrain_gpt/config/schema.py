@@ -9,11 +9,20 @@ a small GPT that trains on a laptop; every preset states what it changes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -37,10 +46,20 @@ class Strict(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _in_64_bits(cls, value: Any) -> Any:
-        if isinstance(value, int) and abs(value) >= 2**63:
+    def _in_64_bits(cls, value: Any, info: ValidationInfo) -> Any:
+        # Seeds are hashed, so they may have any size where their field does not limit them.
+        if isinstance(value, int) and abs(value) >= 2**63 and info.field_name != "seed":
             raise PydanticCustomError("64_bits", "Input should be less than 2**63")
         return value
+
+
+def _not_below_1(value: Any) -> Any:
+    if isinstance(value, int) and value < 1:
+        raise PydanticCustomError("below_1", "Input should be 1 or more, or auto")
+    return value
+
+
+CountOrAuto = Annotated[int | Literal["auto"], AfterValidator(_not_below_1)]
 
 
 class _SafeSection(Strict):
@@ -123,7 +142,7 @@ class TrainSection(Strict):
     """Optimizer steps of the whole run; raise it to extend a finished run."""
     global_batch_tokens: int = Field(4096, ge=1, le=2**40)
     """Tokens per optimizer step over all workers; a multiple of seq_len."""
-    micro_batch_sequences: Annotated[int | Literal["auto"], SAFE] = 16
+    micro_batch_sequences: Annotated[CountOrAuto, SAFE] = 16
     """Sequences per worker in one forward pass; auto: as many as fit in memory."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on GPUs that support it, else fp32 (with TF32 on GPUs); fp16 uses loss scaling."""
@@ -152,15 +171,6 @@ class TrainSection(Strict):
                 f"profile_steps={self.profile_steps} after the first {STEPS_BEFORE_PROFILE} steps is "
                 f"beyond max_steps={self.max_steps}; set profile_steps to at most {at_most}, or "
                 f"max_steps to {self.profile_steps + STEPS_BEFORE_PROFILE} or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _micro_batch_counts(self) -> TrainSection:
-        micro = self.micro_batch_sequences
-        if isinstance(micro, int) and micro < 1:
-            raise ValueError(
-                f"micro_batch_sequences={micro} is below 1; set micro_batch_sequences to 1 or more, or auto"
             )
         return self
 
@@ -206,9 +216,9 @@ class EvalSection(_SafeSection):
 class ClusterSection(_SafeSection):
     """What the run asks of Ray."""
 
-    num_workers: int | Literal["auto"] = "auto"
+    num_workers: CountOrAuto = "auto"
     """Training processes, one per GPU; auto: one for every GPU of the cluster, or 1 without GPUs."""
-    min_workers: int | None = None
+    min_workers: int | None = Field(None, ge=1)
     """Continue with as few workers as this while the cluster has no more; null: num_workers."""
     resize_after_s: float = Field(60.0, ge=0)
     """Scale up after more capacity has been available this long (seconds)."""
@@ -216,7 +226,7 @@ class ClusterSection(_SafeSection):
     """Train on GPUs; auto: if the cluster has any."""
     gpus_per_worker: float = Field(1.0, gt=0, le=1)
     """GPUs per worker; below 1 only with one worker, so that trials can share a GPU."""
-    cpus_per_worker: int | Literal["auto"] = "auto"
+    cpus_per_worker: CountOrAuto = "auto"
     """CPUs and torch threads per worker; auto: a share of this machine's cores (1 on a given cluster)."""
     max_failures: int = Field(3, ge=0)
     """Restarts in a row without progress before the run gives up."""
@@ -227,10 +237,6 @@ class ClusterSection(_SafeSection):
 
     @model_validator(mode="after")
     def _counts(self) -> ClusterSection:
-        for name in ("num_workers", "cpus_per_worker", "min_workers"):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name}={value} is below 1; set {name} to 1 or more")
         if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
             raise ValueError(
                 f"gpus_per_worker={self.gpus_per_worker:g} puts {self.num_workers} workers on one GPU, "
@@ -387,34 +393,45 @@ def parse_config(tree: Mapping[str, Any], where: str) -> Config:
 
 
 def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT:
+    def unknown(path: str) -> str:
+        name = path.rpartition(".")[2]
+        hint = suggestion(name, [*FIELDS, *Config.model_fields])
+        if name in FIELDS:
+            hint = f"; it belongs to section {FIELDS[name][0]}"
+        return f"unknown configuration key {path} in {where}{hint or '; see: raytrain-gpt train --help'}"
+
     tree = {section: {} if fields is None else fields for section, fields in tree.items()}
-    for section, fields in tree.items():
-        if section not in Config.model_fields:
-            raise ConfigError(f"unknown configuration key {section} in {where}{_unknown(section)}")
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"section {section} in {where} has no keys below it: {fields!r}")
-        for name in fields:
-            if name not in FIELDS or FIELDS[name][0] != section:
-                raise ConfigError(
-                    f"unknown configuration key {section}.{name} in {where}{_unknown(name)}"
-                )
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "value_error":
-            raise ConfigError(message) from None
-        name = next((str(p) for p in reversed(first["loc"]) if p in FIELDS), str(first["loc"]))
-        hint = FIELDS[name][1].description if name in FIELDS else ""
-        raise ConfigError(f"{name}={first['input']!r}: {message} ({hint})") from None
+        known = {name: field for name, (_, field) in FIELDS.items()}
+        raise ConfigError(refusal(error, known, unknown)) from None
 
 
-def _unknown(name: str) -> str:
-    if name in FIELDS:
-        return f"; it belongs to section {FIELDS[name][0]}"
-    hint = suggestion(str(name), [*FIELDS, *Config.model_fields])  # YAML keys may be numbers
-    return hint or "; see: raytrain-gpt train --help"
+def refusal(
+    error: ValidationError, fields: Mapping[str, FieldInfo], unknown: Callable[[str], str]
+) -> str:
+    """One line for the first value that is refused; a misspelt key goes before one that is missing then.
+
+    Args:
+        fields: Those that a value may belong to; its description is the way out.
+        unknown: What is said of a key that there is not, by its path: `section.name`.
+    """
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] in ("extra_forbidden", "invalid_key")), errors[0])
+    kind, path = first["type"], first["loc"]
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if kind in ("extra_forbidden", "invalid_key"):
+        return unknown(".".join(map(str, path)))
+    if kind == "value_error":
+        return message
+    name = str(next((key for key in reversed(path) if key in fields), path[-1]))
+    hint = f" ({fields[name].description})" if name in fields else ""
+    return (
+        f"{name} is missing{hint}"
+        if kind == "missing"
+        else f"{name}={first['input']!r}: {message}{hint}"
+    )
 
 
 SAFE_ON_RESUME = frozenset(

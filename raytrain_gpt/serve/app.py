@@ -143,8 +143,8 @@ class _Interface:
         self._arriving.append(limit)
         if len(self._arriving) > MAX_ARRIVING_BODIES:
             oldest = self._arriving.popleft()
-            if (at := oldest.when()) is not None and not oldest.expired():
-                oldest.reschedule(at - BODY_WITHIN_S + HURRIED_BODY_WITHIN_S)
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time() + HURRIED_BODY_WITHIN_S)
 
     def _facts(self, weights: Weights) -> dict[str, Any]:
         shape = weights.model.shape

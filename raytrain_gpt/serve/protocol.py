@@ -127,9 +127,6 @@ def parse_request(body: bytes) -> CompletionRequest:
     try:
         from_json(text := body.decode("utf-8"), allow_inf_nan=False)  # no NaN, no half characters
         content = parse_json(text)
-    except UnicodeDecodeError as error:
-        what = f"byte 0x{body[error.start]:02x} at offset {error.start}"
-        raise ApiError(400, f"the body is not UTF-8: {what}") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:_SHOWN_CHARACTERS]}") from None
     if not isinstance(content, dict):

@@ -24,7 +24,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
-from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted
+from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.serve.follow import Follower, best_usable, described
 from raytrain_gpt.serve.replica import Replica
@@ -112,9 +112,8 @@ def check_can_listen(options: ServeOptions) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, UnicodeError) as error:  # a name too long for the internet is a UnicodeError
-        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot listen on {host} port {port} ({why}); set another --port or --host"
+            f"cannot listen on {host} port {port} ({reason(error)}); set another --port or --host"
         ) from None
 
 

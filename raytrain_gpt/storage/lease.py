@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, reason
 from raytrain_gpt.format import Log
@@ -87,7 +87,7 @@ class Holder(BaseModel):
     token: str
     host: str
     machine: str
-    pid: int
+    pid: int = Field(gt=0, lt=2**31)
     process_started: int | None
     since: str
     beat: int
@@ -138,7 +138,7 @@ class Holder(BaseModel):
             os.kill(self.pid, 0)
         except PermissionError:  # another user's process
             return True
-        except (ProcessLookupError, OverflowError):
+        except ProcessLookupError:
             return False
         return True
 

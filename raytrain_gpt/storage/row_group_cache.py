@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -23,9 +22,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
 
 IN_USE_S = 3600.0
 """Seconds after it was last read for which a dataset is not dropped."""
@@ -40,11 +41,10 @@ _USED_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Used:
+class _Used(BaseModel):
     """Bytes of all row groups, and when (seconds since 1970) they were counted one by one."""
 
-    num_bytes: int
+    num_bytes: int = Field(ge=0)
     counted: int
 
 
@@ -130,7 +130,7 @@ class RowGroupCache:
             try:
                 yield used
             finally:
-                after = json.dumps(asdict(used)).encode().ljust(_USED_BYTES)
+                after = used.model_dump_json().encode().ljust(_USED_BYTES)
                 if after != before:
                     os.pwrite(handle, after, 0)
         finally:
@@ -142,7 +142,7 @@ class RowGroupCache:
         for path in self.directory.glob(f"{UNFINISHED}*"):
             if now - path.stat().st_mtime > IN_USE_S:
                 path.unlink()
-        return _Used(sum(map(_num_bytes, self._datasets())), int(now))
+        return _Used(num_bytes=sum(map(_num_bytes, self._datasets())), counted=int(now))
 
     def _has_room(self, used: _Used, num_bytes: int) -> bool:
         """Whether this many more bytes fit, if need be after dropping datasets not in use."""
@@ -172,8 +172,8 @@ class RowGroupCache:
 
 def _parsed(content: bytes) -> _Used | None:
     try:
-        return _Used(**json.loads(content))
-    except (ValueError, TypeError):
+        return _Used.model_validate_json(content)
+    except ValidationError:
         return None  # new or damaged
 
 

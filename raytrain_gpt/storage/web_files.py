@@ -46,25 +46,16 @@ def check_address(url: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        possible = bool(parts.hostname) and "@" not in parts.netloc and parts.port != 0
     except ValueError:  # a password may contain characters that end the host part
+        possible = False
+    wrong = re.search(r"[^!-~]", url)
+    if wrong or not possible:
         shown = _shown(re.sub(r"(?<=://).*@", "", url, flags=re.DOTALL))
+        encoded = f", {quote(wrong[0], errors='replace')} for {wrong[0]!a}" if wrong else ""
         raise DataError(
-            f"{shown} is not a valid web address; use https://HOST:PORT/PATH without user and password"
-        ) from None
-    shown = _shown(re.sub(r"(?<=://)[^/?#]*@", "", url))
-    if "@" in parts.netloc:
-        raise DataError(
-            f"{shown} contains a user or password; remove them, or download the file and name it"
-        )
-    if not host:
-        raise DataError(f"{shown} has no host; use https://HOST/PATH")
-    if not host.isascii():
-        raise DataError(f"{shown} has a non-ASCII host; use its xn-- name")
-    if wrong := re.search(r"[^!-~]", url):
-        encoded = quote(wrong[0], errors="replace")
-        raise DataError(
-            f"{shown} has a character that is not allowed in an address; percent-encode it as {encoded}"
+            f"{shown} is not a valid web address; use https://HOST:PORT/PATH without user and password, "
+            f"percent-encoded{encoded} (a host by its xn-- name)"
         )
 
 

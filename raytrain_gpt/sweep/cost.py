@@ -53,11 +53,9 @@ def cost_lines(sweep: Sweep) -> list[str]:
         f"each trial: {trial_cpus(base)} CPUs ({c.num_workers} × {c.cpus_per_worker} for workers, "
         f"{DATA_CPUS} for data){gpus} | on this machine alone: {at_once} at once"
     )
-    full = count * sweep.budget_tokens
-    least = halved_tokens(sweep, count)
-    stops = (
-        "" if least == full else f"; {amount(least)} if all trials are stopped as early as possible"
-    )
+    full, least, stops = count * sweep.budget_tokens, halved_tokens(sweep, count), ""
+    if least < full:
+        stops = f"; {amount(least)} if all trials are stopped as early as possible"
     lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
     on_gpu = c.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from raytrain_gpt.config.load import load_config_file, load_preset, read_yaml
-from raytrain_gpt.config.schema import FIELDS, Config, Strict, suggestion
+from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
+from raytrain_gpt.config.schema import FIELDS, Config, Strict, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
 from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
@@ -131,19 +131,13 @@ class Sweep(Strict):
     searcher: Literal["random", "optuna"] = "random"
     """random: grids and draws, known in advance; optuna: values chosen from earlier trials' losses."""
 
-    @field_validator("overrides", mode="before")
+    @field_validator("overrides", "space", mode="before")
     @classmethod
-    def _known_values(cls, raw: Any) -> Any:
+    def _known_fields(cls, raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, Mapping):
-            raise ValueError(f"overrides are field: value, not {raw!r}")
-        return {name: field_value(str(name), value) for name, value in raw.items()}
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _known_domains(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            raise ValueError(f"space is field: domain, not {raw!r}")
-        return {name: parse_domain(str(name), domain) for name, domain in raw.items()}
+            raise ValueError(f"{info.field_name} has no fields below it: {raw!r}")
+        read = field_value if info.field_name == "overrides" else parse_domain
+        return {name: read(str(name), value) for name, value in raw.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Sweep:
@@ -185,9 +179,7 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
     Raises:
         ConfigError: the file is missing, not YAML, or asks for something impossible.
     """
-    raw = read_yaml(path, "sweep")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} has no keys; expected {', '.join(Sweep.model_fields)}")
+    raw = read_mapping(path, "sweep", Sweep.model_fields)
     empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}
     raw = {"sweep_name": path.stem} | {k: v for k, v in raw.items() if k not in empty}
     base = raw.get("base")
@@ -195,29 +187,16 @@ def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
         raw["base"] = {**base, "config": str((path.parent / base["config"]).absolute())}
     for name, text in flags.items():
         fields = raw if name in SWEEP_FLAGS else raw.setdefault("overrides", {})
-        if name not in SWEEP_FLAGS and name not in FIELDS:
-            hint = suggestion(name, [*SWEEP_FLAGS, *FIELDS])
-            raise ConfigError(f"unknown configuration key {name} on the command line{hint}")
         if isinstance(fields, dict):
             fields[name] = None if text == "null" else text
+    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
+
+    def unknown(key: str) -> str:
+        name = key.rpartition(".")[2]
+        hint = "; it belongs below overrides or space" if name in FIELDS else ""
+        return f"unknown key {name}{hint or suggestion(name, fields)}"
+
     try:
         return Sweep.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_line(error, path)) from None
-
-
-def _line(error: ValidationError, path: Path) -> str:
-    """One line for the first error; a misspelt key goes before the key that is missing then."""
-    errors = error.errors()
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
-    fields = {**Asha.model_fields, **Pbt.model_fields, **Base.model_fields, **Sweep.model_fields}
-    name = next((key for key in reversed(first["loc"]) if isinstance(key, str)), "a key")
-    if first["type"] == "extra_forbidden":
-        hint = "; it belongs below overrides or space" if name in FIELDS else ""
-        return f"unknown key {name} in {path}{hint or suggestion(name, fields)}"
-    hint = f" ({fields[name].description})" if name in fields else ""
-    if first["type"] == "missing":
-        return f"{path} has no {name}{hint}"
-    return f"{name}={first['input']!r} in {path}: {first['msg']}{hint}"
+        raise ConfigError(f"{path}: {refusal(error, fields, unknown)}") from None

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
 
 State = Literal["pending", "running", "finished", "stopped", "failed"]
 """`stopped`: by the sweep's scheduler, before its budget was used up."""

@@ -82,15 +82,14 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
     """
     if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is already a run; set another sweep_name")
-    file = directory / SWEEP_FILE
-    if not file.is_file():
+    if not (directory / SWEEP_FILE).is_file():
         return
     if not resume:
         raise ConfigError(
             f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
         )
-    before, now = _kept(file), sweep.model_dump(mode="json")
+    before, now = _kept(directory / SWEEP_FILE), sweep.model_dump(mode="json")
     changed = [
         f"{key} {before.get(key)} -> {now.get(key)}"
         for key in now

@@ -44,11 +44,11 @@ def test_flags_have_the_type_and_default_of_their_field() -> None:
 
 
 def test_a_wrong_value_is_one_line_with_the_limit_and_the_help(raises_line: RaisesLine) -> None:
-    with raises_line(ConfigError, "top_p=1.5: must be less than or equal to 1 (Sample from"):
+    with raises_line(ConfigError, "top_p='1.5': must be less than or equal to 1 (Sample from"):
         parsed(SampleOptions, "runs/a", "--top_p", "1.5")
-    with raises_line(ConfigError, "action=shew: must be 'list', 'show'"):
+    with raises_line(ConfigError, "action='shew': must be 'list', 'show'"):
         parsed(RunsOptions, "shew")
-    with raises_line(ConfigError, "seed=x: must be a valid integer"):
+    with raises_line(ConfigError, "seed='x': must be a valid integer"):
         SamplingOptions(seed="x")
     with raises_line(ConfigError, "unknown option top_q; did you mean top_p?", "temperature"):
         SamplingOptions(top_q=0.9)

@@ -204,7 +204,7 @@ def test_export_refuses_what_it_cannot_do(
     assert "not empty; set --out" in refused("export", run, "--out", taken)
     assert "not empty; set --out" in refused("export", run, "--out", taken / "file")
     assert "cannot write" in refused("export", run, "--out", taken / "file" / "below")
-    assert "dtype=fp8: must be 'fp32' or 'bf16'" in refused("export", run, "--dtype", "fp8")
+    assert "dtype='fp8': must be 'fp32' or 'bf16'" in refused("export", run, "--dtype", "fp8")
     assert "local directory" in refused("export", run, "--out", "s3://bucket/hf")
     assert "neither a checkpoint nor a run" in refused("export", tmp_path / "nowhere")
 

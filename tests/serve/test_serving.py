@@ -129,7 +129,7 @@ def test_the_official_client_is_answered(server: Server) -> None:
     ("body", "status", "words"),
     [
         (b'{"prompt": "a', 400, "not JSON"),
-        (b'{"prompt": "\xff\xfe"}', 400, "not UTF-8"),
+        (b'{"prompt": "\xff\xfe"}', 400, "not JSON: 'utf-8'"),
         (b'{"prompt": 5}', 400, "prompt must be"),
         (b'{"prompt": "a", "max_tokens": 5000}', 400, "above the context"),
         (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', 413, "above 1048576 bytes"),

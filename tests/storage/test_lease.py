@@ -329,6 +329,10 @@ def test_a_list_goes_by_the_time_of_the_last_beat(location: Location) -> None:
 
 
 DAMAGED = [b"", b"{", b"\xff\x00", b"[]", b'{"token": "t"}']
+DAMAGED += [
+    Holder.this_process("t").model_copy(update={"pid": pid}).to_text().encode()
+    for pid in (-1, 0, 2**40)
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)

@@ -179,7 +179,11 @@ def test_what_was_removed_by_hand_is_noticed(cache: RowGroupCache) -> None:
     assert counted > time.time() - RECOUNT_AFTER_S
 
 
-@pytest.mark.parametrize("written", ["", "{", "3", '{"num_bytes": 1}'])
+DAMAGED = ["", "{", "3", '{"num_bytes": 1}']
+DAMAGED += ['{"num_bytes": null, "counted": 1}', '{"num_bytes": -9999, "counted": 1}']
+
+
+@pytest.mark.parametrize("written", DAMAGED)
 def test_without_its_count_everything_is_counted(cache: RowGroupCache, written: str) -> None:
     fill(cache, range(5))
     (cache.directory / USED_FILE).write_text(written)

@@ -37,6 +37,9 @@ def test_events_come_back(history: History, tmp_path: Path) -> None:
     [
         (b'"report"', b'"rep\xeft"'),
         (b'"tokens_seen"', b'"tokens_sees"'),
+        (b'"tokens_seen": 10', b'"tokens_seen": null'),
+        (b'"objective": 2.5', b'"objective": "low"'),
+        (b'"values": {"peak_lr": 0.1}', b'"values": [0.1]'),
         (b'"trial": "000"', b'"trial": "000", "trial": "001"'),
         (b'{"event": "report"', b'["event": "report"'),
         (b'"event": "report"', b'"event": {}'),

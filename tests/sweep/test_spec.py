@@ -122,8 +122,8 @@ def test_flags_win_over_the_file(load: Load) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"num_trails": "3"}, ["num_trails", "command line", "did you mean num_trials?"]),
-        ({"grace_tokens": "3"}, ["grace_tokens", "command line"]),
+        ({"num_trails": "3"}, ["unknown configuration key num_trails"]),
+        ({"grace_tokens": "3"}, ["unknown configuration key grace_tokens"]),
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
         ({"weight_decay": "much"}, ["weight_decay='much'", "valid number"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
@@ -140,14 +140,14 @@ def test_a_wrong_flag_is_one_line(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"budget": 1}, ["unknown key budget in", "small.yaml", "did you mean budget_tokens?"]),
+        ({"budget": 1}, ["small.yaml", "unknown key budget;", "did you mean budget_tokens?"]),
         (
             {"budget_token": 1, "budget_tokens": None},
             ["unknown key budget_token", "did you mean budget_tokens?"],
         ),
         ({"peak_lr": 1}, ["unknown key peak_lr", "below overrides or space"]),
-        ({"budget_tokens": None}, ["small.yaml has no budget_tokens", "not stopped"]),
-        ({"base": None}, ["has no base"]),
+        ({"budget_tokens": None}, ["small.yaml", "budget_tokens is missing", "not stopped"]),
+        ({"base": None}, ["base is missing"]),
         ({"base": {}}, ["either preset or config"]),
         ({"base": {"preset": "quickstart", "config": "a.yaml"}}, ["either preset or config"]),
         ({"base": {"presett": "quickstart"}}, ["unknown key presett", "did you mean preset?"]),
@@ -161,7 +161,7 @@ def test_a_wrong_flag_is_one_line(
         ({"sweep_seed": -1}, ["sweep_seed=-1"]),
         ({"searcher": "grid"}, ["searcher='grid'", "'random' or 'optuna'"]),
         ({"max_concurrent_trials": 0}, ["max_concurrent_trials=0"]),
-        ({"overrides": ["peak_lr"]}, ["overrides are field: value", "peak_lr"]),
+        ({"overrides": ["peak_lr"]}, ["overrides has no fields", "peak_lr"]),
         ({"overrides": {"peek_lr": 1}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"overrides": {1: 1}}, ["unknown configuration key 1"]),
         ({"overrides": {"num_layers": "abc"}}, ["num_layers='abc'", "integer"]),
@@ -170,7 +170,7 @@ def test_a_wrong_flag_is_one_line(
         ({"space": None}, ["nothing is searched"]),
         ({"space": {}}, ["nothing is searched"]),
         ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["nothing is searched"]),
-        ({"space": "peak_lr"}, ["space is field: domain"]),
+        ({"space": "peak_lr"}, ["space has no fields"]),
         ({"space": {"model": {"num_layers": {"grid": [1]}}}}, ["unknown", "key model"]),
         ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
         ({"space": {"peak_lr": {"eval": "1"}}}, ["unknown domain eval of peak_lr"]),
@@ -285,7 +285,7 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
         ({}, ["scheduler={}", "kind"]),
         ("asha", ["scheduler='asha'"]),
         ({"kind": "none", "grace_tokens": 1}, ["unknown key grace_tokens"]),
-        ({"kind": "asha"}, ["no grace_tokens", "first rung"]),
+        ({"kind": "asha"}, ["grace_tokens is missing", "first rung"]),
         ({**ASHA, "grace_token": 1}, ["unknown key grace_token", "did you mean grace_tokens?"]),
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
         ({**ASHA, "grace_tokens": 1000}, ["grace_tokens=1000", "nearest: 4096"]),
@@ -348,8 +348,8 @@ def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
     [
         ("", ["has no keys", "budget_tokens"]),
         ("- a", ["has no keys"]),
-        ("1: 2", ["has no base"]),
-        (f"{yaml.safe_dump(FILE)}\n1: 2", ["a key=1", "should be strings"]),
+        ("1: 2", ["unknown key 1"]),
+        (f"{yaml.safe_dump(FILE)}\n1: 2", ["unknown key 1"]),
         ("a: [", ["is not YAML"]),
         (
             "base: {preset: a}\nbase: {preset: b}",
