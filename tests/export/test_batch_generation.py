@@ -150,9 +150,9 @@ def test_what_cannot_be_read_or_written_is_refused_first(
         (["--prompt", "a", "--batch", "b", "--out", "c"], "either --prompt"),
         (["--batch", "prompts.jsonl"], "--out FILE"),
         (["--prompt", "a", "--out", "out.jsonl"], "--batch FILE"),
-        (["--prompt", "a", "--top_p", "1.5"], "top_p=1.5"),
-        (["--prompt", "a", "--num_samples", "0"], "num_samples=0"),
-        (["--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens=0"),
+        (["--prompt", "a", "--top_p", "1.5"], "top_p='1.5'"),
+        (["--prompt", "a", "--num_samples", "0"], "num_samples='0'"),
+        (["--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens='0'"),
     ],
     ids=str,
 )
