@@ -102,17 +102,22 @@ def _private_directory() -> Path:
     base = get_default_system_temp_dir()
     if len(base) > _LONGEST_BASE:
         base = "/tmp"
-    for path in Path(base).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or in use
-            if path.lstat().st_uid == os.getuid():
-                with _held(path):
-                    shutil.rmtree(path, ignore_errors=True)
+    _remove_dead(base)
+    _at_end.callback(_remove_dead, base)  # again: their last processes may have gone on writing
     new = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=base))
     _at_end.enter_context(_held(new))
     # Only now: a directory with the name that is looked for is held as long as it is in use.
     directory = new.rename(new.with_name(new.name.removeprefix("new-")))
     _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def _remove_dead(base: str) -> None:
+    for path in Path(base).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or in use
+            if path.lstat().st_uid == os.getuid():
+                with _held(path):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ COMMANDS = 4
 KINDS = {
     "gcs_server": "head (GCS)",
     "/raylet/raylet": "raylet",
-    "runtime_env/agent": "runtime environment agent",
-    "dashboard/agent": "dashboard agent",
+    "ray::RuntimeEnvAgent": "runtime environment agent",
+    "ray::DashboardAgent": "dashboard agent",
     "log_monitor": "log monitor",
     "ray::TrainController": "controller",
     "ray::Recorder": "recorder",
