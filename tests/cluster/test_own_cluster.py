@@ -61,6 +61,9 @@ def test_directories_of_dead_commands_are_removed_and_of_living_ones_not(base: P
         "rtgpt-file",
         "rtgpt-link",
     }
+    (base / "rtgpt-late").mkdir()  # a dying process of a dead command made it again
+    own_cluster.end_own_cluster()
+    assert {path.name for path in base.iterdir()} == {"rtgpt-file", "rtgpt-link"}
 
 
 def test_a_start_that_takes_too_long_ends_with_a_line() -> None:
