@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData, PlacementGroupTableData
@@ -28,15 +30,22 @@ def remove_orphaned_groups() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
-def kill_controller() -> None:
-    """Kill the Ray Train controller that this process started, so that its `fit()` ends."""
+def kill_controllers() -> None:
+    """Kill the Ray Train controllers that this process started, which run on its node.
+
+    One that waits for ever ends its `fit()` so; one whose `fit()` has ended may hang in Ray's own
+    destructors and would stay behind, with 400 MB, when all else is gone.
+    """
     this_process = ray.get_runtime_context().get_worker_id()
     accessor = ray._private.state.state._connect_and_get_accessor()
-    for entry in accessor.get_actor_table(None, "ALIVE"):
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    for entry in accessor.get_actor_table(job, None):
         actor = ActorTableData.FromString(entry)
         is_ours = actor.owner_address.worker_id.hex() == this_process
-        if is_ours and actor.class_name == "TrainController":
-            kill_process(actor.address.node_id.hex(), actor.pid)
+        if is_ours and actor.class_name == "TrainController" and actor.pid:
+            with contextlib.suppress(OSError):  # it is gone
+                if Path(f"/proc/{actor.pid}/cmdline").read_bytes().startswith(b"ray::TrainContr"):
+                    os.kill(actor.pid, signal.SIGKILL)
 
 
 def kill_process(node_id: str, pid: int) -> None:

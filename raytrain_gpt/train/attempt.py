@@ -20,7 +20,7 @@ import ray.train.torch
 from raytrain_gpt.checkpoint.catalog import Checkpoint, step_of
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.cluster.orphans import kill_controller, kill_process, remove_orphaned_groups
+from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
@@ -117,6 +117,7 @@ class Attempt:
         self.recorder = start_recorder(self.recorder_spec)
         self.spec = replace(self.spec, recorder=self.recorder)
         error = self._fit_and_watch(self._trainer())
+        kill_controllers()
         remove_orphaned_groups()
         outcome = None
         with contextlib.suppress(ray.exceptions.RayActorError):
@@ -198,7 +199,7 @@ class Attempt:
         if num_started < world_size:
             self._hung = True
             self.log(f"{num_started} of {world_size} workers started within {START_WITHIN_S:g} s")
-            kill_controller()
+            kill_controllers()
 
     def _dump_stacks(self, timeout_s: float) -> None:
         """Show and write where all ranks are, so that the one that hangs can be told."""
