@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 
 from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import storage_probe
@@ -32,6 +31,7 @@ from raytrain_gpt.doctor.rank_probe import AllReduceFacts, DeviceFacts, GroupFac
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
+from tests.cluster.test_head import HEAD
 from tests.data.shard_tools import prepare_here
 
 VERSIONS = {
@@ -56,16 +56,6 @@ def passes(check: Check, *words: str) -> None:
     assert check.status == "PASS", check.line
     for word in words:
         assert word in check.line, check.line
-
-
-HEAD = HeadFacts(
-    "10.0.0.1:6379",
-    asks_for_token=True,
-    sends_token=True,
-    token_from="RAY_AUTH_TOKEN",
-    takes_token=True,
-    ray_version=ray.__version__,
-)
 
 
 def test_strangers_and_other_users_are_kept_out() -> None:
