@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
 from raytrain_gpt.commands import cluster, data, inference, train
-from raytrain_gpt.config.schema import suggestion
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
 from raytrain_gpt.redact import printable
 

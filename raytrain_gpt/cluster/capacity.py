@@ -12,6 +12,7 @@ from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.format import count
 
 DATA_CPUS = 1
 """CPUs that must stay free for Ray Data's reading tasks. Workers hold theirs for the whole run, so without
@@ -63,7 +64,8 @@ def cpus_to_start(config: Config) -> int:
     """Logical CPUs of a cluster started for this run: workers, async evaluation, and two for data."""
     c, evaluations = config.cluster, num_async_evaluations(config)
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
-    num_workers = max(1, gpus - evaluations) if c.num_workers == "auto" else c.num_workers
+    num_workers = gpus - evaluations if c.num_workers == "auto" else c.num_workers
+    num_workers = max(1, num_workers)
     shares = num_workers + evaluations
     cpus = _shared_cores(shares) if c.cpus_per_worker == "auto" else c.cpus_per_worker
     return shares * cpus + 2
@@ -76,6 +78,50 @@ def num_async_evaluations(config: Config) -> int:
 
 def _shared_cores(shares: int) -> int:
     return max(1, (os.cpu_count() or 1) // shares)
+
+
+def check_address() -> None:
+    """Check that no cluster is asked for, in local mode.
+
+    Raises:
+        ConfigError: RAY_ADDRESS names one, as in a submitted job.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        raise ConfigError(
+            f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
+            "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
+        )
+
+
+def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> FittedConfig:
+    """The configuration with every `auto` of the cluster section decided, in local mode.
+
+    Args:
+        world_size: Processes that were started together.
+        in_node: Those of this machine.
+        num_gpus: GPUs that they see.
+
+    Raises:
+        ClusterError: there are fewer GPUs than processes that want one.
+        ConfigError: there are more, of which the rest would idle, or the batch does not divide.
+    """
+    c = config.cluster
+    use_gpu = num_gpus > 0 if c.use_gpu == "auto" else c.use_gpu
+    if use_gpu and num_gpus < in_node:
+        raise ClusterError(
+            f"num_workers=0 with {count(in_node, 'process', 'processes')} needs as many GPUs, this machine "
+            f"has {num_gpus}; start fewer, or set use_gpu to false"
+        )
+    if use_gpu and num_gpus > in_node:
+        raise ConfigError(
+            f"num_workers=0 trains on {in_node} of {num_gpus} GPUs; set num_workers to {num_gpus}, start it "
+            f"by torchrun --nproc_per_node={num_gpus}, or choose with CUDA_VISIBLE_DEVICES"
+        )
+    cpus = _shared_cores(in_node) if c.cpus_per_worker == "auto" else c.cpus_per_worker
+    fitted = decided(FittedConfig, config, use_gpu=use_gpu, cpus_per_worker=cpus)
+    micro_batches_per_step(fitted, world_size)
+    return fitted
 
 
 def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:

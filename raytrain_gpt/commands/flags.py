@@ -75,7 +75,7 @@ class ConfigOptions(Options):
         with config_on_disk(self.config) as file:
             config = resolve(self.preset, file, self.fields)
         if isinstance(config.cluster.num_workers, int):
-            micro_batches_per_step(config, config.cluster.num_workers)
+            micro_batches_per_step(config, max(1, config.cluster.num_workers))
         return config
 
     def train_command(self) -> str:

@@ -7,7 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config.schema import Config, parse_config, suggestion
+from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_yaml, regular
 
@@ -64,12 +65,16 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
 def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
     """Defaults < preset < file < fields. A file without a run_name gives the run its own name.
 
+    Local mode as a field drops the `min_workers` of a preset or file.
+
     Args:
         preset: None: `quickstart`, unless there is a file.
 
     Raises:
         ConfigError: both preset and file, or an unknown key or impossible value in them.
     """
+    if str(fields.get("num_workers")) == "0":
+        fields = {"min_workers": None, **fields}
     if file is None:
         return load_preset(preset or DEFAULT_PRESET).updated(fields)
     if preset is not None:

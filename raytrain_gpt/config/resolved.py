@@ -25,6 +25,11 @@ class SizedCluster(ClusterSection):
     num_workers: int
     cpus_per_worker: int
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the run trains in the command's own process (or those of `torchrun`), without Ray's."""
+        return self.num_workers == 0
+
 
 class FittedCluster(SizedCluster):
     """What the run asks of Ray, decided for a cluster."""

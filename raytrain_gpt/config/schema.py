@@ -8,8 +8,8 @@ a small GPT that trains on a laptop; every preset states what it changes.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import yaml
@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from raytrain_gpt.config.batch import divisors, nearest, nearest_multiples
+from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.redact import has_secret
 
@@ -53,13 +54,13 @@ class Strict(BaseModel):
         return value
 
 
-def _not_below_1(value: Any) -> Any:
-    if isinstance(value, int) and value < 1:
-        raise PydanticCustomError("below_1", "Input should be 1 or more, or auto")
+def _at_least(least: int, value: Any) -> Any:
+    if isinstance(value, int) and value < least:
+        raise PydanticCustomError("too_few", f"Input should be {least} or more, or auto")
     return value
 
 
-CountOrAuto = Annotated[int | Literal["auto"], AfterValidator(_not_below_1)]
+CountOrAuto = Annotated[int | Literal["auto"], AfterValidator(partial(_at_least, 1))]
 
 
 class _SafeSection(Strict):
@@ -216,8 +217,8 @@ class EvalSection(_SafeSection):
 class ClusterSection(_SafeSection):
     """What the run asks of Ray."""
 
-    num_workers: CountOrAuto = "auto"
-    """Training processes, one per GPU; auto: one for every GPU of the cluster, or 1 without GPUs."""
+    num_workers: Annotated[int | Literal["auto"], AfterValidator(partial(_at_least, 0))] = "auto"
+    """Training processes, one per GPU; auto: one for each GPU, or 1 without; 0: local mode, without Ray."""
     min_workers: int | None = Field(None, ge=1)
     """Continue with as few workers as this while the cluster has no more; null: num_workers."""
     resize_after_s: float = Field(60.0, ge=0)
@@ -239,10 +240,16 @@ class ClusterSection(_SafeSection):
     def _counts(self) -> ClusterSection:
         if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
             raise ValueError(
-                f"gpus_per_worker={self.gpus_per_worker:g} puts {self.num_workers} workers on one GPU, "
-                "where they cannot reduce gradients; set num_workers to 1"
+                f"gpus_per_worker={self.gpus_per_worker:g} does not go with num_workers="
+                f"{self.num_workers}: workers on one GPU cannot reduce gradients, and local mode has a whole "
+                "one; set num_workers to 1"
             )
-        if isinstance(self.num_workers, int) and (self.min_workers or 1) > self.num_workers:
+        if self.num_workers == 0 and self.min_workers is not None:
+            raise ValueError(
+                f"min_workers={self.min_workers} needs workers of Ray, num_workers=0 has none; set "
+                "min_workers to null, or num_workers to 1 or more"
+            )
+        if isinstance(self.num_workers, int) and (self.min_workers or 0) > self.num_workers:
             raise ValueError(
                 f"min_workers={self.min_workers} is above num_workers={self.num_workers}; "
                 f"set min_workers to at most {self.num_workers}"
@@ -296,6 +303,15 @@ class Config(Strict):
             raise ValueError(
                 f"global_batch_tokens={batch} is not a multiple of seq_len={seq_len}; "
                 f"nearest: {nearest_multiples(batch, seq_len)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _async_needs_workers(self) -> Config:
+        if self.eval.eval_mode == "async" and self.cluster.num_workers == 0:
+            raise ValueError(
+                "eval_mode=async evaluates in a Ray task, num_workers=0 has no Ray; set eval_mode to "
+                "inline, or num_workers to 1 or more"
             )
         return self
 
@@ -363,12 +379,6 @@ _URL_FIELDS = {
 """Field that may be a URL -> environment variables for the secrets that must not be in it."""
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name`, or an empty string."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
@@ -406,32 +416,6 @@ def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT
     except ValidationError as error:
         known = {name: field for name, (_, field) in FIELDS.items()}
         raise ConfigError(refusal(error, known, unknown)) from None
-
-
-def refusal(
-    error: ValidationError, fields: Mapping[str, FieldInfo], unknown: Callable[[str], str]
-) -> str:
-    """One line for the first value that is refused; a misspelt key goes before one that is missing then.
-
-    Args:
-        fields: Those that a value may belong to; its description is the way out.
-        unknown: What is said of a key that there is not, by its path: `section.name`.
-    """
-    errors = error.errors()
-    first = next((e for e in errors if e["type"] in ("extra_forbidden", "invalid_key")), errors[0])
-    kind, path = first["type"], first["loc"]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if kind in ("extra_forbidden", "invalid_key"):
-        return unknown(".".join(map(str, path)))
-    if kind == "value_error":
-        return message
-    name = str(next((key for key in reversed(path) if key in fields), path[-1]))
-    hint = f" ({fields[name].description})" if name in fields else ""
-    return (
-        f"{name} is missing{hint}"
-        if kind == "missing"
-        else f"{name}={first['input']!r}: {message}{hint}"
-    )
 
 
 SAFE_ON_RESUME = frozenset(

@@ -52,7 +52,7 @@ def answer(
     facts = replace(
         given,
         vocab_size=vocab_size,
-        num_workers=1 if num_workers == "auto" else num_workers,
+        num_workers=1 if num_workers == "auto" else max(1, num_workers),
         bf16=precision in ("bf16", "fp16") or (precision == "auto" and on_gpu),
         device=gpu,
         train_tokens=train_tokens,

@@ -32,6 +32,7 @@ from raytrain_gpt.errors import CheckpointError, RaytrainGptError, UserError
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.evaluate.inference import load_checkpoint, lone_evaluation, validation_feed
 from raytrain_gpt.format import Log, duration
+from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import finite
 
 MAX_RETRIES = 3
@@ -82,14 +83,14 @@ class AsyncEvaluation:
         waiting = [c for c in self._catalog.complete() if c.evaluated_row is None]
         return [c for c in waiting if c.state.is_evaluated_async and c.hash not in self._left_out]
 
-    def hand_over(self, recorder: Any, log: Log) -> None:
+    def hand_over(self, recorder: RecorderHandle | None, log: Log) -> None:
         """Show new lines, and give new evaluations to a recorder; without one the next one reads them."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, str):
                 log(news)
             elif recorder is not None:
-                recorder.add_evaluated.remote(news.row, news.samples)
+                recorder.send("add_evaluated", news.row, news.samples)
 
     def close(self) -> None:
         """Cancel what is being evaluated; the next command evaluates it."""

@@ -1,9 +1,10 @@
-"""From a rank's rows of the dataset to micro-batches on its device."""
+"""From a rank's rows, of the sharded dataset or read in this process, to micro-batches on its device."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.ingest.ray_dataset import LEAST_READERS, IngestSpec, planned_reads, read_rows
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,21 @@ class RankChunk:
     planned: Ids
 
 
+def rows_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[pa.Table]:
+    """The rows that the dataset would deal to a rank, read ahead by threads of this process."""
+    ahead: deque[Future[pa.Table]] = deque()
+    own = range(rank, rank + 1)
+    with ThreadPoolExecutor(LEAST_READERS, "reader") as readers:
+        for read in planned_reads(spec, num_batches):
+            ahead.append(readers.submit(read_rows, spec, read, own))
+            if len(ahead) > LEAST_READERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
 def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
-    """What a worker's dataset shard delivers: its validation share, then its chunks in order.
+    """What the tables of a rank deliver: its validation share, then its chunks in order.
 
     Raises:
         RuntimeError: a row belongs to another rank or is not the next one. Ray promises neither who

@@ -13,7 +13,7 @@ reading tasks start in half the time without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -71,13 +71,26 @@ class IngestSpec:
         return ids
 
 
-def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
-    """Validation, then the next global batches: a row for each rank and chunk."""
+@dataclass(frozen=True)
+class Read:
+    """What is read at a time: the validation sequences, or global batches `first` to `stop` − 1."""
+
+    split: Split
+    first: int
+    stop: int
+
+
+def planned_reads(spec: IngestSpec, num_batches: int) -> list[Read]:
+    """Validation, then the next global batches in chunks, in order."""
     order = spec.order()
     ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
     chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
-    rows = [{"split": "val", "first": 0, "stop": 1}]
-    rows += [{"split": "train", "first": first, "stop": stop} for first, stop in chunks]
+    return [Read("val", 0, 1), *(Read("train", first, stop) for first, stop in chunks)]
+
+
+def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
+    """All that is planned to be read: a row for each rank and chunk."""
+    rows = [asdict(read) for read in planned_reads(spec, num_batches)]
     # Ray Data merges the small rows of a task's output into one block, and a block goes to one rank. The
     # repartition splits them again; it only ever splits (ray #57165, #64722), which is what is needed.
     return (
@@ -98,35 +111,43 @@ def num_readers(world_size: int) -> int:
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    split, first, stop = (table[name][0].as_py() for name in ("split", "first", "stop"))
-    if split == "val":
-        return rank_rows(spec, "val", first, spec.eval_ids())
+    read = Read(*(table[field.name][0].as_py() for field in fields(Read)))
+    return read_rows(spec, read, range(spec.world_size))
+
+
+def read_rows(spec: IngestSpec, read: Read, ranks: range) -> pa.Table:
+    """The rows of some ranks for what is read at a time."""
+    if read.split == "val":
+        return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)
     order = spec.order()
-    ids = np.stack([order.batch_ids(batch) for batch in range(first, stop)])
-    return rank_rows(spec, "train", first, ids)
+    ids = np.stack([order.batch_ids(batch) for batch in range(read.first, read.stop)])
+    return rank_rows(spec, "train", read.first, ids, ranks)
 
 
-def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids) -> pa.Table:
+def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids, ranks: range) -> pa.Table:
     """A table of one row per rank: its sequences of some global batches.
 
     Args:
         first: The first global batch; the worker checks it.
-        ids: int64 (batches, sequences), −1 where there is no sequence.
+        ids: int64 (batches, sequences) of all ranks, −1 where there is no sequence.
+        ranks: Whose rows are read.
     """
     num_batches, size = ids.shape
-    ranks, share = spec.world_size, size // spec.world_size
-    dealt = ids.reshape(num_batches, ranks, share).swapaxes(0, 1)  # (rank, batch, sequence)
+    share = size // spec.world_size
+    # (rank, batch, sequence)
+    dealt = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
     tokens, delivered = spec.data.read(split, spec.seq_len, dealt.reshape(-1), spec.cache_bytes)
     planned = sequence_hashes(ids).sum(1)  # (batches,)
+    count = len(ranks)
     return pa.table(
         {
-            "split": pa.array([split] * ranks),
-            "rank": pa.array(range(ranks), pa.int64()),
-            "first": pa.array([first] * ranks, pa.int64()),
-            "num_batches": pa.array([num_batches] * ranks, pa.int64()),
-            "planned": pa.array([planned.tobytes()] * ranks, pa.large_binary()),
-            "ids": _blobs(delivered, ranks),
-            "tokens": _blobs(tokens, ranks),
+            "split": pa.array([split] * count),
+            "rank": pa.array(ranks, pa.int64()),
+            "first": pa.array([first] * count, pa.int64()),
+            "num_batches": pa.array([num_batches] * count, pa.int64()),
+            "planned": pa.array([planned.tobytes()] * count, pa.large_binary()),
+            "ids": _blobs(delivered, count),
+            "tokens": _blobs(tokens, count),
         }
     )
 

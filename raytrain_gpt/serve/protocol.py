@@ -14,7 +14,8 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.config.schema import Strict, suggestion
+from raytrain_gpt.config.schema import Strict
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.parsing import parse_json
 
 MAX_BODY_BYTES = 1 << 20

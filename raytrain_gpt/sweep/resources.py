@@ -15,12 +15,12 @@ from raytrain_gpt.sweep.trial_plan import num_trials
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
-    """The configuration with one worker per trial and one CPU per worker where they are `auto`."""
+    """One worker per trial and one CPU per worker where they are `auto`; local mode has one worker, too."""
     c = config.cluster
     return decided(
         SizedConfig,
         config,
-        num_workers=1 if c.num_workers == "auto" else c.num_workers,
+        num_workers=1 if c.num_workers in ("auto", 0) else c.num_workers,
         cpus_per_worker=1 if c.cpus_per_worker == "auto" else c.cpus_per_worker,
     )
 

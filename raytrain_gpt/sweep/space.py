@@ -27,7 +27,8 @@ from typing import Annotated, Any, cast
 import simpleeval  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from raytrain_gpt.config.schema import FIELDS, field_section, suggestion
+from raytrain_gpt.config.schema import FIELDS, field_section
+from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError
 
 

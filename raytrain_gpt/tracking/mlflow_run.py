@@ -115,9 +115,9 @@ def _client(uri: str) -> Any:
     """MLflow's client, which gives up within seconds where a server does not answer."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient  # here: seconds of import, only where it is used
 
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # the import sets it, too
     return MlflowClient(uri)
 
 

@@ -1,4 +1,4 @@
-"""The recorder: one actor on the driver's node that writes what a run reports.
+"""The recorder, which writes what a run reports; `recorder_handle` says where it runs.
 
 Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
 run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's orders go the
@@ -15,9 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
-
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStretch
@@ -77,13 +74,6 @@ class Outcome:
     bad_stretch: BadStretch | None
 
 
-def start_recorder(spec: RecorderSpec) -> Any:
-    """Start a recorder on this node, where the files are; returns the actor's handle."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Recorder)
-    return actor.remote(spec)
-
-
 class Recorder:
     """See the module; methods are asynchronous, so that waiting for one rank holds up no other."""
 
@@ -114,9 +104,7 @@ class Recorder:
             open_run = partial(
                 MLflowRun, place, config, values, spec.mlflow_tags, starts_over=spec.step == 0
             )
-            self._mlflow = MLflow(open_run, work_dir, uri, self._news.put)
-            # Rows of before a restart that the tracker may have missed; it drops what it has.
-            self._mlflow.add_rows(self._files.kept_rows)
+            self._mlflow = MLflow(open_run, work_dir, uri, self._news.put, self._files.kept_rows)
             self._trackers.append(self._mlflow)
         for step, text in self._files.found_samples:
             for tracker in self._trackers:

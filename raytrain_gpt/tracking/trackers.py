@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,29 +78,43 @@ class TensorBoard:
 class MLflow:
     """Sends a run's rows to one MLflow run, over all restarts, from a thread.
 
+    The thread starts with the first new steps: MLflow's import and its database take seconds of a CPU, for
+    which the first step would wait where the recorder is a thread of the training process.
+
     Args:
         open_run: Connects; called again until the server answers.
         run_dir: Has the files that are logged at the end.
         log: Gets a line when MLflow first fails.
+        rows: Rows of before a restart that it may have missed; it drops what it has.
     """
 
     def __init__(
-        self, open_run: Callable[[], MLflowRun], run_dir: Path, uri: str, log: Log
+        self,
+        open_run: Callable[[], MLflowRun],
+        run_dir: Path,
+        uri: str,
+        log: Log,
+        rows: Sequence[Row] = (),
     ) -> None:
         self._open, self._dir, self._uri, self._log = open_run, run_dir, uri, log
-        self._rows: list[Row] = []
+        self._rows = list(rows)
         self._samples: list[tuple[int, str]] = []
         self._status: str | None = None
         self._newest_checkpoint: str | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True)
-        self._thread.start()
+
+    def _start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
 
     def add_rows(self, rows: list[Row]) -> None:
         """Hand over rows; returns at once."""
         with self._changed:
             self._rows.extend(rows)
             self._changed.notify()
+        if any("train/loss" in row for row in rows):
+            self._start()
 
     def add_samples(self, step: int, text: str) -> None:
         """Hand over a set of samples; returns at once."""
@@ -113,6 +127,7 @@ class MLflow:
         with self._changed:
             self._status, self._newest_checkpoint = status, newest_checkpoint
             self._changed.notify()
+        self._start()
         self._thread.join(_FINISH_S)
 
     def _follow(self) -> None:

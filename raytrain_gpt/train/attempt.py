@@ -27,7 +27,8 @@ from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec, start_recorder
+from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec
+from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
 from raytrain_gpt.train.worker_group import WorkerSpec, start_fit, worker_group
@@ -103,7 +104,7 @@ class Attempt:
     evaluated: Callable[[Row], None] | None = None
 
     def __post_init__(self) -> None:
-        self.recorder: Any = None
+        self.recorder: RecorderHandle
         self._asked_to_stop = self._hung = self._is_training = False
         self._begun_at = self._watched_at = time.monotonic()
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
@@ -114,14 +115,14 @@ class Attempt:
         Raises:
             ClusterError: another run took the name over.
         """
-        self.recorder = start_recorder(self.recorder_spec)
+        self.recorder = ActorRecorder(self.recorder_spec)
         self.spec = replace(self.spec, recorder=self.recorder)
         error = self._fit_and_watch(self._trainer())
         kill_controllers()
         remove_orphaned_groups()
         outcome = None
         with contextlib.suppress(ray.exceptions.RayActorError):
-            outcome = ray.get(self.recorder.outcome.remote())
+            outcome = self.recorder.ask("outcome")
         return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=self._hung)
 
     def _trainer(self) -> ray.train.torch.TorchTrainer:
@@ -142,17 +143,17 @@ class Attempt:
         thread, raised = start_fit(trainer)
         try:
             while thread.is_alive():
-                for news in ray.get(self.recorder.take_news.remote(POLL_S)):
+                for news in self.recorder.ask("take_news", POLL_S):
                     self._take(news)
                 if self.evaluations is not None:
                     self.evaluations.hand_over(self.recorder, self.log)
                 if self.stop.is_set() and not self._asked_to_stop:
                     self._asked_to_stop = True
-                    if not ray.get(self.recorder.is_training.remote()):
+                    if not self.recorder.ask("is_training"):
                         self._kill_ranks()
                         return None
                     self.log("stopping: saving a checkpoint first (twice more to stop at once)")
-                    self.recorder.order.remote("stop")
+                    self.recorder.send("order", "stop")
                 self._watch()
         except ray.exceptions.RayActorError as error:
             # The recorder is dead; the workers notice by their heartbeats and exit.
@@ -168,7 +169,7 @@ class Attempt:
         elif self.evaluated is not None:
             self.evaluated(news)
             if not self.stop.is_set():
-                self.recorder.order.remote("go_on")
+                self.recorder.send("order", "go_on")
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -180,21 +181,21 @@ class Attempt:
             self.lease.check()
         if not self._is_training:
             remove_orphaned_groups()  # this attempt may be waiting for what a dead one holds
-            self._is_training = ray.get(self.recorder.is_training.remote())
+            self._is_training = self.recorder.ask("is_training")
             self._watch_start(now)
         timeout_s = self.spec.plan.config.cluster.hang_timeout_s
-        if timeout_s and not self._hung and ray.get(self.recorder.stalled_s.remote()) > timeout_s:
+        if timeout_s and not self._hung and self.recorder.ask("stalled_s") > timeout_s:
             self._hung = True
             self._dump_stacks(timeout_s)
             self._kill_ranks()
         if self._scale_up.is_due(cluster_resources, now):
             self.log("more workers are possible: saving a checkpoint and restarting with them")
-            self.recorder.order.remote("stop")
+            self.recorder.send("order", "stop")
 
     def _watch_start(self, now: float) -> None:
         if self._hung or now - self._begun_at < START_WITHIN_S:
             return
-        num_started = len(ray.get(self.recorder.ranks.remote()))
+        num_started = len(self.recorder.ask("ranks"))
         world_size = self.spec.plan.world_size
         if num_started < world_size:
             self._hung = True
@@ -203,9 +204,9 @@ class Attempt:
 
     def _dump_stacks(self, timeout_s: float) -> None:
         """Show and write where all ranks are, so that the one that hangs can be told."""
-        self.recorder.order.remote("dump")
-        stacks: dict[int, str] = ray.get(self.recorder.take_stacks.remote(STACKS_WITHIN_S))
-        ranks: dict[int, RankState] = ray.get(self.recorder.ranks.remote())
+        self.recorder.send("order", "dump")
+        stacks: dict[int, str] = self.recorder.ask("take_stacks", STACKS_WITHIN_S)
+        ranks: dict[int, RankState] = self.recorder.ask("ranks")
         self.log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
         texts = []
         for rank, state in sorted(ranks.items()):
@@ -219,7 +220,7 @@ class Attempt:
     def _kill_ranks(self) -> None:
         """End all workers at once."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        ranks: dict[int, RankState] = ray.get(self.recorder.ranks.remote())
+        ranks: dict[int, RankState] = self.recorder.ask("ranks")
         for state in ranks.values():
             if state.node_id in alive:
                 kill_process(state.node_id, state.pid)
@@ -228,14 +229,14 @@ class Attempt:
         """Write the attempt's last event; a dead recorder cannot."""
         details = {} if end.error is None else {"error": root_cause(end.error)}
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self.recorder.add_event.remote(step_of(newest), end.kind, **details))
+            self.recorder.ask("add_event", step_of(newest), end.kind, **details)
 
     def close(self, end: End, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; a dead recorder's next one does so."""
         statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
         status = statuses.get(end.kind, "KILLED")
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(self.recorder.close.remote(status, str(newest.path) if newest else None))
-            for news in ray.get(self.recorder.take_news.remote(0.01)):
+            self.recorder.ask("close", status, str(newest.path) if newest else None)
+            for news in self.recorder.ask("take_news", 0.01):
                 self._take(news)
-            ray.kill(self.recorder)
+            self.recorder.end()

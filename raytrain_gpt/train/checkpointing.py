@@ -98,7 +98,8 @@ class Checkpointing:
                 self._recorder.progress()
 
         saved = self._writer.collect(waiting)
-        self._report_to_ray(saved.path, saved.state)
+        if not self._spec.plan.config.cluster.is_local:
+            self._report_to_ray(saved.path, saved.state)
         self._blocked_since(started)
         self._recorder.event(
             saved.state.step,

@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 
 SEND_EVERY_S = 1.0
@@ -30,29 +31,32 @@ before another process may take the run's name."""
 class RecorderClient:
     """One rank's side of the connection.
 
+    Args:
+        stop: In a process that is its own driver, what asks it to leave; None: heartbeats ask the driver.
+
     Attributes:
-        stop: Set when the driver wants the workers to save and leave.
+        stop: Set when the workers are to save and leave.
     """
 
-    def __init__(self, recorder: Any, rank: int) -> None:
+    def __init__(self, recorder: RecorderHandle, rank: int, stop: threading.Event | None) -> None:
         self._recorder, self._rank = recorder, rank
         self._rows: list[Row] = []
         self._sent_at = 0.0
-        self._last_call: Any = None
+        self._wait_for_last_call: Callable[[], Any] = lambda: None
         self._progress = 0
         self._closed = False
         self._decisions: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.stop = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self.stop = stop or threading.Event()
+        if stop is None:
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def progress(self) -> None:
         """Count something done: this rank does not hang."""
         self._progress += 1
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the recorder without waiting; an actor takes one caller's calls in order."""
-        remote: Callable[..., Any] = getattr(self._recorder, method).remote
-        self._last_call = remote(*args, **kwargs)
+        """Call a method of the recorder without waiting."""
+        self._wait_for_last_call = self._recorder.send(method, *args, **kwargs)
 
     def log(self, line: str) -> None:
         """Show a line with this rank."""
@@ -82,8 +86,7 @@ class RecorderClient:
     def close(self) -> None:
         """Send what is left and wait until the recorder has taken all of it."""
         self.rows([], force=True)
-        if self._last_call is not None:
-            ray.get(self._last_call)
+        self._wait_for_last_call()
         self._closed = True
 
     def _beat(self) -> None:
@@ -92,10 +95,9 @@ class RecorderClient:
         unheard_since: float | None = None
         while True:
             try:
-                answer = self._recorder.beat.remote(
-                    self._rank, self._progress, os.getpid(), node, seen
+                orders = self._recorder.ask(
+                    "beat", self._rank, self._progress, os.getpid(), node, seen
                 )
-                orders = ray.get(answer)
                 unheard_since = None
             except Exception as error:
                 if self._closed:
@@ -115,7 +117,7 @@ class RecorderClient:
             if "stop" in orders:
                 self.stop.set()
             if "dump" in orders:
-                self._recorder.add_stacks.remote(self._rank, _stacks())
+                self._recorder.send("add_stacks", self._rank, _stacks())
 
 
 def _stacks() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import ray
 
@@ -14,7 +13,7 @@ from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder import start_recorder
+from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.train.run_output import RunOutput
 
 POLL_S = 0.5
@@ -52,7 +51,7 @@ def finish_evaluations(
         spec = output.recorder_spec(config, newest.state.step, catalog.complete(), attempt=None)
         evaluations.look()
         try:
-            _watch(evaluations, start_recorder(spec), newest, lease, output, signals)
+            _watch(evaluations, ActorRecorder(spec), newest, lease, output, signals)
         except ray.exceptions.RayActorError as error:
             raise TrainingFailed(
                 f"the recorder died ({root_cause(error)}); everything is saved, the same command resumes it"
@@ -83,7 +82,7 @@ def _steps(checkpoints: list[Checkpoint]) -> str:
 
 def _watch(
     evaluations: AsyncEvaluation,
-    recorder: Any,
+    recorder: RecorderHandle,
     newest: Checkpoint,
     lease: Lease,
     output: RunOutput,
@@ -91,7 +90,7 @@ def _watch(
 ) -> None:
     def show(within_s: float) -> None:
         evaluations.hand_over(recorder, output.log)
-        for line in ray.get(recorder.take_news.remote(within_s)):
+        for line in recorder.ask("take_news", within_s):
             output.log(line)
 
     while not (evaluations.idle or signals.stop.is_set()):
@@ -100,6 +99,6 @@ def _watch(
     show(0.01)
     output.write_report()
     status = "KILLED" if signals.stop.is_set() else "FINISHED"
-    ray.get(recorder.close.remote(status, str(newest.path)))
+    recorder.ask("close", status, str(newest.path))
     show(0.01)
-    ray.kill(recorder)
+    recorder.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
@@ -22,6 +23,7 @@ from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
+from raytrain_gpt.train.local_mode import train_locally
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -42,11 +44,16 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
-    with (
-        StopSignals(BEFORE_FIRST_STEP) as signals,
-        cluster_for(config, log) as (fitted, world_size, data),
-    ):
-        return Run(fitted, world_size, data, signals, log, train_loop).go()
+    with StopSignals(BEFORE_FIRST_STEP) as signals:
+        if config.cluster.num_workers == 0:
+            return train_locally(config, partial(_prepared, log=log), signals, log, train_loop)
+        with cluster_for(config, log) as (fitted, world_size, data):
+            return Run(fitted, world_size, data, signals, log, train_loop).go()
+
+
+def _prepared(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
+    config, data = with_data(config)
+    return config, data or make_default_data(config, log)
 
 
 @contextlib.contextmanager

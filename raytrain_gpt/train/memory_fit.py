@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import ray
@@ -50,6 +51,7 @@ def fit_memory(
     world_size: int,
     vocab_size: int,
     log: Log,
+    resources: Callable[[], Resources] = cluster_resources,
     *,
     resumed: CheckpointState | None = None,
     stop: threading.Event | None = None,
@@ -58,6 +60,7 @@ def fit_memory(
     """The plan of a run whose micro-batches fit the memory of its workers.
 
     Args:
+        resources: What there is to train on now.
         stop: Set by a signal; ends a probe.
         is_trial: Part of a sweep, whose trials share the nodes.
 
@@ -72,12 +75,15 @@ def fit_memory(
         return RunPlan.of(config, world_size, micro, mode)
     if resumed is not None and (kept := kept_fit(config, world_size, resumed)):
         fit, why = kept, f", as the checkpoint of step {resumed.step} had it"
+    elif config.cluster.is_local and config.cluster.use_gpu:
+        fit, why = _fit_gpu(config, world_size, vocab_size)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
     elif config.cluster.use_gpu:
         fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        resources = cluster_resources()
-        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources, is_trial)
+        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources(), is_trial)
         fit, why = _decide(search, limit_bytes, "a worker, counted")
     log(describe(config, world_size, fit) + why)
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
@@ -132,9 +138,10 @@ def _probe_gpu(
     config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
 ) -> Decision:
     c = config.cluster
-    task = _fit_gpu.options(num_cpus=c.cpus_per_worker, num_gpus=c.gpus_per_worker).remote(
-        config, world_size, vocab_size
-    )
+    # The process ends after the task, which gives the memory back.
+    needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
+    fit_gpu = ray.remote(max_retries=0, max_calls=1, **needs)(_fit_gpu)
+    task = fit_gpu.remote(config, world_size, vocab_size)
     deadline = time.monotonic() + PROBE_WITHIN_S
     while not ray.wait([task], timeout=POLL_S)[0]:
         if stop.is_set():
@@ -154,9 +161,8 @@ def _probe_gpu(
         raise user_error_in(error) or error from None
 
 
-@ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
 def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
-    """What fits this process's GPU; the process ends afterwards, which gives the memory back."""
+    """What fits this process's GPU."""
     device = torch.device("cuda")
     fraction = USABLE_FRACTION * config.cluster.gpus_per_worker
     torch.cuda.set_per_process_memory_fraction(fraction)

@@ -7,9 +7,7 @@ a run that goes on from a checkpoint before them, whose state does not have them
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import ray
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
@@ -21,6 +19,7 @@ from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
 SKIPPED_FILE = "skipped.json"
@@ -104,7 +103,7 @@ class Rollback:
         self.skipped = tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
 
     def go_back(
-        self, bad: BadStretch, started_at: int, origin: Checkpoint | None, recorder: Any
+        self, bad: BadStretch, started_at: int, origin: Checkpoint | None, recorder: RecorderHandle
     ) -> Checkpoint | None:
         """Back to the last checkpoint before the bad steps, whose batches are skipped from now on.
 
@@ -128,7 +127,7 @@ class Rollback:
             "first_batch": skipped[0],
             "stop_batch": skipped[1],
         }
-        ray.get(recorder.add_event.remote(bad.last_step, "rollback", **details))
+        recorder.ask("add_event", bad.last_step, "rollback", **details)
         self._log(
             f"steps {bad.first_step} to {bad.last_step} were bad: back to step {step}, "
             f"global batches {skipped[0]} to {skipped[1] - 1} are skipped"

@@ -65,10 +65,11 @@ class RunOutput:
             self.log(f"no report: {error!r}")
 
     def next_attempt(self, newest: int) -> int:
-        """The first attempt number, above `newest`, that Ray has no directory for.
+        """The first attempt number, above `newest`, that Ray has no directory for and no row tells of.
 
         Every `fit()` gets a name of its own: Ray Train resumes by itself from a name's index, which it
         rewrites in place, so that one killed at the wrong moment makes the name unusable.
         """
         names = (self.run_dir / "ray").names()
-        return max([newest, *(int(name) for name in names if name.isdigit())]) + 1
+        told: list[int] = [row["attempt"] for row in self.rows() if row.get("event") == "attempt"]
+        return max([newest, *told, *(int(name) for name in names if name.isdigit())]) + 1

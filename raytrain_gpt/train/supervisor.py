@@ -24,6 +24,7 @@ from typing import Any
 import ray
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
+from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
@@ -36,7 +37,7 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
-from raytrain_gpt.evaluate.hellaswag import read_choices
+from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log, amount
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
@@ -87,6 +88,7 @@ class Run:
         self.config, self.world_size, self.data = config, world_size, data
         self.signals, self.log = signals, log
         self.train_loop, self.trial = train_loop, trial
+        self.make_attempt: Callable[..., Attempt] = Attempt
         self.origin = trial.origin if trial else None
         self.run_dir = run_location(config)
         self.output = RunOutput(self.run_dir, trial.mlflow_tags if trial else {}, log)
@@ -104,7 +106,7 @@ class Run:
         preflight.check_data(ingest)
         self._choices = self._put_choices()
         preflight.check_compile(self.config)
-        check_storage(self.run_dir, [part.directory for part in self.data.parts])
+        self._check_storage()
         with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
@@ -145,12 +147,26 @@ class Run:
             skipped=self.rollback.skipped,
         )
 
+    def resources(self) -> Resources:
+        """What there is to train on now."""
+        return cluster_resources()
+
+    def _check_storage(self) -> None:
+        check_storage(self.run_dir, [part.directory for part in self.data.parts])
+
+    def _await_workers(self) -> int:
+        return wait_for_workers(self.config, self.world_size, self.resources, self._pause, self.log)
+
     def _put_choices(self) -> Any:
         """A reference to HellaSwag, read here so that nodes need not share its file; None: not asked."""
+        choices = self._read_choices()
+        return None if choices is None else ray.put(choices)
+
+    def _read_choices(self) -> Choices | None:
         path = self.config.eval.hellaswag_path
         if path is None:
             return None
-        return ray.put(read_choices(self.config, path, read_tokenizer(self.data.first.directory)))
+        return read_choices(self.config, path, read_tokenizer(self.data.first.directory))
 
     def _announce(self, ingest: IngestSpec) -> None:
         self.log(self.config.to_yaml(compact=True).rstrip())
@@ -166,9 +182,7 @@ class Run:
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         counters = Counters()
         while True:
-            self.world_size = wait_for_workers(
-                self.config, self.world_size, cluster_resources, self._pause, self.log
-            )
+            self.world_size = self._await_workers()
             started_at = step_of(resumed)
             end = self._attempt(resumed, lease)
             resumed = self._resume_point(end, resumed)
@@ -234,6 +248,7 @@ class Run:
                 self.world_size,
                 self.data.vocab_size,
                 self.log,
+                self.resources,
                 resumed=resumed.state if resumed else None,
                 stop=self.signals.stop,
                 is_trial=self.trial is not None,
@@ -285,7 +300,7 @@ class Run:
         recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
         # Two windows: a spike in the last one is seen as such only with good steps before it.
         num_rows = 2 * self.config.spikes.spike_window_steps
-        return Attempt(
+        return self.make_attempt(
             spec=WorkerSpec(
                 plan=plan,
                 run_dir=self.run_dir,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import pyarrow as pa
 import ray.train
 import ray.train.torch
 import torch
@@ -22,7 +23,7 @@ from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
@@ -127,7 +128,8 @@ class Worker:
             self.config.run.retry_for_s + WRITE_WITHIN_S,
         )
         rank = self.collectives.rank
-        self.recorder = RecorderClient(spec.recorder, rank)
+        assert spec.recorder is not None, "the attempt has started it"
+        self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
         self.step = step_of(spec.resumed)
         torch.set_num_threads(self.config.cluster.cpus_per_worker)
         seed_everything(train.seed, rank)
@@ -163,10 +165,8 @@ class Worker:
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        tables = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=1, batch_format="pyarrow", prefetch_batches=1
-        )
-        chunks = rank_chunks(tables, self.spec.ingest, self.collectives.rank)
+        choices = self.spec.choices
+        chunks = rank_chunks(self._tables(), self.spec.ingest, self.collectives.rank)
         val = next(chunks)
         evaluation = Evaluation(
             self.config,
@@ -175,9 +175,19 @@ class Worker:
             EvalFeed(val.tokens[0], val.ids[0], self.spec.ingest.data, micro, setup.device),
             self.collectives,
             setup.autocast,
-            choices=None if self.spec.choices is None else ray.get(self.spec.choices),
+            choices=ray.get(choices) if isinstance(choices, ray.ObjectRef) else choices,
         )
         return TrainFeed(chunks, micro, setup.device), evaluation
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """This rank's rows; in local mode there is no dataset."""
+        if self.config.cluster.is_local:
+            steps_left = self.config.train.max_steps - self.step
+            return rows_in_process(self.spec.ingest, steps_left, self.collectives.rank)
+        tables: Iterator[pa.Table] = ray.train.get_dataset_shard("train").iter_batches(
+            batch_size=1, batch_format="pyarrow", prefetch_batches=1
+        )
+        return tables
 
     def steps(self) -> Iterator[StepResult]:
         """The results of all steps to come."""

@@ -15,6 +15,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.resolved import FittedCluster, RunPlan
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 
 
@@ -27,8 +28,9 @@ class WorkerSpec:
         rows_before: The last rows of steps before, for judging whether the next ones are spikes.
         attempt: Number of this attempt; Ray knows the `fit()` by it.
         lease_token: The driver's; a worker makes no file final once another process holds the lease.
-        choices: Ray's reference to HellaSwag; None: it is not scored here.
+        choices: HellaSwag, on a cluster Ray's reference to it; None: it is not scored here.
         is_trial: A sweep decides after every evaluation whether the run goes on.
+        stop: In local mode what asks this process to save and leave; None: the driver's orders do.
     """
 
     plan: RunPlan
@@ -40,7 +42,8 @@ class WorkerSpec:
     lease_token: str
     choices: Any
     is_trial: bool
-    recorder: Any = None
+    recorder: RecorderHandle | None = None
+    stop: threading.Event | None = None
 
 
 def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:

@@ -10,14 +10,16 @@ from raytrain_gpt.cluster.capacity import (
     DATA_CPUS,
     Node,
     Resources,
+    check_address,
     cpus_to_start,
     fit_to_cluster,
+    fit_to_process,
     largest_world_size,
 )
 from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.errors import ClusterError, ConfigError, UserError
 from tests.conftest import RaisesLine
 
 
@@ -51,7 +53,7 @@ def test_workers_fit_node_by_node() -> None:
 def test_a_share_of_a_gpu_is_for_one_worker() -> None:
     half = config(use_gpu=True, gpus_per_worker=0.5)
     assert fit_to_cluster(half, given(Node(8, 2)))[1] == 1
-    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 puts 2 workers on one GPU"):
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 does not go with num_workers=2"):
         config(num_workers=2, gpus_per_worker=0.5)
 
 
@@ -191,3 +193,47 @@ def test_no_size_while_the_cluster_is_empty() -> None:
         largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0))) is None
     )  # the CPU for data
     assert largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0), Node(1, 0))) == 1
+
+
+def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    local = config(num_workers=0)
+    found = fit_to_process(local, world_size=1, in_node=1, num_gpus=0).cluster
+    assert (found.is_local, found.use_gpu, found.cpus_per_worker) == (True, False, 8)
+    found = fit_to_process(local, world_size=4, in_node=2, num_gpus=2).cluster
+    assert (found.use_gpu, found.cpus_per_worker) == (True, 4)
+    on_cpus = config(num_workers=0, use_gpu=False)
+    assert not fit_to_process(on_cpus, world_size=1, in_node=1, num_gpus=8).cluster.use_gpu
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "num_gpus", "words"),
+    [
+        ({}, 1, 8, ["trains on 1 of 8 GPUs", "num_workers to 8", "--nproc_per_node=8"]),
+        ({}, 4, 2, ["4 processes", "has 2", "set use_gpu to false"]),
+        ({"use_gpu": True}, 1, 0, ["1 process ", "has 0"]),
+        ({}, 5, 5, ["5 workers", "global_batch_tokens"]),
+    ],
+)
+def test_processes_and_gpus_that_do_not_match_are_one_line(
+    raises_line: RaisesLine,
+    changes: dict[str, object],
+    processes: int,
+    num_gpus: int,
+    words: list[str],
+) -> None:
+    given = config(num_workers=0, **changes)
+    with raises_line(UserError, *words):
+        fit_to_process(given, processes, processes, num_gpus)
+
+
+def test_local_mode_and_a_clusters_address_are_one_line(
+    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    check_address()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with raises_line(ConfigError, "RAY_ADDRESS=10.0.0.1:6379", "num_workers to 1 or more"):
+        check_address()

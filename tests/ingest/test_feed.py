@@ -13,8 +13,10 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import sequence_hashes
-from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks
-from raytrain_gpt.ingest.ray_dataset import IngestSpec, rank_rows
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.ingest import feed
+from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
+from raytrain_gpt.ingest.ray_dataset import IngestSpec, planned_reads, rank_rows, read_rows
 from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
@@ -36,10 +38,10 @@ def spec(config: Config) -> IngestSpec:
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[pa.Table]:
     """What Ray deals a rank: its validation share, then its part of some global batches."""
     order = spec.order()
-    yield rank_rows(spec, "val", 0, spec.eval_ids()).slice(rank, 1)
+    yield rank_rows(spec, "val", 0, spec.eval_ids(), range(spec.world_size)).slice(rank, 1)
     for first, stop in ranges:
         ids = np.stack([order.batch_ids(batch) for batch in range(first, stop)])
-        yield rank_rows(spec, "train", first, ids).slice(rank, 1)
+        yield rank_rows(spec, "train", first, ids, range(spec.world_size)).slice(rank, 1)
 
 
 def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSpec) -> None:
@@ -65,6 +67,27 @@ def test_the_ranks_get_every_sequence_of_the_planned_batches_once(spec: IngestSp
         assert [whole for _, whole in sums] == [planned] * WORLD_SIZE
         # Sums wrap around at 64 bits, as torch's do.
         assert int(np.array([own for own, _ in sums]).sum()) == planned
+
+
+def test_threads_of_a_process_read_what_the_dataset_deals(spec: IngestSpec) -> None:
+    reads = planned_reads(spec, 4)
+    whole = [read_rows(spec, read, range(WORLD_SIZE)) for read in reads]
+    for rank in range(WORLD_SIZE):
+        own = list(rows_in_process(spec, 4, rank))
+        assert own == [table.slice(rank, 1) for table in whole]
+        batches = [chunk.first for chunk in rank_chunks(own, spec, rank)]
+        assert batches[:2] == [0, 2]
+
+
+def test_an_unreadable_shard_ends_the_reading_with_its_error(
+    spec: IngestSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> pa.Table:
+        raise DataError("a shard is missing")
+
+    monkeypatch.setattr(feed, "read_rows", unreadable)
+    with pytest.raises(DataError, match="a shard is missing"):
+        next(rows_in_process(spec, 4, 0))
 
 
 @pytest.mark.parametrize(

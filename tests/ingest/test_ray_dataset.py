@@ -36,9 +36,9 @@ def test_what_is_read_of_a_store_is_kept_for_every_dataset_of_a_mixture(
     values = {"seq_len": 16, "global_batch_tokens": 128, "data_cache_gb": 0.001}
     spec = IngestSpec(Config().updated(values), read_mixture(parts), world_size=2)
     ids = spec.order().batch_ids(0)[None]
-    rows = rank_rows(spec, "train", 0, ids)
+    rows = rank_rows(spec, "train", 0, ids, range(spec.world_size))
     with s3.recorded() as asked:
-        assert rank_rows(spec, "train", 0, ids) == rows
+        assert rank_rows(spec, "train", 0, ids, range(spec.world_size)) == rows
     assert asked == []
     kept = [path for path in (tmp_path / "cache").rglob("*/*/*/*/*") if path.is_file()]
     assert len(kept) == 2

@@ -12,6 +12,7 @@ import pytest
 import ray.exceptions
 
 from raytrain_gpt.train import heartbeat
+from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train.heartbeat import RecorderClient
 
 # The thread of a rank that "ends its process" here ends by SystemExit.
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 WAIT_S = 10.0
 
 
-class FakeRecorder:
-    """What a handle of the recorder looks like; every call is done at once and written down."""
+class FakeRecorder(RecorderHandle):
+    """A handle of a recorder; every call is done at once and written down."""
 
     def __init__(self) -> None:
         self.calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
@@ -29,20 +30,21 @@ class FakeRecorder:
         self.beats: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        def remote(*args: Any, **kwargs: Any) -> Any:
-            if name != "beat":
-                self.calls.put((name, args))
-                return None
-            if self.error is not None:
-                raise self.error
-            self.beats.append(args)
-            try:
-                return self.orders.get(timeout=0.01)
-            except queue.Empty:
-                return []
+    def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        if method != "beat":
+            self.calls.put((method, args))
+            return lambda: None
+        if self.error is not None:
+            raise self.error
+        self.beats.append(args)
+        try:
+            orders = self.orders.get(timeout=0.01)
+        except queue.Empty:
+            orders = []
+        return lambda: orders
 
-        return SimpleNamespace(remote=remote)
+    def end(self) -> None:
+        """Nothing runs."""
 
     def called(self) -> list[tuple[str, tuple[Any, ...]]]:
         found = []
@@ -61,9 +63,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         raise SystemExit(code)  # ends the thread
 
     context = SimpleNamespace(get_node_id=lambda: "node-1")
-    there = SimpleNamespace(
-        get=lambda value: value, get_runtime_context=lambda: context, exceptions=ray.exceptions
-    )
+    there = SimpleNamespace(get_runtime_context=lambda: context, exceptions=ray.exceptions)
     monkeypatch.setattr(heartbeat, "ray", there)
     monkeypatch.setattr(heartbeat.os, "_exit", exit_)
     monkeypatch.setattr(heartbeat, "SEND_EVERY_S", 0.02)
@@ -78,7 +78,7 @@ def connect(
 
     def make(rank: int) -> tuple[RecorderClient, FakeRecorder]:
         recorder = FakeRecorder()
-        made.append((RecorderClient(recorder, rank), recorder))
+        made.append((RecorderClient(recorder, rank, None), recorder))
         return made[-1]
 
     yield make

@@ -61,17 +61,13 @@ class End:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How recorders were closed; an actor's calls are done at once."""
+    """How recorders were closed; calls are done at once."""
     how: list[str] = []
     recorder = SimpleNamespace(
-        take_news=SimpleNamespace(remote=lambda within_s: []),
-        close=SimpleNamespace(remote=lambda status, newest: how.append(status)),
+        ask=lambda method, *args: how.append(args[0]) if method == "close" else [],
+        end=lambda: None,
     )
-    there = SimpleNamespace(
-        get=lambda value: value, kill=lambda actor: None, exceptions=last_evaluations.ray.exceptions
-    )
-    monkeypatch.setattr(last_evaluations, "ray", there)
-    monkeypatch.setattr(last_evaluations, "start_recorder", lambda spec: recorder)
+    monkeypatch.setattr(last_evaluations, "ActorRecorder", lambda spec: recorder)
     return how
 
 

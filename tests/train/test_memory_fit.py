@@ -17,7 +17,6 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory_search import MemoryFit
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train import memory_fit
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
@@ -101,12 +100,15 @@ def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
 
 
 def test_much_memory_needs_no_recomputing_and_little_is_one_line(
-    raises_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    raises_line: Callable[..., Any],
 ) -> None:
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))
-    monkeypatch.setattr(memory_fit, "cluster_resources", lambda: there)
-    train = fit_memory(config(), 2, VOCAB_SIZE, lines.append).config.train
+
+    def fit(given: FittedConfig) -> RunPlan:
+        return fit_memory(given, 2, VOCAB_SIZE, lines.append, lambda: there)
+
+    train = fit(config()).config.train
     assert (train.micro_batch_sequences, train.activation_checkpointing) == (12, "none")
     assert lines[0].startswith(
         "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none ("
@@ -115,9 +117,9 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     there = nodes(Node(8, 0, PROCESS_BYTES))
     ways = ("with activation_checkpointing=full", "parallel to fsdp", "1 × 32 tokens")
     with raises_line(ClusterError, *ways):
-        fit_memory(config(), 2, VOCAB_SIZE, lines.append)
+        fit(config())
     with raises_line(ClusterError, "6 × 32 tokens", "set micro_batch_sequences to auto or"):
-        fit_memory(config(micro_batch_sequences=6), 2, VOCAB_SIZE, lines.append)
+        fit(config(micro_batch_sequences=6))
     assert len(lines) == 1
 
 

@@ -18,7 +18,6 @@ from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train import resume as resume_module
 from raytrain_gpt.train.resume import SKIPPED_FILE, Rollback, check_changes
 from tests.checkpoint.test_catalog import names, state, steps, write
 
@@ -116,14 +115,13 @@ BAD = BadStretch(first_step=25, last_step=34, first_batch=24, last_batch=33)
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+def recorder() -> Any:
     events: list[dict[str, Any]] = []
 
-    def add_event(step: int, event: str, **details: Any) -> None:
+    def ask(_method: str, step: int, event: str, **details: Any) -> None:
         events.append({"step": step, "event": event, **details})
 
-    monkeypatch.setattr(resume_module, "ray", SimpleNamespace(get=lambda value: value))
-    return SimpleNamespace(add_event=SimpleNamespace(remote=add_event), events=events)
+    return SimpleNamespace(ask=ask, events=events)
 
 
 @pytest.fixture

@@ -64,14 +64,14 @@ def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> 
     order, first, tables = spec.order(), spec.first_batch, []
     for _ in range(batches):
         ids = order.batch_ids(first)[None]
-        table = rank_rows(spec, "train", first, ids).slice(rank, 1)
+        table = rank_rows(spec, "train", first, ids, range(spec.world_size)).slice(rank, 1)
         if damage:
             planned = (sequence_hashes(ids).sum(1) + damage).tobytes()
             at = table.column_names.index("planned")
             table = table.set_column(at, "planned", [np.array([planned], object)])
         tables.append(table)
         first = skip_past(first + 1, spec.skipped)
-    val = rank_rows(spec, "val", 0, spec.eval_ids()).slice(rank, 1)
+    val = rank_rows(spec, "val", 0, spec.eval_ids(), range(spec.world_size)).slice(rank, 1)
     chunks = rank_chunks([val, *tables], spec, rank)
     next(chunks)
     made = TrainFeed(chunks, 1, CPU)

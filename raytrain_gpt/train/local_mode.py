@@ -1,0 +1,221 @@
+"""Training without Ray's processes, by Ray Train's local mode: in the command's own process, `num_workers` 0.
+
+`torchrun`, or whatever else sets its variables, may start the command several times: each process is a rank
+then. Rank 0 does what the driver does otherwise (lease, configuration, recorder, rollbacks) and sends the
+others what they need for every attempt; they only train. Order, checkpoints and files are those of a run
+with workers, which may go on from here and the other way round.
+
+A process that dies is not restarted, and a rank that hangs is not noticed: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.cluster.capacity import Node, Resources, check_address, fit_to_process
+from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.shared_storage import storage_probe
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.mixture import Mixture
+from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.format import Log, count
+from raytrain_gpt.storage.lease import Lease
+from raytrain_gpt.tracking.recorder_handle import LinesOnly, ThreadRecorder
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.attempt import POLL_S, Attempt, End, how_it_ended
+from raytrain_gpt.train.supervisor import Run, TrainLoop
+from raytrain_gpt.train.worker_group import WorkerSpec
+
+_WAIT_FOR_RANK_0 = timedelta(days=7)
+T = TypeVar("T")
+
+
+def train_locally(
+    config: Config,
+    prepared: Callable[[FittedConfig], tuple[FittedConfig, Mixture]],
+    signals: StopSignals,
+    log: Log,
+    train_loop: TrainLoop,
+) -> RunSummary:
+    """Run a configuration in this process, as one of several where `torchrun` has started them.
+
+    Args:
+        prepared: The configuration with absolute paths, and its data; called by rank 0.
+
+    Raises:
+        UserError: the configuration, data or storage cannot be used, or the launch is not possible.
+        Interrupted: Ctrl+C or SIGTERM, after saving.
+        TrainingFailed: the run failed.
+    """
+    check_address()
+    if config.cluster.use_gpu is False:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray Train's local mode takes what it sees
+    ranks = Ranks.of_environment()
+
+    def run() -> RunSummary:
+        if ranks.rank:
+            ranks.follow(train_loop, signals, log)
+        num_gpus = torch.cuda.device_count()
+        fitted, data = prepared(fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus))
+        ranks.meet()
+        log(
+            f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray; nothing restarts what "
+            "dies or hangs: the same command goes on"
+        )
+        summary = LocalRun(ranks, fitted, data, signals, log, train_loop).go()
+        ranks.send(None)
+        return summary
+
+    return in_local_mode(run)
+
+
+def in_local_mode(function: Callable[[], T]) -> T:
+    """What a function returns inside Ray Train's local mode, which joins the ranks of `torchrun`."""
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    alone = ray.train.ScalingConfig(num_workers=0)
+    result: T = ray.train.torch.TorchTrainer(function, scaling_config=alone).fit().return_value
+    return result
+
+
+@dataclass
+class Ranks:
+    """This process among those that were started together.
+
+    Attributes:
+        in_node: How many of them are on this machine.
+    """
+
+    rank: int
+    world_size: int
+    in_node: int
+    _group: Any = None
+
+    @classmethod
+    def of_environment(cls) -> Ranks:
+        """By the variables of `torchrun`; without them one process."""
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+        if not all(name in os.environ for name in names):
+            return cls(0, 1, 1)
+        return cls(*(int(os.environ[name]) for name in names[:3]))
+
+    def meet(self) -> None:
+        """Make the group in which rank 0 sends; all ranks call it, in local mode."""
+        if self.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_WAIT_FOR_RANK_0)
+
+    def send(self, spec: WorkerSpec | None) -> None:
+        """Send what the other ranks are to do; None: nothing more."""
+        if self.world_size > 1:
+            dist.broadcast_object_list([spec], group=self._group)
+
+    def follow(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
+        """Do what rank 0 sends, and leave."""
+        self.meet()
+        received: list[WorkerSpec | None] = [None]
+        while True:
+            dist.broadcast_object_list(received, group=self._group)
+            if received[0] is None:
+                dist.destroy_process_group()
+                sys.exit()
+            signals.defer()
+            train_loop(replace(received[0], recorder=LinesOnly(log), stop=signals.stop))
+
+
+class LocalRun(Run):
+    """A run whose ranks are these processes."""
+
+    def __init__(self, ranks: Ranks, config: FittedConfig, *args: Any) -> None:
+        super().__init__(config, ranks.world_size, *args)
+        self.make_attempt = partial(LocalAttempt, ranks=ranks)
+        self._cpus = ranks.in_node * config.cluster.cpus_per_worker
+
+    def resources(self) -> Resources:
+        """What this machine has for its ranks."""
+        memory_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Resources((Node(self._cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
+
+    def _put_choices(self) -> Any:
+        return self._read_choices()
+
+    def _check_storage(self) -> None:
+        with storage_probe(self.run_dir, self.run_dir.parent):
+            pass
+
+    def _await_workers(self) -> int:
+        return self.world_size
+
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> End:
+        end = super()._attempt(resumed, lease)
+        if end.kind == "failed" and end.user_error is None:
+            assert end.error is not None
+            raise TrainingFailed(
+                f"run {self.run_dir.name} failed ({root_cause(end.error)}); the same command goes on from "
+                "its newest checkpoint"
+            ) from end.error
+        return end
+
+
+@dataclass
+class LocalAttempt(Attempt):
+    """An attempt in this process, of which rank 0 is a part."""
+
+    ranks: Ranks = field(kw_only=True)
+
+    def run(self) -> End:
+        """Train until all ranks have left."""
+        self.recorder = ThreadRecorder(self.recorder_spec)
+        error = None
+        with self._shown():
+            try:
+                self.ranks.send(self.spec)
+                self.train_loop(replace(self.spec, recorder=self.recorder, stop=self.stop))
+            except Exception as raised:
+                error = raised
+        outcome = self.recorder.ask("outcome")
+        return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=False)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Inside, a thread shows console lines, and has the ranks leave when the run's name is lost."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._show, args=(ended,), name="console", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _show(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            for news in self.recorder.ask("take_news", POLL_S):
+                self._take(news)
+            if self.lease.lost.is_set():
+                self.stop.set()
+            if self.stop.is_set() and not self._asked_to_stop:
+                self._asked_to_stop = True
+                self.log("stopping: saving a checkpoint first (twice more to stop at once)")
