@@ -1,10 +1,9 @@
-"""`train` and `prepare` on a cluster: connect, do the work, shut down a cluster that was started for it."""
+"""`train` on a cluster: connect, do the work, shut down a cluster that was started for it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
@@ -15,11 +14,9 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run, TrainLoop
@@ -84,22 +81,8 @@ def expected_vocab_size(config: Config) -> int:
 
 
 def make_default_data(config: Config, log: Log) -> Mixture:
-    """Prepare DEFAULT_DATA on the connected cluster."""
+    """Prepare DEFAULT_DATA in this process, which takes a second."""
     (data,) = data_locations(config)
     log(f"preparing {data} from the Python standard library's source")
-    prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log)
+    prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log, in_process=True)
     return data_of(config)
-
-
-def prepare_dataset(
-    sources: list[str], directory: Place, tokenizer: str, log: Log, **options: Any
-) -> Manifest:
-    """The `prepare` command: connect to the cluster and tokenize on all of it.
-
-    Raises:
-        UserError: a source, the tokenizer or the directory cannot be used.
-        Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
-    """
-    stopped = StopSignals("interrupted; finished shards are kept, the same command goes on")
-    with stopped, connected(0, log):
-        return prepare(sources, directory, tokenizer, log=log, **options)
