@@ -84,7 +84,10 @@ def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
         ["prepare", tmp_path / "a.txt", "--out", data, "--val_fraction=0.2"],
         *(["data", action, data] for action in ("show", "verify", "stats")),
         ["runs", "list", "--storage_path", tmp_path / "runs"],
-        *(["runs", action, tmp_path / "runs" / "a"] for action in ("show", "checkpoints", "report")),
+        *(
+            ["runs", action, tmp_path / "runs" / "a"]
+            for action in ("show", "checkpoints", "report")
+        ),
         ["train", "--dry_run"],
         ["sample", checkpoint, "--prompt", "a", "--max_new_tokens=1"],
         ["export", checkpoint, "--out", hf],

@@ -136,7 +136,9 @@ def validation_feed(
         raise DataError(
             f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
         )
-    from raytrain_gpt.ingest.feed import EvalFeed  # here: they import Ray, which samples do not need
+    from raytrain_gpt.ingest.feed import (
+        EvalFeed,
+    )  # here: they import Ray, which samples do not need
     from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
     found = data_of(config, None if data is None else str(data))

@@ -60,8 +60,8 @@ def prepare(
             addresses of files; or `stdlib`.
         directory: The dataset; every task must be able to write there.
         tokenizer: `bytes` or a name that tiktoken knows.
-        in_process: Never on Ray; else less than SMALL_BYTES of text is not, unless RAY_ADDRESS names a
-            cluster. A cluster that is started for the tasks ends with them.
+        in_process: Do without Ray; else that is done with less than SMALL_BYTES of text, if RAY_ADDRESS
+            names no cluster. A cluster that is started for the tasks ends with them.
         options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
             max_bad_documents.
 
@@ -74,12 +74,8 @@ def prepare(
     plan = make_plan(sources, encoding, log=log, **options)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
     names_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-    run: Mapper = map
-    cluster: AbstractContextManager[object] = nullcontext()
-    if not in_process and (names_cluster or not is_small):
-        from raytrain_gpt.cluster.connection import connected  # here: a second of import
-
-        run, cluster = _map_on_ray, connected(0, log)
+    on_ray = not in_process and (names_cluster or not is_small)
+    run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
     with cluster, _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
@@ -122,14 +118,20 @@ def _run_tasks(
     return results
 
 
-def _map_on_ray(function: Callable[[Row], Row], rows: list[Row]) -> Iterator[Row]:
-    """A function's results for each row, in the order in which they arrive."""
-    import ray.data
+def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
+    """Ray Data's `map`, which yields results in the order in which they arrive, and a cluster for it."""
+    import ray.data  # here: a second of import, which sets up a logger that `connected` silences
 
-    try:
-        yield from ray.data.from_items(rows, override_num_blocks=len(rows)).map(function).iter_rows()
-    except Exception as error:
-        raise user_error_in(error) or error from None
+    from raytrain_gpt.cluster.connection import connected
+
+    def run(function: Callable[[Row], Row], rows: list[Row]) -> Iterator[Row]:
+        data = ray.data.from_items(rows, override_num_blocks=len(rows)).map(function)
+        try:
+            yield from data.iter_rows()
+        except Exception as error:
+            raise user_error_in(error) or error from None
+
+    return run, connected(0, log)
 
 
 def _hash_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:

@@ -52,15 +52,15 @@ def test_its_directory_is_private_and_goes_away(
 def test_workers_are_no_nicer_than_other_processes_unless_asked(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
+    name, found = "RAY_worker_niceness", []
 
     def cannot_start(*_: object, **__: object) -> None:
-        found.append(os.environ["RAY_worker_niceness"])
+        found.append(os.environ[name])
         raise RuntimeError
 
     monkeypatch.setattr(ray, "init", cannot_start)
-    for asked in ({}, {"RAY_worker_niceness": "7"}):
-        os.environ.pop("RAY_worker_niceness", None)
+    for asked in ({}, {name: "7"}):
+        os.environ.pop(name, None)
         os.environ.update(asked)
         with pytest.raises(ClusterError):
             own_cluster.start_own_cluster(1)

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.cluster import connection
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.errors import StorageError
+from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
@@ -37,7 +36,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def on_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names what ran on a cluster, which is none; RAY_ADDRESS is unset."""
+    """Names what would have run on a cluster; RAY_ADDRESS is unset."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ran: list[str] = []
 
@@ -45,8 +44,7 @@ def on_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(function.func.__name__)
         return map(function, rows)
 
-    monkeypatch.setattr(connection, "connected", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(prepare_module, "_map_on_ray", map_here)
+    monkeypatch.setattr(prepare_module, "_on_ray", lambda _: (map_here, contextlib.nullcontext()))
     return ran
 
 
@@ -177,6 +175,15 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert (out / BAD_FILE).read_bytes() == (tmp_path / "local" / BAD_FILE).read_bytes()
     assert "already prepared" in run_cli(*command)[1]
     assert run_cli("data", "verify", out)[0] == 0
+
+
+def test_a_full_disk_is_one_line_and_no_dataset(
+    place: str, small_disk: Callable[[str], Path], raises_line: RaisesLine
+) -> None:
+    out = small_disk("2m") / "out"
+    with raises_line(DataError, "no space left for shards", "finished shards are kept"):
+        prepare(["stdlib"], out, "bytes", log=print)
+    assert not (out / "manifest.json").exists()
 
 
 @pytest.fixture
