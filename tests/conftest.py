@@ -237,14 +237,18 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
 
 
 @pytest.fixture(scope="session")
-def straight(cluster: str, make_config: MakeConfig) -> Callable[[int], RunSummary]:
-    """An unbroken run of 50 steps at some world size; each is made once."""
+def straight(
+    request: pytest.FixtureRequest, make_config: MakeConfig
+) -> Callable[[int], RunSummary]:
+    """An unbroken run of 50 steps on some number of workers, 0: in this process; each is made once."""
     from raytrain_gpt.train.launch import train  # here: it takes a second, which most folders save
 
     made: dict[int, RunSummary] = {}
 
     def run(num_workers: int) -> RunSummary:
         if num_workers not in made:
+            if num_workers:
+                request.getfixturevalue("cluster")
             config = make_config(num_workers=num_workers, run_name=f"straight-{num_workers}")
             made[num_workers] = train(config, print)
         return made[num_workers]

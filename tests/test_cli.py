@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from tests.runs import command
+from tests.serve.checkpoints import write_checkpoint
 
 RunCli = Callable[..., tuple[int, str, str]]
 
@@ -54,6 +57,60 @@ def test_commands_to_copy_have_quoted_paths(run_cli: RunCli, runs: Path) -> None
     assert shown.splitlines()[-1] == f"next: raytrain-gpt sample '{runs / 'a'}' --prompt \"Hello\""
     _, _, errors = run_cli("data", "show", runs / "none")
     assert errors.endswith(f"raytrain-gpt prepare SOURCE --out '{runs / 'none'}'\n")
+
+
+IN_ONE_PROCESS = """
+import json, sys
+from raytrain_gpt import cli
+for argv in json.load(sys.stdin):
+    if argv[0] == "tune":
+        from raytrain_gpt.sweep import cost
+        cost.PROBE_S = 0
+    try:
+        cli.main(argv)
+    except SystemExit as end:
+        ray = sys.modules.get("ray")
+        state = "not imported" if ray is None else "started" if ray.is_initialized() else "imported"
+        print(end.code, argv[0], state, file=sys.stderr)
+"""
+
+
+def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "runs" / "a", step=1, val_loss=2.0)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text(Config().to_yaml())
+    (tmp_path / "a.txt").write_text("a line of text\n" * 1000)
+    data, hf = tmp_path / "data", tmp_path / "hf"
+    without_import: list[list[object]] = [
+        ["prepare", tmp_path / "a.txt", "--out", data, "--val_fraction=0.2"],
+        *(["data", action, data] for action in ("show", "verify", "stats")),
+        ["runs", "list", "--storage_path", tmp_path / "runs"],
+        *(
+            ["runs", action, tmp_path / "runs" / "a"]
+            for action in ("show", "checkpoints", "report")
+        ),
+        ["train", "--dry_run"],
+        ["sample", checkpoint, "--prompt", "a", "--max_new_tokens=1"],
+        ["export", checkpoint, "--out", hf],
+        ["import", hf, "--out", tmp_path / "imported"],
+    ]
+    with_import: list[list[object]] = [
+        ["eval", checkpoint, "--data", data, "--eval_tokens=128"],
+        ["estimate"],
+        ["tune", "tune_configs/quickstart.yaml", "--dry_run"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        cwd=Path(__file__).parents[1],
+        input=json.dumps([*without_import, *with_import], default=str),
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.splitlines() == [
+        *(f"0 {argv[0]} not imported" for argv in without_import),
+        *(f"0 {argv[0]} imported" for argv in with_import),
+    ]
 
 
 NOT_UTF8 = os.fsdecode(b"na\xffme")

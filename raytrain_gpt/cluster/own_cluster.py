@@ -38,6 +38,8 @@ _ENVIRONMENT = {
     "RAY_io_context_monitor_probe_interval_ms": "10000",
     # A sweep has more processes than CPUs on purpose; Ray would warn of that on the console.
     "RAY_worker_maximum_startup_concurrency": "16",
+    # Ray makes workers nicer than everything else on the machine, by 15: any other process starves them.
+    "RAY_worker_niceness": "0",
     # Ray waits for ever for the workers that it starts ahead, should one of them die.
     "RAY_prestart_worker_first_driver": "0",
     # It notices a worker that died before it could register only by this time, 60 s by default.

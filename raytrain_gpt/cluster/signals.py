@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -37,6 +39,14 @@ class StopSignals:
     def defer(self) -> None:
         """From now on a signal asks for a checkpoint instead of raising."""
         self._deferred = True
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Inside, a signal ends the process: in a wait for another one Python runs no handler."""
+        handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+        yield
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1

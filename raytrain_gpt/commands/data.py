@@ -60,14 +60,16 @@ def prepare(options: PrepareOptions) -> None:
         raise ConfigError(
             "--val_fraction and --val_tokens exclude each other; leave one of them out"
         )
+    from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.data.describe import describe_dataset
+    from raytrain_gpt.ingest import prepare as tasks
     from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.launch import prepare_dataset
 
     out = Location.of(options.out)
     more = options.model_dump(exclude={"sources", "out", "tokenizer"})
     more["dedupe"] = options.dedupe == "exact"
-    manifest = prepare_dataset(options.sources, out, options.tokenizer, say, **more)
+    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
+        manifest = tasks.prepare(options.sources, out, options.tokenizer, log=say, **more)
     describe_dataset(out, manifest, say)
     say(_train_line(options.out))
 

@@ -6,6 +6,7 @@ The same code runs in the training workers, in the task of an async evaluation a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import tiktoken
 import torch
@@ -20,7 +21,9 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, ChoiceScore, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
-from raytrain_gpt.ingest.feed import EvalFeed
+
+if TYPE_CHECKING:
+    from raytrain_gpt.ingest.feed import EvalFeed
 
 
 def watched(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tiktoken
 import torch
@@ -23,9 +23,10 @@ from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log
-from raytrain_gpt.ingest.feed import EvalFeed
-from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, Place
+
+if TYPE_CHECKING:
+    from raytrain_gpt.ingest.feed import EvalFeed
 
 
 def open_checkpoint(
@@ -135,6 +136,11 @@ def validation_feed(
         raise DataError(
             f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
         )
+    from raytrain_gpt.ingest.feed import (
+        EvalFeed,
+    )  # here: they import Ray, which samples do not need
+    from raytrain_gpt.ingest.ray_dataset import IngestSpec
+
     found = data_of(config, None if data is None else str(data))
     check_vocabulary(found, checkpoint.state.vocab_hash, str(checkpoint.path))
     if data is None and found.hash != checkpoint.state.manifest_hash:

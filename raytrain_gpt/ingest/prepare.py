@@ -1,21 +1,22 @@
 """`prepare`: text to token shards, as streaming Ray Data tasks on all CPUs of the cluster.
 
+Small text is prepared by the same tasks in this process, which is done before a cluster would have started.
 With `dedupe` the text is read twice: the first pass hashes every document.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
-import ray.data
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.bad_documents import BadDocuments
@@ -33,6 +34,12 @@ from raytrain_gpt.storage.location import Location, Place
 from raytrain_gpt.storage.web_files import without_query
 
 PROGRESS_EVERY_S = 2.0
+SMALL_BYTES = 50_000_000
+"""Text that one process has tokenized in seconds; a cluster takes ten to start and to end."""
+
+Row = dict[str, Any]
+Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
+"""`map`, or what does the same on a cluster, in any order."""
 
 
 def prepare(
@@ -41,10 +48,10 @@ def prepare(
     tokenizer: str,
     *,
     log: Log,
-    num_cpus: int | None = None,
+    in_process: bool = False,
     **options: Any,
 ) -> Manifest:
-    """Tokenize sources into a dataset; the shards are the same for any number of workers.
+    """Tokenize sources into a dataset; the shards are the same with and without Ray, on any cluster.
 
     An interrupted preparation continues with what is missing, and so does a dataset that lost files.
 
@@ -53,39 +60,44 @@ def prepare(
             addresses of files; or `stdlib`.
         directory: The dataset; every task must be able to write there.
         tokenizer: `bytes` or a name that tiktoken knows.
-        num_cpus: Tasks at a time; None: all CPUs of the cluster.
+        in_process: Do without Ray; else that is done with less than SMALL_BYTES of text, if RAY_ADDRESS
+            names no cluster. A cluster that is started for the tasks ends with them.
         options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
             max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
-        ClusterError: another process prepares there, or the storage refuses access.
+        ClusterError: another process prepares there, the storage refuses access, or Ray cannot be used.
         StorageError: the storage was unreachable for too long; what is done is kept.
     """
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, log=log, **options)
+    is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
+    names_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+    on_ray = not in_process and (names_cluster or not is_small)
+    run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
-    with _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
+    with cluster, _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
         manifest = start(directory, plan, encoding, log)
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
         max_bad = options.get("max_bad_documents", 0)
         source = {"sources": [redacted(without_query(source)) for source in sources]}
-        results = _run_tasks(directory, plan, max_bad, num_cpus, log)
+        results = _run_tasks(directory, plan, max_bad, run, log)
         return finish(directory, plan, results, source, max_bad, log)
 
 
 def _run_tasks(
-    directory: Location, plan: Plan, max_bad: int, num_cpus: int | None, log: Log
+    directory: Location, plan: Plan, max_bad: int, run: Mapper, log: Log
 ) -> list[dict[str, Any]]:
     """The results of all tasks, with progress lines as they arrive."""
-    rows: list[dict[str, Any]] = [{"task": task} for task in range(len(plan.tasks))]
-    run = partial(_each, num_cpus=num_cpus, directory=directory, plan=plan, max_bad=max_bad)
+    rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
+    fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
     if plan.dedupe:
         progress = _Progress("hash", plan, done_tasks(directory, ".hashes"), log)
-        for row in run(_hash_row, rows):
+        for row in run(partial(_hash_row, **fixed), rows):
             progress.add(row["task"], row["documents"])
         files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
         left_out = find_duplicates(files, log=log)
@@ -97,7 +109,7 @@ def _run_tasks(
         )
     progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
     results, bad = [], BadDocuments(max_bad)
-    for row in run(_task_row, rows):
+    for row in run(partial(_task_row, **fixed), rows):
         result = row["result"]
         results.append(result)
         bad.merge(result["bad"])
@@ -106,29 +118,28 @@ def _run_tasks(
     return results
 
 
-def _each(
-    function: Callable[..., dict[str, Any]],
-    rows: list[dict[str, Any]],
-    num_cpus: int | None,
-    **fixed: Any,
-) -> Iterator[dict[str, Any]]:
-    """A function's results for each row, in the order in which they arrive."""
-    at_once = None if num_cpus is None else min(num_cpus, len(rows))
-    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        partial(function, **fixed), concurrency=at_once
-    )
-    try:
-        yield from done.iter_rows()
-    except Exception as error:
-        raise user_error_in(error) or error from None
+def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
+    """Ray Data's `map`, which yields results in the order in which they arrive, and a cluster for it."""
+    import ray.data  # here: a second of import, which sets up a logger that `connected` silences
+
+    from raytrain_gpt.cluster.connection import connected
+
+    def run(function: Callable[[Row], Row], rows: list[Row]) -> Iterator[Row]:
+        data = ray.data.from_items(rows, override_num_blocks=len(rows)).map(function)
+        try:
+            yield from data.iter_rows()
+        except Exception as error:
+            raise user_error_in(error) or error from None
+
+    return run, connected(0, log)
 
 
-def _hash_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+def _hash_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
     with _storage_errors(directory):
         return {**row, "documents": hash_task(directory, plan, row["task"], max_bad)}
 
 
-def _task_row(row: dict[str, Any], directory: Location, plan: Plan, max_bad: int) -> dict[str, Any]:
+def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
     left_out = None
     if "left_out" in row:  # padded with documents that are kept
         left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)

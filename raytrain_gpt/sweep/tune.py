@@ -26,7 +26,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train.launch import make_default_data, with_data
+from raytrain_gpt.train.launch import with_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -53,15 +53,13 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base, data = with_data(one_worker_for_auto(base_config(sweep)))
+        base, _ = with_data(one_worker_for_auto(base_config(sweep)), log)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base), log) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
-            if data is None:
-                make_default_data(fitted, log)
             with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))

@@ -1,11 +1,9 @@
-"""`train` and `prepare` on a cluster: connect, do the work, shut down a cluster that was started for it."""
+"""`train` on a cluster: connect, do the work, shut down a cluster that was started for it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
 from raytrain_gpt.cluster.connection import connected
@@ -16,11 +14,9 @@ from raytrain_gpt.core.model import GPT2_VOCAB_SIZE
 from raytrain_gpt.data.documents import STDLIB
 from raytrain_gpt.data.locations import data_is_there, data_locations, data_of
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.format import Log
 from raytrain_gpt.ingest.prepare import prepare
-from raytrain_gpt.storage.location import Place
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.local_mode import train_locally
@@ -46,14 +42,9 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
         if config.cluster.num_workers == 0:
-            return train_locally(config, partial(_prepared, log=log), signals, log, train_loop)
+            return train_locally(config, with_data, signals, log, train_loop)
         with cluster_for(config, log) as (fitted, world_size, data):
             return Run(fitted, world_size, data, signals, log, train_loop).go()
-
-
-def _prepared(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
-    config, data = with_data(config)
-    return config, data or make_default_data(config, log)
 
 
 @contextlib.contextmanager
@@ -63,14 +54,13 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    config, data = with_data(config)
+    config, data = with_data(config, log)
     with connected(cpus_to_start(config), log) as resources:
-        fitted, world_size = fit_to_cluster(config, resources)
-        yield fitted, world_size, data or make_default_data(fitted, log)
+        yield *fit_to_cluster(config, resources), data
 
 
-def with_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
-    """The configuration with absolute paths, and its data; None: DEFAULT_DATA is yet to be prepared.
+def with_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
+    """The configuration with absolute paths, and its data; DEFAULT_DATA is prepared where it is not there.
 
     Raises:
         ConfigError: a dataset of several has no weight, or a path is relative in a submitted job.
@@ -78,7 +68,11 @@ def with_data(config: ConfigT) -> tuple[ConfigT, Mixture | None]:
     """
     is_default = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config)
-    return config, None if is_default and not data_is_there(config) else data_of(config)
+    if is_default and not data_is_there(config):
+        (data,) = data_locations(config)
+        log(f"preparing {data} from the Python standard library's source")
+        prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log, in_process=True)
+    return config, data_of(config)
 
 
 def expected_vocab_size(config: Config) -> int:
@@ -88,25 +82,3 @@ def expected_vocab_size(config: Config) -> int:
     if config.data.data_path == DEFAULT_DATA:
         return int(load_tokenizer(DEFAULT_TOKENIZER).n_vocab)
     return GPT2_VOCAB_SIZE
-
-
-def make_default_data(config: Config, log: Log) -> Mixture:
-    """Prepare DEFAULT_DATA on the connected cluster."""
-    (data,) = data_locations(config)
-    log(f"preparing {data} from the Python standard library's source")
-    prepare([STDLIB], data, DEFAULT_TOKENIZER, log=log)
-    return data_of(config)
-
-
-def prepare_dataset(
-    sources: list[str], directory: Place, tokenizer: str, log: Log, **options: Any
-) -> Manifest:
-    """The `prepare` command: connect to the cluster and tokenize on all of it.
-
-    Raises:
-        UserError: a source, the tokenizer or the directory cannot be used.
-        Interrupted: Ctrl+C or SIGTERM; finished shards are kept.
-    """
-    stopped = StopSignals("interrupted; finished shards are kept, the same command goes on")
-    with stopped, connected(0, log):
-        return prepare(sources, directory, tokenizer, log=log, **options)

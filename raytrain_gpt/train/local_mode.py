@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 def train_locally(
     config: Config,
-    prepared: Callable[[FittedConfig], tuple[FittedConfig, Mixture]],
+    with_data: Callable[[FittedConfig, Log], tuple[FittedConfig, Mixture]],
     signals: StopSignals,
     log: Log,
     train_loop: TrainLoop,
@@ -57,7 +57,7 @@ def train_locally(
     """Run a configuration in this process, as one of several where `torchrun` has started them.
 
     Args:
-        prepared: The configuration with absolute paths, and its data; called by rank 0.
+        with_data: Gives the configuration with absolute paths, and its data; rank 0 calls it.
 
     Raises:
         UserError: the configuration, data or storage cannot be used, or the launch is not possible.
@@ -73,7 +73,8 @@ def train_locally(
         if ranks.rank:
             ranks.follow(train_loop, signals, log)
         num_gpus = torch.cuda.device_count()
-        fitted, data = prepared(fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus))
+        fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
+        fitted, data = with_data(fitted, log)
         ranks.meet()
         log(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray; nothing restarts what "
@@ -134,15 +135,19 @@ class Ranks:
 
     def follow(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
         """Do what rank 0 sends, and leave."""
-        self.meet()
-        received: list[WorkerSpec | None] = [None]
-        while True:
-            dist.broadcast_object_list(received, group=self._group)
-            if received[0] is None:
-                dist.destroy_process_group()
-                sys.exit()
+        with signals.left_alone():
+            self.meet()
+        while (spec := self._received(signals)) is not None:
             signals.defer()
-            train_loop(replace(received[0], recorder=LinesOnly(log), stop=signals.stop))
+            train_loop(replace(spec, recorder=LinesOnly(log), stop=signals.stop))
+        dist.destroy_process_group()
+        sys.exit()
+
+    def _received(self, signals: StopSignals) -> WorkerSpec | None:
+        received: list[WorkerSpec | None] = [None]
+        with signals.left_alone():
+            dist.broadcast_object_list(received, group=self._group)
+        return received[0]
 
 
 class LocalRun(Run):

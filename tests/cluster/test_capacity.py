@@ -202,7 +202,7 @@ def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
     local = config(num_workers=0)
     found = fit_to_process(local, world_size=1, in_node=1, num_gpus=0).cluster
     assert (found.is_local, found.use_gpu, found.cpus_per_worker) == (True, False, 8)
-    found = fit_to_process(local, world_size=4, in_node=2, num_gpus=2).cluster
+    found = fit_to_process(local, world_size=6, in_node=2, num_gpus=2).cluster
     assert (found.use_gpu, found.cpus_per_worker) == (True, 4)
     on_cpus = config(num_workers=0, use_gpu=False)
     assert not fit_to_process(on_cpus, world_size=1, in_node=1, num_gpus=8).cluster.use_gpu

@@ -49,6 +49,24 @@ def test_its_directory_is_private_and_goes_away(
     assert os.environ.get("TMPDIR") == before
 
 
+def test_workers_are_no_nicer_than_other_processes_unless_asked(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, found = "RAY_worker_niceness", []
+
+    def cannot_start(*_: object, **__: object) -> None:
+        found.append(os.environ[name])
+        raise RuntimeError
+
+    monkeypatch.setattr(ray, "init", cannot_start)
+    for asked in ({}, {name: "7"}):
+        os.environ.pop(name, None)
+        os.environ.update(asked)
+        with pytest.raises(ClusterError):
+            own_cluster.start_own_cluster(1)
+    assert found == ["0", "7"]
+
+
 def test_directories_of_dead_commands_are_removed_and_of_living_ones_not(base: Path) -> None:
     first = own_cluster._private_directory()
     (base / "rtgpt-dead" / "ray").mkdir(parents=True)

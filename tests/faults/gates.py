@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 import ray.train
 import torch
@@ -116,14 +117,14 @@ def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
     """`train_worker` with faults."""
 
     def train_loop(spec: WorkerSpec) -> None:
-        _install(faults, spec)
-        train_worker(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            _install(faults, spec, patch)
+            train_worker(spec)
 
     return train_loop
 
 
-def _install(faults: Faults, spec: WorkerSpec) -> None:
-    """Workers are processes of one attempt, so nothing has to be put back."""
+def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> None:
     record, set_up, write = Worker.record, worker_module.set_up_training, HostCopy.write
     begun = spec.resumed.state.step if spec.resumed else 0
     num_steps = spec.plan.config.train.max_steps - begun
@@ -169,8 +170,9 @@ def _install(faults: Faults, spec: WorkerSpec) -> None:
             if gate.in_checkpoint and gate.rank == at["rank"] and name in str(path):
                 gate.pass_through()
 
-    Worker.record, HostCopy.write = recording, writing  # type: ignore[method-assign]
-    worker_module.set_up_training = setting_up
+    patch.setattr(Worker, "record", recording)
+    patch.setattr(HostCopy, "write", writing)
+    patch.setattr(worker_module, "set_up_training", setting_up)
 
 
 def evaluates(before: Callable[[Checkpoint], None]) -> Any:

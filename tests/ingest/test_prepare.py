@@ -1,8 +1,13 @@
-"""`prepare` as Ray Data tasks."""
+"""`prepare` in the command's own process, and as Ray Data tasks."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,32 +17,140 @@ import pytest
 
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import read_manifest
-from raytrain_gpt.errors import StorageError
+from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
-from tests.data.shard_tools import prepare_here
+from tests.data.shard_tools import files, prepare_here
 from tests.s3 import S3Server
 
-pytestmark = pytest.mark.ray
+
+@pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.ray)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where small text is prepared, which RAY_ADDRESS decides."""
+    where = request.getfixturevalue("cluster") if request.param == "ray" else "local"
+    monkeypatch.setenv("RAY_ADDRESS", where)
+    return str(request.param)
 
 
-def test_shards_are_byte_identical_for_one_and_four_workers(cluster: str, tmp_path: Path) -> None:
-    manifests = [
-        prepare(["stdlib"], tmp_path / str(workers), "bytes", log=print, num_cpus=workers)
-        for workers in (1, 4)
-    ]
-    assert manifests[0] == manifests[1]
-    names = sorted(path.name for path in (tmp_path / "1").iterdir())
-    assert len([name for name in names if name.startswith("train-")]) > 1
-    assert names == sorted(path.name for path in (tmp_path / "4").iterdir())
-    for name in names:
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
+@pytest.fixture
+def on_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names what would have run on a cluster; RAY_ADDRESS is unset."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ran: list[str] = []
+
+    def map_here(function: Any, rows: list[Any]) -> Iterator[Any]:
+        ran.append(function.func.__name__)
+        return map(function, rows)
+
+    monkeypatch.setattr(prepare_module, "_on_ray", lambda _: (map_here, contextlib.nullcontext()))
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("address", "more_bytes", "in_process", "uses_ray"),
+    [
+        (None, -1, False, False),
+        ("", -1, False, False),
+        ("local", -1, False, False),
+        ("auto", -1, False, True),
+        ("10.0.0.1:6379", -1, False, True),
+        (None, 0, False, True),
+        ("local", 0, False, True),
+        ("10.0.0.1:6379", 0, True, False),
+    ],
+)
+def test_size_and_address_decide_what_needs_ray(
+    address: str | None,
+    more_bytes: int,
+    in_process: bool,
+    uses_ray: bool,
+    on_ray: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 2 * 500)
+    sources = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for source in sources:
+        source.write_text("a line\n" * 100)
+    sources[0].write_text("x" * (300 + more_bytes))
+    prepare([*map(str, sources)], tmp_path / "out", "bytes", log=print, in_process=in_process)
+    assert on_ray == ["_task_row"] * uses_ray
+
+
+@pytest.mark.ray
+def test_shards_are_byte_identical_in_a_process_and_on_a_cluster(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    here, there = (
+        prepare(["stdlib"], tmp_path / str(here), "bytes", log=print, in_process=here)
+        for here in (True, False)
+    )
+    assert here == there
+    assert len(here.split_shards("train")) > 1
+    assert files(tmp_path / "True") == files(tmp_path / "False")
+
+
+DYING = """
+import json, os, sys
+from raytrain_gpt import cli
+from raytrain_gpt.data import tokenize
+write = tokenize.write_result
+def write_and_die(directory, task, *args):
+    done = write(directory, task, *args)
+    if task == 2:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return done
+tokenize.write_result = write_and_die
+cli.main(sys.argv[2:])
+"""
+"""A command that gets a signal in the midst of its third task, after the file with its result."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_stopped_goes_on_by_the_same_command(
+    number: signal.Signals,
+    run_cli: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    (tmp_path / "in").mkdir()
+    for i in range(6):
+        lines = [json.dumps({"text": f"file {i % 4} document {j}"}) for j in range(40)]
+        (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join([*lines, "no JSON"]))
+    out = tmp_path / "out"
+    options = {"shard_tokens": 100, "val_fraction": 0.1, "max_bad_documents": 6}
+    whole = prepare_here(
+        [str(tmp_path / "in")], tmp_path / "whole", "bytes", dedupe=True, **options
+    )
+    command = ["prepare", str(tmp_path / "in"), f"--out={out}", "--dedupe=exact"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    died = subprocess.run(
+        [sys.executable, "-c", DYING, str(int(number)), *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if number == signal.SIGKILL:
+        assert died.returncode == -number
+    else:
+        kept = "interrupted; finished shards are kept, the same command goes on\n"
+        assert (died.returncode, died.stderr) == (130, kept)
+    assert len(list((out / "unfinished").glob("*.json"))) == 3
+    code, shown, _ = run_cli(*command)
+    assert code == 0
+    assert "3 tasks before" in shown
+    assert read_manifest(out) == whole
+    assert files(out) == files(tmp_path / "whole")
 
 
 def test_prepare_shows_what_it_made_and_is_done_once(
-    cluster: str, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    place: str, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     source = tmp_path / "lines.jsonl"
     lines = [f'{{"text": "document {i}"}}' for i in range(150)]
@@ -64,15 +177,25 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert run_cli("data", "verify", out)[0] == 0
 
 
+def test_a_full_disk_is_one_line_and_no_dataset(
+    place: str, small_disk: Callable[[str], Path], raises_line: RaisesLine
+) -> None:
+    out = small_disk("2m") / "out"
+    with raises_line(DataError, "no space left for shards", "finished shards are kept"):
+        prepare(["stdlib"], out, "bytes", log=print)
+    assert not (out / "manifest.json").exists()
+
+
 @pytest.fixture
-def bucket(s3: S3Server) -> Iterator[Location]:
-    s3.make_bucket("prepared")
-    yield Location.of("s3://prepared")
+def bucket(s3: S3Server, request: pytest.FixtureRequest) -> Iterator[Location]:
+    name = f"prepared-{request.node.callspec.id}"
+    s3.make_bucket(name)
+    yield Location.of(f"s3://{name}")
     s3.start()
 
 
 def test_tasks_read_from_and_write_to_an_object_store(
-    cluster: str, bucket: Location, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    place: str, bucket: Location, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     for i in range(3):
         text = "".join(f'{{"text": "document {i} {j}"}}\n' for j in range(100))
@@ -80,22 +203,22 @@ def test_tasks_read_from_and_write_to_an_object_store(
         (tmp_path / "sources" / f"{i}.jsonl").write_text(text)
         (bucket / f"sources/{i}.jsonl").write_text(text)
     local = prepare([str(tmp_path / "sources")], tmp_path / "out", "bytes", log=print)
-    stored = prepare(["s3://prepared/sources/*.jsonl"], bucket / "out", "bytes", log=print)
+    stored = prepare([f"{bucket}/sources/*.jsonl"], bucket / "out", "bytes", log=print)
     assert stored.hash == local.hash
     assert (bucket / "out").names() == sorted(path.name for path in (tmp_path / "out").iterdir())
     for shard in local.shards:
         content = (bucket / "out" / shard.path).read_bytes()
         assert content == (tmp_path / "out" / shard.path).read_bytes()
     out = bucket / "by-command"
-    code, shown, _ = run_cli("prepare", "s3://prepared/sources", "--out", out)
+    code, shown, _ = run_cli("prepare", bucket / "sources", "--out", out)
     assert code == 0
     assert f"--data_path {out}" in shown
     assert run_cli("data", "verify", out)[0] == 0
-    assert "already prepared" in run_cli("prepare", "s3://prepared/sources", "--out", out)[1]
+    assert "already prepared" in run_cli("prepare", bucket / "sources", "--out", out)[1]
 
 
 def test_a_store_out_of_reach_ends_tasks_in_one_line(
-    cluster: str,
+    place: str,
     s3: S3Server,
     bucket: Location,
     tmp_path: Path,

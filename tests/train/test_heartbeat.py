@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from raytrain_gpt.train import heartbeat
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
+from raytrain_gpt.train import heartbeat
 from raytrain_gpt.train.heartbeat import RecorderClient
 
 # The thread of a rank that "ends its process" here ends by SystemExit.

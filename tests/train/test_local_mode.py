@@ -1,0 +1,207 @@
+"""Runs in the command's own process: as with workers, without Ray, and whatever ends them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ClusterError, TrainingFailed
+from raytrain_gpt.storage.lease import LEASE_FILE
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.worker import Worker, train_worker
+from tests.faults.gates import Faults, Gate, command, gated
+from tests.faults.processes import events, steps, weights
+from tests.runs import MakeConfig
+
+Straight = Callable[[int], RunSummary]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a gated run as a process of its own, which does not outlive the test."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started = []
+
+    def begin(config: Config, faults: Faults, *launcher: str) -> subprocess.Popen[str]:
+        argv = command(config, faults, tmp_path / "faults.json")
+        process = subprocess.Popen(
+            [*launcher, *argv[1:]] if launcher else argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def same_run(run_dir: Path, expected: RunSummary) -> None:
+    """Every step once, in the same order, with the same losses and weights to the last bit."""
+    columns = ("step", "train/loss", "data/order_hash")
+    found, wanted = (
+        [[row[c] for c in columns] for row in steps(d)] for d in (run_dir, expected.run_dir.path)
+    )
+    assert found == wanted
+    assert weights(run_dir) == weights(expected.run_dir)
+
+
+def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
+    run_dir = straight(0).run_dir.path
+    assert [row["step"] for row in steps(run_dir)] == list(range(1, 51))
+    files = {"config.yaml", "metrics.jsonl", "report.html", "samples.txt", "log.txt", "tensorboard"}
+    assert files <= {file.name for file in run_dir.iterdir()}
+    (began,) = events(run_dir, "attempt")
+    assert (began["num_workers"], began["attempt"]) == (1, 1)
+    assert [row["step"] for row in events(run_dir, "checkpoint")] == [10, 20, 30, 40, 50]
+    assert not list((run_dir / "checkpoints").glob("unfinished*"))
+
+
+def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
+    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
+) -> None:
+    """And while it ran no process of Ray's was there."""
+    gate = Gate(str(tmp_path), 0, 33)
+    config = make_config(num_workers=0, run_name="local-killed")
+    process = start(config, Faults((gate,)))
+    assert gate.reached(lambda: process.poll() is not None) == process.pid
+    names = [child.name() for child in psutil.Process(process.pid).children(recursive=True)]
+    assert names == []
+    process.kill()
+    process.wait()
+    lines: list[str] = []
+    summary = train(config, lines.append)
+    assert any(line.startswith("going on from step 30") for line in lines)
+    assert [row["attempt"] for row in events(summary.run_dir.path, "attempt")] == [1, 2]
+    same_run(summary.run_dir.path, straight(0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_first(
+    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, number: int
+) -> None:
+    config = make_config(num_workers=0, run_name=f"local-signal-{number}")
+    gate = Gate(str(tmp_path), 0, 13)
+    process = start(config, Faults((gate,), stop_step=13))
+    gate.reached(lambda: process.poll() is not None)
+    process.send_signal(number)
+    gate.open()
+    out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "stopping: saving a checkpoint first" in out
+    assert err.startswith("interrupted at step 13, saved: ")
+    same_run(train(config, print).run_dir.path, straight(0))
+
+
+def test_bad_steps_lead_back_in_the_process(make_config: MakeConfig) -> None:
+    config = make_config(
+        num_workers=0,
+        run_name="local-spiked",
+        spike_window_steps=16,
+        spike_patience=10,
+        skip_before=2,
+    )
+    lines: list[str] = []
+    summary = train(config, lines.append, gated(Faults(spiked_batches=tuple(range(24, 34)))))
+    assert any("back to step 20, global batches 22 to 33 are skipped" in line for line in lines)
+    rows = steps(summary.run_dir.path)
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert max(row["train/loss"] for row in rows) < 10
+
+
+def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
+    """In a changed model, say: nothing tries again what fails in the process of its developer."""
+
+    def fails(spec: Any) -> None:
+        def record(worker: Worker, result: Any) -> None:
+            if result.step == 15:
+                raise RuntimeError("a mistake in the model")
+            Worker_record(worker, result)
+
+        Worker_record = Worker.record  # noqa: N806
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "record", record)
+            train_worker(spec)
+
+    config = make_config(num_workers=0, run_name="local-error")
+    with pytest.raises(TrainingFailed, match="a mistake in the model") as raised:
+        train(config, print, fails)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    lines: list[str] = []
+    assert train(config, lines.append).step == 50
+    assert any(line.startswith("going on from step 10") for line in lines)
+
+
+def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
+    config = make_config(num_workers=0, run_name="local-taken")
+
+    def takes(spec: Any) -> None:
+        (spec.run_dir / LEASE_FILE).write_text("{}")
+        train_worker(spec)
+
+    with pytest.raises(ClusterError, match="run local-taken was taken over"):
+        train(config, print, takes)
+
+
+def test_another_number_of_threads_is_no_other_run(
+    straight: Straight, make_config: MakeConfig
+) -> None:
+    config = make_config(num_workers=0, cpus_per_worker=2, max_steps=5, run_name="local-threads")
+    rows = steps(train(config, print).run_dir.path)
+    torch.set_num_threads(1)
+    alone = steps(straight(0).run_dir.path)
+    for row, expected in zip(rows, alone, strict=False):
+        assert row["data/order_hash"] == expected["data/order_hash"]
+        assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
+
+
+def test_processes_of_torchrun_are_ranks(
+    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
+) -> None:
+    """They train on what one process trains on, and leave together when rank 0 is done."""
+    config = make_config(num_workers=0, run_name="torchrun")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    process = start(config, Faults(), *launcher)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "local mode: 2 processes" in out
+    run_dir = Path(config.run.storage_path, "torchrun")
+    (began,) = events(run_dir, "attempt")
+    assert began["num_workers"] == 2
+    one = steps(straight(0).run_dir.path)
+    for row, expected in zip(steps(run_dir), one, strict=True):
+        assert row["data/order_hash"] == expected["data/order_hash"]
+        assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
+
+
+def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
+    make_config: MakeConfig, start: Start
+) -> None:
+    config = make_config(num_workers=0, run_name="torchrun-5", micro_batch_sequences=12)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    process = start(config, Faults(), *launcher)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.count("does not divide over 2 workers") == 1
+
+
+def test_a_given_cluster_is_one_line(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, raises_line: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with raises_line(Exception, "RAY_ADDRESS=127.0.0.1:6379", "unset RAY_ADDRESS"):
+        train(make_config(num_workers=0, run_name="local-address"), print)
