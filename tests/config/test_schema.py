@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from raytrain_gpt.config.batch import divisors, micro_batch_for, micro_batches_per_step
-from raytrain_gpt.config.load import load_config_file, load_preset, preset_names
+from raytrain_gpt.config.load import load_config_file, load_preset, preset_names, resolve
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
+from tests.conftest import RaisesLine
 
 REFERENCE = {
     "seq_len": 1024,
@@ -329,3 +330,12 @@ def test_a_profile_that_does_not_fit_the_run_is_refused(raises_line) -> None:
     for nonsense in (-1, 101, 1.5, "all"):
         with raises_line(ConfigError, f"profile_steps={nonsense!r}"):
             Config().updated({"profile_steps": nonsense})
+
+
+def test_local_mode_as_a_field_drops_the_presets_min_workers(raises_line: RaisesLine) -> None:
+    assert load_preset("quickstart").cluster.min_workers == 1
+    for zero in ("0", 0):
+        cluster = resolve("quickstart", None, {"num_workers": zero}).cluster
+        assert (cluster.num_workers, cluster.min_workers) == (0, None)
+    with raises_line(ConfigError, "min_workers=2", "num_workers=0"):
+        resolve("quickstart", None, {"num_workers": 0, "min_workers": 2})
