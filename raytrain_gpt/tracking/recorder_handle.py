@@ -66,6 +66,7 @@ class ThreadRecorder(RecorderHandle):
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
 

@@ -65,9 +65,9 @@ def train_locally(
         TrainingFailed: the run failed.
     """
     check_address()
-    if config.cluster.use_gpu is False:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray Train's local mode takes what it sees
     ranks = Ranks.of_environment()
+    if config.cluster.use_gpu is False and ranks.world_size > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
 
     def run() -> RunSummary:
         if ranks.rank:

@@ -111,6 +111,7 @@ def prepare_model(
     if train.parallel == "ddp" or ray.train.get_context().get_world_size() == 1:
         replica: nn.Module = ray.train.torch.prepare_model(
             model,
+            move_to_device=device,
             parallel_strategy_kwargs={"gradient_as_bucket_view": True, "process_group": group},
         )
         return replica

@@ -133,7 +133,9 @@ class Worker:
         self.step = step_of(spec.resumed)
         torch.set_num_threads(self.config.cluster.cpus_per_worker)
         seed_everything(train.seed, rank)
-        device = ray.train.torch.get_device()
+        # In local mode Ray Train takes a GPU wherever it sees one.
+        use_gpu = self.config.cluster.use_gpu
+        device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
         self.setup = set_up_training(self.config, spec.ingest.data, spec.resumed, device)
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
