@@ -83,8 +83,20 @@ def best_device() -> torch.device:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device computes bf16 natively."""
+    """Whether a device computes in bf16; a CPU may emulate it."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def bf16_pays(device: torch.device) -> bool:
+    """Whether matrix products in bf16 are faster than in fp32: on a CPU if it multiplies bf16 natively.
+
+    On a CPU only oneDNN (mkldnn) uses such instructions; without it bf16 is hundreds of times slower.
+    """
+    if device.type != "cpu":
+        return device.type == "cuda" and has_bf16(device)
+    found = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
+    # `bf16` is what torch calls it on arm64.
+    return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
@@ -99,7 +111,7 @@ def resolve_precision(asked: str, device: torch.device) -> str:
             "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
-        return "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
+        return "bf16" if bf16_pays(device) else "fp32"
     return asked
 
 
