@@ -7,7 +7,7 @@ in shapes that depend on no value: nothing waits for the device, and no batch ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ QUERIES_AT_ONCE = 256
 """In a masked attention. With fewer, less is computed that causality hides, and more is copied."""
 PRODUCT_QUERIES = 128
 """Of `causal_attention` at once on a CPU; more or fewer are slower."""
+MOST_PRODUCT_TOKENS = 1024
+"""In a context, to compute attention by products: about as much is kept of it as of all else in a block."""
 SPARSE_BLOCK_TOKENS = 128
 """Queries and keys that `block_sparse_attention` computes or skips together; torch's own choice."""
 SPARSE_MIN_HEAD_SIZE = 16
@@ -79,62 +81,31 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
 
 def causal_attention(qkv: Tensor, dropout: float) -> Tensor:
     """Attention of every token to those up to itself: (B, T, 3, H, D/H) -> (B, T, H, D/H)."""
-    if not dropout and _products_are_faster(qkv):
-        b, t, _, h, _ = qkv.shape
-        by_head = qkv.permute(2, 0, 3, 1, 4).reshape(3, b * h, t, -1)
-        attended: Any = _CausalByProducts.apply
-        out: Tensor = attended(by_head).view(b, h, t, -1).transpose(1, 2)
-        return out
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    return y.transpose(1, 2)
+    if dropout or not _products_are_faster(qkv):
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2)
+    b, t, _, h, _ = qkv.shape
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, b * h, t, -1)
+    later = torch.full((t, t), -torch.inf, dtype=qkv.dtype).triu(1)
+    parts = []
+    for start in range(0, t, PRODUCT_QUERIES):
+        stop = min(start + PRODUCT_QUERIES, t)
+        query, keys, hidden = q[:, start:stop], k[:, :stop].mT, later[start:stop, :stop]
+        weights = torch.baddbmm(hidden, query, keys, alpha=q.shape[2] ** -0.5).softmax(2)
+        parts.append(weights @ v[:, :stop])  # (B·H, stop − start, D/H)
+    return torch.cat(parts, 1).view(b, h, t, -1).transpose(1, 2)
 
 
 def _products_are_faster(qkv: Tensor) -> bool:
     """Whether torch's fused kernel is slower: on a CPU it takes as long in bf16 as in fp32.
 
-    Not where memory is counted for GPUs, whose fake tensors are the CPU's, but of a class of their own.
+    Products keep the weights for the backward pass, so not in long contexts. Nor where memory is counted for
+    GPUs, whose fake tensors are the CPU's, but of a class of their own.
     """
-    is_plain = type(qkv) is Tensor and not torch.compiler.is_compiling()
-    return is_plain and qkv.is_cpu and qkv.dtype == torch.bfloat16
-
-
-class _CausalByProducts(torch.autograd.Function):
-    """Causal attention by matrix products, (3, B·H, T, D/H) -> (B·H, T, D/H); weights are computed twice."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        ctx.save_for_backward(qkv)
-        out = torch.empty_like(qkv[0])
-        for start, stop, weights in _causal_weights(qkv):
-            torch.bmm(weights, qkv[2, :, :stop], out=out[:, start:stop])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (qkv,) = ctx.saved_tensors
-        grad_qkv = torch.zeros_like(qkv)
-        scale = qkv.shape[3] ** -0.5
-        for start, stop, weights in _causal_weights(qkv):
-            (_, k, v), (_, grad_k, grad_v) = qkv[:, :, :stop], grad_qkv[:, :, :stop]
-            q, grad_q, grad = (part[:, start:stop] for part in (qkv[0], grad_qkv[0], grads[0]))
-            grad_v.baddbmm_(weights.mT, grad)
-            of_weights = grad @ v.mT
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            grad_q.baddbmm_(of_scores, k, alpha=scale)
-            grad_k.baddbmm_(of_scores.mT, q, alpha=scale)
-        return grad_qkv
-
-
-def _causal_weights(qkv: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """For some queries after others: the first, the end, and their weights of all keys before that."""
-    q, k, _ = qkv
-    later = torch.full((PRODUCT_QUERIES, PRODUCT_QUERIES), -torch.inf, dtype=q.dtype).triu(1)
-    for start in range(0, q.shape[1], PRODUCT_QUERIES):
-        stop = min(start + PRODUCT_QUERIES, q.shape[1])
-        mask = F.pad(later[: stop - start, : stop - start], (start, 0))
-        scores = torch.baddbmm(mask, q[:, start:stop], k[:, :stop].mT, alpha=q.shape[2] ** -0.5)
-        yield start, stop, scores.softmax(2)
+    if type(qkv) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return qkv.is_cpu and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= MOST_PRODUCT_TOKENS
 
 
 def block_sparse_attention(starts: Tensor) -> Attend:

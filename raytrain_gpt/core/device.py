@@ -94,7 +94,8 @@ def bf16_pays(device: torch.device) -> bool:
     """
     if device.type != "cpu":
         return device.type == "cuda" and has_bf16(device)
-    found = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
+    usable = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    found = torch.cpu.get_capabilities() if usable else {}
     # `bf16` is what torch calls it on arm64.
     return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 

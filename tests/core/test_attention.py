@@ -227,23 +227,44 @@ def by_torch(qkv: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def by_products(qkv: Tensor) -> Tensor:
-    b, tokens, _, heads, _ = qkv.shape
-    by_head = qkv.permute(2, 0, 3, 1, 4).reshape(3, b * heads, tokens, -1)
-    out: Tensor = attention._CausalByProducts.apply(by_head)  # type: ignore[no-untyped-call]
-    return out.view(b, heads, tokens, -1).transpose(1, 2)
-
-
 @pytest.mark.parametrize("tokens", [1, 10, 128, 129, 300])
-def test_causal_attention_on_a_cpu_is_that_of_torch(tokens: int) -> None:
+def test_causal_attention_on_a_cpu_is_that_of_torch(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By matrix products; in bf16 these round the scores, which a fused kernel does not."""
     exact = causal(by_torch, tokens, torch.float64)
-    for found, true in zip(causal(by_products, tokens, torch.float64), exact, strict=True):
-        torch.testing.assert_close(found, true)
     ours = causal(partial(causal_attention, dropout=0.0), tokens, torch.bfloat16)
     for found, true in zip(ours, exact, strict=True):
         assert found.dtype == torch.bfloat16
         assert (found - true).norm() < 0.02 * true.norm()
+    monkeypatch.setattr(attention, "_products_are_faster", lambda _: True)
+    ours = causal(partial(causal_attention, dropout=0.0), tokens, torch.float64)
+    for found, true in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, true)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "dropout", "fused"),
+    [
+        (1024, torch.bfloat16, 0.0, False),
+        (1025, torch.bfloat16, 0.0, True),
+        (1024, torch.float32, 0.0, True),
+        (1024, torch.bfloat16, 0.1, True),
+    ],
+)
+def test_the_fused_kernel_is_left_only_where_products_are_faster(
+    tokens: int, dtype: torch.dtype, dropout: float, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Tensor, **kwargs: object) -> Tensor:
+        calls.append(kwargs)
+        return args[0]
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
+    qkv = torch.zeros(1, tokens, 3, 1, 2, dtype=dtype)
+    assert causal_attention(qkv, dropout).shape == (1, tokens, 1, 2)
+    assert calls == [{"dropout_p": dropout, "is_causal": True}] * fused
 
 
 BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
