@@ -61,6 +61,7 @@ RUNS = {
 }
 """Way -> what its configuration has instead."""
 PAIRS = (
+    ("bare", "plain"),
     ("local", "bare"),
     ("local", "plain"),
     ("local_bf16", "plain"),
