@@ -1,17 +1,20 @@
 """What Ray, exact order, metrics and checkpoints cost: a run against loops without all of that.
 
-Three ways train a GPT of the same sizes on batches of the same size with the same number of threads:
+All train a GPT of the same sizes on batches of the same size with the same number of threads:
 
-- `run`: `raytrain-gpt train` with one worker, on a Ray cluster of its own;
-- `bare`: a PyTorch loop around the same model, with what is fast in it;
-- `transformers`: the same loop around `GPT2LMHeadModel` with PyTorch's own attention.
+- `bare`: a PyTorch loop around the product's model, with what is fast in it;
+- `plain`: a plain model and loop in the manner of nanoGPT (`plain_gpt2.py`), AdamW not fused as there;
+- `local`: `raytrain-gpt train` in one process, without Ray;
+- `run`: the same with one worker, on a Ray cluster of its own;
+- `transformers`: the bare loop around `GPT2LMHeadModel` with PyTorch's own attention;
+- `run_bf16`, `local_bf16`: in bf16, the latter because `precision` is auto.
 
 Each is a process of its own, they take turns, and a ratio is of two next to each other, so that a noisy
 machine disturbs all alike. Of every process the median of means of five steps counts, as a run reports
 five at a time, without the first ones.
 
     python benchmarks/overhead.py [--rounds 5] [--compile] [--precision bf16] [--threads 2] …
-    python benchmarks/overhead.py --ways run run_bf16          # bf16 against fp32
+    python benchmarks/overhead.py --ways local_bf16 plain      # bf16 against fp32
 
 Prints one JSON object last: tokens/s of all, ratios with their medians, how far a process's steps are
 apart, and the part of a run's steps that waited for data.
@@ -27,11 +30,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from made_data import stdlib_dataset
+from plain_gpt2 import PlainGPT, Sizes, train_plainly
 from torch import Tensor, nn
 from training import (
     VOCAB_SIZE,
@@ -45,11 +49,28 @@ from training import (
 )
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
 from raytrain_gpt.format import amount
 
-WAYS = ("bare", "run", "transformers", "run_bf16")
-PAIRS = (("run", "bare"), ("run", "transformers"), ("bare", "transformers"), ("run_bf16", "run"))
+WAYS = ("bare", "plain", "local", "run", "transformers", "run_bf16", "local_bf16")
+RUNS = {
+    "run": {},
+    "run_bf16": {"precision": "bf16"},
+    "local": {"num_workers": 0},
+    "local_bf16": {"num_workers": 0, "precision": "auto"},
+}
+"""Way -> what its configuration has instead."""
+PAIRS = (
+    ("bare", "plain"),
+    ("local", "bare"),
+    ("local", "plain"),
+    ("local_bf16", "plain"),
+    ("run", "local"),
+    ("run", "bare"),
+    ("run", "transformers"),
+    ("bare", "transformers"),
+    ("run_bf16", "run"),
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Loss of inputs and targets, int64 (sequences, seq_len) each."""
@@ -61,7 +82,7 @@ def main() -> None:
         print(json.dumps(loop_times(args)))
         return
     times: dict[str, list[list[float]]] = {way: [] for way in args.ways}
-    waits: dict[str, list[float]] = {way: [] for way in args.ways if way.startswith("run")}
+    waits: dict[str, list[float]] = {way: [] for way in args.ways if way in RUNS}
     with tempfile.TemporaryDirectory() as work:
         stdlib_dataset(Path(work, "data"))
         print(
@@ -109,7 +130,7 @@ def parsed() -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:3])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:4])
     parser.add_argument("--steps", type=int, default=30, help="of every process")
     parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
     parser.add_argument("--compile", action="store_true")
@@ -120,7 +141,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--loop", choices=WAYS, help="be this loop (used inside)")
+    parser.add_argument("--loop", choices=set(WAYS) - set(RUNS), help="be this loop (used inside)")
     return parser.parse_args()
 
 
@@ -136,23 +157,23 @@ def tokens_per_s(args: argparse.Namespace, times: list[float]) -> float:
 
 def run_config(args: argparse.Namespace, way: str, work: Path, number: int) -> Config:
     """The configuration of a run."""
-    return quiet_config(
-        args.steps,
-        shape(args),
-        args.sequences,
-        work,
-        f"{way}-{number}",
-        compile=args.compile,
-        precision="bf16" if way == "run_bf16" else args.precision,
-        use_gpu=False,
-        cpus_per_worker=args.threads,
-    )
+    values = {
+        "compile": args.compile,
+        "precision": args.precision,
+        "use_gpu": False,
+        "cpus_per_worker": args.threads,
+    }
+    name = f"{way}-{number}"
+    changes = {**values, **RUNS[way]}
+    return quiet_config(args.steps, shape(args), args.sequences, work, name, **changes)
 
 
 def loop_times(args: argparse.Namespace) -> list[float]:
     """Seconds of every step of a loop that somebody who knows PyTorch would write."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    if args.loop == "plain":
+        return plain_times(args)
     model, loss_of = bare_model(args) if args.loop == "bare" else transformers_model(args)
     if args.compile:
         model.compile()
@@ -170,6 +191,38 @@ def loop_times(args: argparse.Namespace) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def plain_times(args: argparse.Namespace) -> list[float]:
+    """Seconds of every step of the plain loop."""
+    sizes = shape(args)
+    numbers = (sizes.num_layers, sizes.num_heads, sizes.embd_size, sizes.seq_len)
+    model = PlainGPT(Sizes(*numbers, sizes.padded_vocab_size))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=INIT_STD)
+    tokens = torch.randint(0, VOCAB_SIZE, (1_000_000,))
+
+    def blocks() -> Iterator[Tensor]:
+        while True:
+            starts = torch.randint(0, len(tokens) - args.seq_len - 1, (args.sequences,))
+            yield torch.stack([tokens[s : s + args.seq_len + 1] for s in starts])
+
+    steps = train_plainly(
+        model,
+        blocks(),
+        torch.device("cpu"),
+        bf16=args.precision == "bf16",
+        compiled=args.compile,
+        micro_steps=1,
+        learning_rate=1e-3,
+    )
+    times = []
+    for _ in range(args.steps):
+        started = time.perf_counter()
+        next(steps)
         times.append(time.perf_counter() - started)
     return times
 

@@ -1,14 +1,17 @@
-"""How long a run takes from its command to its first step on a running cluster, against Ray alone.
+"""How long a run takes from its command to its first step, on a running cluster and without Ray.
 
-Ray alone is the least that any run on Ray needs: a script with the same trainer, one worker, a function
-that only takes the first batch of a small sharded dataset. Both are commands of their own on one cluster
-that runs already, in turn, so that a noisy machine disturbs both alike.
+- `run`: `raytrain-gpt train` with one worker, on a cluster that runs already;
+- `ray`: Ray alone on that cluster, the least that any run on Ray needs: a script with the same trainer, one
+  worker, a function that only takes the first batch of a small sharded dataset;
+- `local`: `raytrain-gpt train --num_workers 0`, which needs no cluster.
 
-    python benchmarks/startup.py [--pairs 5] [--max_steps=10 …]
+All are commands of their own, in turn, so that a noisy machine disturbs all alike. The data is prepared.
+
+    python benchmarks/startup.py [--rounds 5] [--ways local] [--max_steps=10 …]
 
 What it does not know are flags of `raytrain-gpt train`. Prints one JSON object last: the seconds of every
-phase (medians), from the command to the first step of the run and to the first batch of Ray alone, and
-the ratios. A phase is called by what it ends with.
+phase (medians), from the command to the first step of a run and to the first batch of Ray alone, and the
+ratios to Ray alone. A phase is called by what it ends with.
 """
 
 from __future__ import annotations
@@ -39,48 +42,59 @@ PHASES = {
     "batch": "the first batch is there",
     "step": "the first step is done",
 }
-"""Mark -> what happens there. Ray alone has no `ready` and no `step`."""
+"""Mark -> what happens there. Ray alone has no `ready` and no `step`, a local run none of Ray's."""
+WAYS = ("run", "ray", "local")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Further flags are those of raytrain-gpt train."
     )
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--inside", choices=["run", "ray"], help="be this command (used inside)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--inside", choices=WAYS, help="be this command (used inside)")
     parser.add_argument("--marks", type=Path, help="file for the times (used inside)")
     args, flags = parser.parse_known_args()
     if args.inside:
         mark(args.marks, "python")
-        run(args.marks, flags) if args.inside == "run" else ray_alone(args.marks)
+        ray_alone(args.marks) if args.inside == "ray" else run(args.marks, flags, args.inside)
         return
-    with tempfile.TemporaryDirectory(prefix="startup-") as work, running_cluster() as address:
+    from training import ratios, without_cluster  # torch: not in the commands that are timed
+
+    cluster = contextlib.nullcontext() if args.ways == ["local"] else running_cluster()
+    with tempfile.TemporaryDirectory(prefix="startup-") as work, cluster as address:
         prepared = [sys.executable, "-m", "raytrain_gpt.cli", "prepare", "stdlib"]
         subprocess.run([*prepared, f"--out={work}/data"], check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, list[dict[str, float]]] = {"run": [], "ray": []}
-        for i in range(args.pairs):
-            for name in ("run", "ray") if i % 2 else ("ray", "run"):
-                marks = Path(work, f"{name}-{i}.jsonl")
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+        for i in range(args.rounds):
+            first = i % len(args.ways)
+            for way in (*args.ways[first:], *args.ways[:first]):
                 settings = {
                     "data_path": f"{work}/data",
                     "storage_path": work,
-                    "run_name": f"run-{i}",
+                    "run_name": f"{way}-{i}",
+                    "num_workers": 0 if way == "local" else 1,
+                    "max_steps": 1,
+                    "num_samples": 0,
+                    "eval_tokens": 128,
                 }
-                settings |= {"max_steps": 1, "num_samples": 0, "eval_tokens": 128}
                 given = [f"--{key}={value}" for key, value in settings.items()] + flags
-                found[name].append(timed(name, marks, given if name == "run" else [], address))
-            ours, theirs = (total_s(found[name][-1]) for name in ("run", "ray"))
-            print(f"run {ours:.2f} s | Ray alone {theirs:.2f} s | {ours / theirs:.3f}", flush=True)
-    totals = {name: [total_s(one) for one in all_of] for name, all_of in found.items()}
-    ratios = [a / b for a, b in zip(totals["run"], totals["ray"], strict=True)]
+                marks = Path(work, f"{way}-{i}.jsonl")
+                where = {} if way == "local" else {"RAY_ADDRESS": str(address)}
+                environment = without_cluster() | where
+                phases = timed(way, marks, [] if way == "ray" else given, environment)
+                found[way].append(phases)
+            told = [f"{way} {total_s(found[way][-1]):.2f} s" for way in args.ways]
+            print(" | ".join(told), flush=True)
+    totals = {way: [total_s(one) for one in all_of] for way, all_of in found.items()}
+    pairs = [(way, "ray") for way in ("run", "local") if {way, "ray"} <= set(args.ways)]
     print(
         json.dumps(
             {
                 "phases_end_when": PHASES,
-                **{f"{name}_phases_s": medians(all_of) for name, all_of in found.items()},
-                **{f"{name}_s": [round(s, 2) for s in all_of] for name, all_of in totals.items()},
-                "ratios": [round(ratio, 3) for ratio in ratios],
-                "median_ratio": round(statistics.median(ratios), 3),
+                **{f"{way}_phases_s": medians(all_of) for way, all_of in found.items()},
+                **{f"{way}_s": [round(s, 2) for s in all_of] for way, all_of in totals.items()},
+                "ratios": {f"{a}/{b}": ratios(totals[a], totals[b]) for a, b in pairs},
             }
         )
     )
@@ -99,13 +113,15 @@ def medians(all_phases: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def timed(name: str, marks: Path, flags: list[str], address: str) -> dict[str, float]:
+def timed(
+    name: str, marks: Path, flags: list[str], environment: dict[str, str]
+) -> dict[str, float]:
     """Seconds of every phase of one command, in order."""
     command = [sys.executable, __file__, f"--inside={name}", f"--marks={marks}", *flags]
     before = time.time()
     done = subprocess.run(
         command,
-        env={**os.environ, "RAY_ADDRESS": address},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -126,15 +142,16 @@ def mark(file: Path, name: str, at: float | None = None) -> None:
         marks.write(json.dumps([name, at or time.time()]) + "\n")
 
 
-def run(file: Path, flags: list[str]) -> None:
+def run(file: Path, flags: list[str], way: str) -> None:
     """`raytrain-gpt train` with its times written down."""
     import functools
 
     from raytrain_gpt import cli
     from raytrain_gpt.train import launch
 
-    mark_driver(file)
-    launch.train = functools.partial(launch.train, train_loop=marked_train_loop(file))
+    if way == "run":
+        mark_driver(file)
+    launch.train = functools.partial(launch.train, train_loop=marked_train_loop(file, way))
     cli.main(["train", *flags])
 
 
@@ -151,7 +168,7 @@ def ray_alone(file: Path) -> None:
     )
 
     def train_loop() -> None:
-        mark_worker(file)
+        mark_worker(file, "ray")
         batches = ray.train.get_dataset_shard("train").iter_batches(batch_size=RAY_BATCH_ROWS)
         next(iter(batches))
         mark(file, "batch")
@@ -185,21 +202,22 @@ def mark_driver(file: Path) -> None:
     ray.init, trainer.fit = marked_init, marked_fit
 
 
-def mark_worker(file: Path) -> None:
-    """Mark `process` and `function`."""
+def mark_worker(file: Path, way: str) -> None:
+    """Mark `process`, unless it is the command's own, and `function`."""
     import psutil
 
-    mark(file, "process", psutil.Process().create_time())
+    if way != "local":
+        mark(file, "process", psutil.Process().create_time())
     mark(file, "function")
 
 
-def marked_train_loop(file: Path) -> Callable[[Any], None]:
+def marked_train_loop(file: Path, way: str) -> Callable[[Any], None]:
     """`train_worker` that marks `ready`, `batch` and `step`."""
 
     def train_loop(spec: Any) -> None:
         from raytrain_gpt.train import worker
 
-        mark_worker(file)
+        mark_worker(file, way)
         init, record = worker.Worker.__init__, worker.Worker.record
         micro_batches = worker.TrainFeed.micro_batches
 

@@ -1,4 +1,4 @@
-"""Every benchmark says what it is, and the GPU's runs whole with a tiny model on the CPU."""
+"""Every benchmark says what it is, and two run whole with a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -50,3 +50,21 @@ def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: P
     # Another order of the same sums, in fp32.
     assert comparison["largest_loss_difference"] < 1e-4
     assert comparison["speed_ratio"] > 0
+
+
+def test_the_overheads_benchmark_compares_loops_on_a_tiny_model() -> None:
+    sizes = {"num_layers": 1, "num_heads": 1, "embd_size": 16, "seq_len": 16, "sequences": 2}
+    sizes |= {"rounds": 2, "steps": 15, "skipped": 5, "threads": 1}
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "overhead.py", "--ways", "bare", "plain"]
+        + [f"--{name}={value}" for name, value in sizes.items()],
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    speeds = found["tokens_per_s"]
+    assert all(len(speeds[way]) == 2 and min(speeds[way]) > 0 for way in ("bare", "plain"))
+    (ratio,) = found["ratios"].values()
+    expected = [a / b for a, b in zip(speeds["bare"], speeds["plain"], strict=True)]
+    assert ratio["all"] == pytest.approx(expected, rel=0.01)

@@ -146,7 +146,7 @@ class TrainSection(Strict):
     micro_batch_sequences: Annotated[CountOrAuto, SAFE] = 16
     """Sequences per worker in one forward pass; auto: as many as fit in memory."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto: bf16 on GPUs that support it, else fp32 (with TF32 on GPUs); fp16 uses loss scaling."""
+    """auto: bf16 on GPUs and CPUs that have it, else fp32 (TF32 on GPUs); fp16 uses loss scaling."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """ddp: a copy of the model on every worker; fsdp: weights, gradients and optimizer state are sharded."""
     compile: Annotated[bool, SAFE] = False

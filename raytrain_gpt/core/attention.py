@@ -20,6 +20,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 QUERIES_AT_ONCE = 256
 """In a masked attention. With fewer, less is computed that causality hides, and more is copied."""
+PRODUCT_QUERIES = 128
+"""Of `causal_attention` at once on a CPU; more or fewer are slower."""
+MOST_PRODUCT_TOKENS = 1024
+"""In a context, to compute attention by products: about as much is kept of it as of all else in a block."""
 SPARSE_BLOCK_TOKENS = 128
 """Queries and keys that `block_sparse_attention` computes or skips together; torch's own choice."""
 SPARSE_MIN_HEAD_SIZE = 16
@@ -73,6 +77,35 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
         part = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
         parts.append(part)  # (B, H, stop − start, D/H)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def causal_attention(qkv: Tensor, dropout: float) -> Tensor:
+    """Attention of every token to those up to itself: (B, T, 3, H, D/H) -> (B, T, H, D/H)."""
+    if dropout or not _products_are_faster(qkv):
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2)
+    b, t, _, h, _ = qkv.shape
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, b * h, t, -1)
+    later = torch.full((t, t), -torch.inf, dtype=qkv.dtype).triu(1)
+    parts = []
+    for start in range(0, t, PRODUCT_QUERIES):
+        stop = min(start + PRODUCT_QUERIES, t)
+        query, keys, hidden = q[:, start:stop], k[:, :stop].mT, later[start:stop, :stop]
+        weights = torch.baddbmm(hidden, query, keys, alpha=q.shape[2] ** -0.5).softmax(2)
+        parts.append(weights @ v[:, :stop])  # (B·H, stop − start, D/H)
+    return torch.cat(parts, 1).view(b, h, t, -1).transpose(1, 2)
+
+
+def _products_are_faster(qkv: Tensor) -> bool:
+    """Whether torch's fused kernel is slower: on a CPU it takes as long in bf16 as in fp32.
+
+    Products keep the weights for the backward pass, so not in long contexts. Nor where memory is counted for
+    GPUs, whose fake tensors are the CPU's, but of a class of their own.
+    """
+    if type(qkv) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return qkv.is_cpu and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= MOST_PRODUCT_TOKENS
 
 
 def block_sparse_attention(starts: Tensor) -> Attend:

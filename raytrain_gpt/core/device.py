@@ -6,8 +6,9 @@ import contextlib
 import random
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +84,22 @@ def best_device() -> torch.device:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device computes bf16 natively."""
+    """Whether a device computes in bf16; a CPU may emulate it."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def bf16_pays(device: torch.device) -> bool:
+    """Whether matrix products in bf16 are faster than in fp32: on a CPU if it multiplies bf16 natively.
+
+    On a CPU only oneDNN (mkldnn) uses such instructions; without it bf16 is hundreds of times slower.
+    """
+    if device.type != "cpu":
+        return device.type == "cuda" and has_bf16(device)
+    usable = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    # Older versions of torch do not answer.
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if usable else {}
+    # `bf16` is what torch calls it on arm64.
+    return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
@@ -99,7 +114,7 @@ def resolve_precision(asked: str, device: torch.device) -> str:
             "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
-        return "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
+        return "bf16" if bf16_pays(device) else "fp32"
     return asked
 
 

@@ -27,6 +27,7 @@ from raytrain_gpt.core.attention import (
     SPARSE_MIN_HEAD_SIZE,
     Attend,
     block_sparse_attention,
+    causal_attention,
     document_starts,
     masked_attention,
 )
@@ -101,15 +102,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); without `attend`: causal attention among the T tokens."""
         b, t, d = x.shape
-        q, k, v = self.c_attn(x).view(b, t, 3, self.num_heads, -1).unbind(2)  # (B, T, H, D/H)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D/H)
+        qkv = self.c_attn(x).view(b, t, 3, self.num_heads, -1)  # (B, T, 3, H, D/H)
         if attend is None:
-            y = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-            )  # (B, H, T, D/H)
+            y = causal_attention(qkv, self.dropout if self.training else 0.0)  # (B, T, H, D/H)
         else:
-            y = attend(q, k, v)  # (B, H, T, D/H)
-        out: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, d))
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
+            y = attend(q, k, v).transpose(1, 2)  # (B, T, H, D/H)
+        out: Tensor = self.c_proj(y.reshape(b, t, d))
         return F.dropout(out, self.dropout, self.training)
 
 

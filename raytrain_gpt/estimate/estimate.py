@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, gpu_spec, gpu_specs_matching
+from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, bf16_pays, gpu_spec, gpu_specs_matching
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
@@ -49,11 +51,12 @@ def answer(
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe has decided use_gpu, on a device that need not be in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
+    native_bf16 = on_gpu or (use_gpu is False and bf16_pays(torch.device("cpu")))
     facts = replace(
         given,
         vocab_size=vocab_size,
         num_workers=1 if num_workers == "auto" else max(1, num_workers),
-        bf16=precision in ("bf16", "fp16") or (precision == "auto" and on_gpu),
+        bf16=precision in ("bf16", "fp16") or (precision == "auto" and native_bf16),
         device=gpu,
         train_tokens=train_tokens,
         tokens_per_s=tokens_per_s,

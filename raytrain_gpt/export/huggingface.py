@@ -219,6 +219,7 @@ def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
             "micro_batch_sequences": EVAL_SEQUENCES,
             "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,
             "run_name": "imported",
+            "precision": "fp32",  # `eval` gives what others compute from the weights
         }
     )
     return CheckpointState(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import attention
 from raytrain_gpt.core.attention import (
     block_sparse_attention,
+    causal_attention,
     document_starts,
     last_document,
     masked_attention,
@@ -206,6 +209,62 @@ def test_one_graph_is_compiled_for_all_layouts(
             found = gradients(model, iter([model(*batch)]))
         for ours, theirs in zip(found, gradients(expected, iter([expected(*batch)])), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def causal(attend: Callable[[Tensor], Tensor], tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Attention of two sequences with three heads, and the gradient of queries, keys and values."""
+    GENERATOR.manual_seed(tokens)
+    made = torch.randn(2, tokens, 3, 3, 20, generator=GENERATOR, dtype=torch.float64)
+    qkv = (2 * made).to(torch.bfloat16).to(dtype).requires_grad_()
+    out = attend(qkv)
+    (out * torch.arange(20)).sum().backward()
+    assert qkv.grad is not None
+    return [out.detach(), qkv.grad]
+
+
+def by_torch(qkv: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 128, 129, 300])
+def test_causal_attention_on_a_cpu_is_that_of_torch(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By matrix products; in bf16 these round the scores, which a fused kernel does not."""
+    exact = causal(by_torch, tokens, torch.float64)
+    ours = causal(partial(causal_attention, dropout=0.0), tokens, torch.bfloat16)
+    for found, true in zip(ours, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found - true).norm() < 0.02 * true.norm()
+    monkeypatch.setattr(attention, "_products_are_faster", lambda _: True)
+    ours = causal(partial(causal_attention, dropout=0.0), tokens, torch.float64)
+    for found, true in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, true)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "dropout", "fused"),
+    [
+        (1024, torch.bfloat16, 0.0, False),
+        (1025, torch.bfloat16, 0.0, True),
+        (1024, torch.float32, 0.0, True),
+        (1024, torch.bfloat16, 0.1, True),
+    ],
+)
+def test_the_fused_kernel_is_left_only_where_products_are_faster(
+    tokens: int, dtype: torch.dtype, dropout: float, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Tensor, **kwargs: object) -> Tensor:
+        calls.append(kwargs)
+        return args[0]
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
+    qkv = torch.zeros(1, tokens, 3, 1, 2, dtype=dtype)
+    assert causal_attention(qkv, dropout).shape == (1, tokens, 1, 2)
+    assert calls == [{"dropout_p": dropout, "is_causal": True}] * fused
 
 
 BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])

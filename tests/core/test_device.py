@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrain_gpt.core.device import peak_flops
+from raytrain_gpt.core.device import peak_flops, resolve_precision
 from raytrain_gpt.core.model import GPT, GPTShape
 
 
@@ -78,3 +78,24 @@ def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("NVIDIA GeForce GTX 1080", "bf16") is None
     assert peak_flops("NVIDIA L40", "bf16") is None  # not an L4
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("found", "mkldnn", "precision"),
+    [
+        ({"amx_bf16": True, "avx512_bf16": False}, True, "bf16"),
+        ({"amx_bf16": False, "avx512_bf16": True}, True, "bf16"),
+        ({"architecture": "arm64", "bf16": True}, True, "bf16"),
+        ({"architecture": "arm64", "bf16": True}, False, "fp32"),
+        ({"amx_bf16": False, "avx512_bf16": False, "avx512_f": True}, True, "fp32"),
+        ({}, True, "fp32"),
+    ],
+)
+def test_auto_is_bf16_on_a_cpu_that_multiplies_it_natively(
+    found: dict[str, object], mkldnn: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: mkldnn)
+    cpu = torch.device("cpu")
+    assert resolve_precision("auto", cpu) == precision
+    assert [resolve_precision(asked, cpu) for asked in ("fp32", "bf16")] == ["fp32", "bf16"]

@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raytrain_gpt.core import attention
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPTShape
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
 GPT2 = GPTShape(12, 12, 768, 1024, 50_257)
+
+
+@pytest.fixture(autouse=True)
+def attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused: what is counted is the memory of GPUs."""
+    monkeypatch.setattr(attention, "_products_are_faster", lambda _: False)
 
 
 def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) -> int:
