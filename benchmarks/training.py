@@ -38,6 +38,7 @@ def quiet_config(
         "global_batch_tokens": batch_sequences * shape.seq_len,
         "micro_batch_sequences": batch_sequences,
         "num_workers": 1,
+        "min_workers": None,
         "log_every_steps": STEPS_TOGETHER,
         "eval_every_steps": steps,
         "eval_tokens": shape.seq_len,
