@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, TrainingFailed
@@ -133,7 +132,6 @@ def test_another_number_of_threads_is_no_other_run(
 ) -> None:
     config = make_config(cpus_per_worker=2, max_steps=5, run_name="local-threads")
     rows = steps(train(config, print).run_dir.path)
-    torch.set_num_threads(1)
     alone = steps(straight(0).run_dir.path)
     for row, expected in zip(rows, alone, strict=False):
         assert row["data/order_hash"] == expected["data/order_hash"]
