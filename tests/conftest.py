@@ -27,7 +27,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from tests import forked_worker
 from tests.data.shard_tools import prepare_here
-from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig
+from tests.runs import CLUSTER_CPUS, SMALL, MakeConfig, Straight
 from tests.s3 import KEYS, S3Server
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -161,9 +161,11 @@ def imports_are_no_garbage() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Tiny tensors are fastest, and their sums the same everywhere, on one thread."""
+def pytest_runtest_setup() -> None:
+    """Tiny tensors are fastest, and their sums the same everywhere, on one thread.
+
+    Before each test and its fixtures: what trains or generates in this process sets its own number.
+    """
     torch.set_num_threads(1)
 
 
@@ -237,9 +239,7 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
 
 
 @pytest.fixture(scope="session")
-def straight(
-    request: pytest.FixtureRequest, make_config: MakeConfig
-) -> Callable[[int], RunSummary]:
+def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straight:
     """An unbroken run of 50 steps on some number of workers, 0: in this process; each is made once."""
     from raytrain_gpt.train.launch import train  # here: it takes a second, which most folders save
 

@@ -1,12 +1,18 @@
-"""The small run that tests are made of, and commands in processes of their own."""
+"""The small run that tests are made of, what runs have in the end, and commands in processes of their own."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import Row, read_rows
+from raytrain_gpt.tracking.summary import RunSummary
 
 CLUSTER_CPUS = 6
 
@@ -27,14 +33,65 @@ SMALL = {
     "eval_tokens": 4096,
     "num_samples": 1,
     "max_new_tokens": 8,
+    "precision": "fp32",
     "cpus_per_worker": 1,
-    "num_workers": 1,
+    "num_workers": 0,
     "min_workers": None,
 }
-"""A run of seconds: 12 sequences a step, which 1, 2, 3, 4 and 6 workers share."""
+"""A run of a second in this process, or of 12 sequences a step for 1, 2, 3, 4 or 6 workers on Ray."""
 
 
 MakeConfig = Callable[..., Config]
+Straight = Callable[[int], RunSummary]
+"""The unbroken run of 50 steps on some number of workers."""
+
+
+def steps(run_dir: Path | Location) -> list[Row]:
+    """The training rows of a run."""
+    return [row for row in read_rows(Location.of(run_dir).path) if "train/loss" in row]
+
+
+def evaluations(run_dir: Path | Location) -> list[Row]:
+    """The evaluations of a run."""
+    return [row for row in read_rows(Location.of(run_dir).path) if "val/loss" in row]
+
+
+def events(run_dir: Path, *kinds: str) -> list[Row]:
+    """The event rows of a run, of some kinds."""
+    return [row for row in read_rows(run_dir) if row.get("event") in kinds]
+
+
+def weights(run_dir: Path | Location) -> bytes:
+    """The final weights of a run."""
+    newest = Catalog(Location.of(run_dir)).complete()[-1]
+    return (newest.path / "model.safetensors").read_bytes()
+
+
+def assert_same(run_dir: Path | Location, whole: RunSummary) -> None:
+    """Same bits, and one row a step with the losses and the order of another run."""
+    assert weights(run_dir) == weights(whole.run_dir)
+    columns = ("step", "train/loss", "data/order_hash")
+    rows, expected = steps(run_dir), steps(whole.run_dir)
+    assert [[r[c] for c in columns] for r in rows] == [[r[c] for c in columns] for r in expected]
+
+
+def assert_same_order(run_dir: Path | Location, whole: RunSummary) -> None:
+    """One row a step, the same order, and losses equal but for the order of sums."""
+    rows, expected = steps(run_dir), steps(whole.run_dir)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [r["data/order_hash"] for r in rows] == [r["data/order_hash"] for r in expected]
+    gaps = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(rows, expected, strict=True)]
+    assert max(gaps) < 1e-4
+
+
+def restarted_from(whole: RunSummary, step: int, storage: Path, name: str) -> Location:
+    """A copy of a run as a crash after `step` steps leaves it: later checkpoints never came to be."""
+    copy = Location.of(storage / name)
+    shutil.copytree(whole.run_dir.path, copy.path)
+    for checkpoint in Catalog(copy).complete():
+        if checkpoint.state.step > step:
+            checkpoint.path.remove()
+    return copy
 
 
 def flags(config: Config) -> list[str]:

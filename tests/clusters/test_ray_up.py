@@ -25,8 +25,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import wait_until
-from tests.faults.processes import events, steps
-from tests.runs import SMALL
+from tests.runs import SMALL, events, steps
 
 from .hosts import HOME, ROOT, SHARED, Network, missing, network
 

@@ -67,7 +67,7 @@ def test_a_wrong_token_is_said_at_once(
     head: Head, doctor: Doctor, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """Ray itself says after 20 s that it cannot connect."""
-    visit = doctor(make_config(), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
+    visit = doctor(make_config(num_workers=1), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"token"}
     visit.says("FAIL", "token", "refuses the token of RAY_AUTH_TOKEN", "check the token")
@@ -125,7 +125,7 @@ def test_a_node_with_everything_wrong(
 ) -> None:
     uri = "http://127.0.0.1:9"
     no_network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
-    config = make_config(storage_path=str(own_storage), mlflow_uri=uri)
+    config = make_config(num_workers=1, storage_path=str(own_storage), mlflow_uri=uri)
     visit = doctor(config, "--tokenizer", "gpt2", env={**head.env, **no_network})
     assert visit.code == 1
     visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")

@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 @pytest.fixture(scope="module")
 def inline(straight: Callable[[int], RunSummary]) -> RunSummary:
-    return straight(1)
+    return straight(0)
 
 
 @pytest.fixture(scope="module")
 def config(make_config: Callable[..., Config]) -> Config:
     # 25 is no multiple of checkpoint_every_steps: a checkpoint is written for the evaluation.
     changes = {"run_name": "async", "eval_mode": "async", "keep_checkpoints": 1}
-    return make_config(**changes, mlflow_uri="auto", experiment="async")
+    return make_config(num_workers=1, **changes, mlflow_uri="auto", experiment="async")
 
 
 @pytest.fixture(scope="module")

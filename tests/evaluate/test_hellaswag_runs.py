@@ -208,14 +208,12 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
 
 
 def test_a_broken_file_starts_nothing(
-    cluster: str, make_config: Any, storage: Path, tmp_path: Path, raises_line: RaisesLine
+    make_config: Any, storage: Path, tmp_path: Path, raises_line: RaisesLine
 ) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}\n')
-    lines: list[str] = []
     with raises_line(DataError, f"{broken} line 1", "endings has 3 instead of 4"):
-        train(make_config(run_name="broken", hellaswag_path=str(broken)), lines.append)
-    assert lines == []
+        train(make_config(run_name="broken", hellaswag_path=str(broken)), print)
     assert not (storage / "broken").exists()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
@@ -60,18 +59,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Location:
     return draft.commit(state, {MODEL_FILE: weights}, {TOKENIZER_FILE: tokenizer_json(tokenizer)})
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """A replica takes one thread; here the tests' own number comes back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.ray
 @pytest.mark.models
 def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them(
-    cluster: str, threads: None, checkpoint: Location, run_cli: RunCli, tmp_path: Path
+    cluster: str, checkpoint: Location, run_cli: RunCli, tmp_path: Path
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in PROMPTS) + "\n\n", "utf-8")

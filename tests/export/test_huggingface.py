@@ -395,10 +395,8 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config, other)
 
 
-@pytest.mark.ray
-@pytest.mark.models
 def test_training_starts_from_imported_weights_with_a_shorter_context(
-    cluster: str, exported: tuple[GPT, Path], make_config: Callable[..., Config], tmp_path: Path
+    exported: tuple[GPT, Path], make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     model, out = exported
     place, _ = import_weights(out, tmp_path / "checkpoint", print)

@@ -29,8 +29,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
 from tests.data.shard_tools import prepare_here
-from tests.faults.processes import steps, weights
-from tests.runs import SMALL, command, flags
+from tests.runs import SMALL, command, flags, steps, weights
 
 MOMENTS = ("start-up", "first step", "middle", "checkpoint", "evaluation", "last step")
 COMMAND_WITHIN_S = 240

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,19 +13,15 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.evaluate import async_evaluation
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows, read_samples
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.runs import environment
+from tests.runs import MakeConfig, Straight, assert_same, environment, events
 
 from .conftest import Start
 from .gates import Faults, Gate, held, wait_until
-from .processes import events, own
-from .test_processes import assert_same, train_while
+from .processes import own
+from .test_processes import train_while
 
 pytestmark = pytest.mark.faults
-
-Straight = Callable[[int], RunSummary]
-MakeConfig = Callable[..., Any]
 
 
 def evaluated(run_dir: Path) -> dict[int, float]:
@@ -98,6 +93,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
         evaluating.open()
 
     config = make_config(
+        num_workers=1,
         run_name="async-rollback",
         eval_mode="async",
         eval_every_steps=10,
@@ -123,7 +119,7 @@ def test_the_last_evaluation_is_done_by_the_next_command(
     """Behind the last step the run is stopped, and then its driver is killed."""
     evaluating = Gate(str(tmp_path), rank=0, step=50)
     faults = Faults(evaluations=(evaluating,))
-    config = make_config(run_name="async-end", eval_mode="async")
+    config = make_config(num_workers=1, run_name="async-end", eval_mode="async")
     run_dir = Path(config.run.storage_path, "async-end")
 
     stopped = start(config, faults, environment(cluster))

@@ -21,20 +21,16 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.runs import command
+from tests.runs import Straight, assert_same, assert_same_order, command, events
 
 from . import gates
 from .conftest import ROOT, Command, Start
 from .gates import WITHIN_S, Faults, Gate, wait_until
-from .processes import descendants, events
-from .test_nodes import assert_same_order
-from .test_processes import assert_same
+from .processes import descendants
 
 pytestmark = pytest.mark.faults
 
-Straight = Callable[[int], RunSummary]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.order import Order, extend_order_hash, sequence_hashes
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
+from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.resume import SKIPPED_FILE
+from tests.runs import MakeConfig, assert_same_order, events, restarted_from, steps
 
 from .gates import Faults, gated
-from .processes import events, steps, weights
 
 pytestmark = pytest.mark.faults
 
+Spiked = tuple[RunSummary, list[str], Config]
 NAN_STEP = 8
 SPIKED = tuple(range(24, 34))
 """Ten global batches, read by the steps 25 to 34."""
@@ -34,8 +34,8 @@ SKIPPED = (22, 34)
 
 
 @pytest.fixture(scope="module")
-def spiked(cluster: str, make_config: Callable[..., Any]) -> tuple[Path, list[str], Any]:
-    """A run of 2 workers with one NaN on rank 1 and ten spikes: directory, lines, configuration."""
+def spiked(cluster: str, make_config: MakeConfig) -> Spiked:
+    """A run of 2 workers with one NaN on rank 1 and ten spikes: what came of it, lines, configuration."""
     config = make_config(
         num_workers=2,
         run_name="spiked",
@@ -49,13 +49,14 @@ def spiked(cluster: str, make_config: Callable[..., Any]) -> tuple[Path, list[st
     lines: list[str] = []
     summary = train(config, lines.append, gated(faults))
     assert summary.step == 50
-    return summary.run_dir.path, lines, config
+    return summary, lines, config
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
-    spiked: tuple[Path, list[str], Any],
+    spiked: Spiked,
 ) -> None:
-    run_dir, lines, _ = spiked
+    run, lines, _ = spiked
+    run_dir = run.run_dir.path
     (event,) = events(run_dir, "nonfinite")
     assert (event["step"], event["skipped_on_ranks"]) == (NAN_STEP, 2)
     for rank in range(2):
@@ -74,9 +75,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 def test_ten_spikes_lead_back_and_their_batches_are_skipped(
-    spiked: tuple[Path, list[str], Any],
+    spiked: Spiked,
 ) -> None:
-    run_dir, lines, config = spiked
+    run, lines, config = spiked
+    run_dir = run.run_dir.path
     # The two attempts: until patience ended, and from the last checkpoint before the spikes.
     assert [row["step"] for row in events(run_dir, "spike")] == [batch + 1 for batch in SPIKED]
     (event,) = events(run_dir, "rollback")
@@ -106,7 +108,7 @@ def test_ten_spikes_lead_back_and_their_batches_are_skipped(
     assert told.rolled_back_steps == 14
 
 
-def test_events_stand_in_mlflow(spiked: tuple[Path, list[str], Any], storage: Path) -> None:
+def test_events_stand_in_mlflow(spiked: Spiked, storage: Path) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{storage / 'mlflow.db'}")
@@ -123,34 +125,26 @@ def test_events_stand_in_mlflow(spiked: tuple[Path, list[str], Any], storage: Pa
 
 
 def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(
-    spiked: tuple[Path, list[str], Any], storage: Path
+    spiked: Spiked, storage: Path
 ) -> None:
-    """Only where a rollback itself led did it go wrong before."""
-    run_dir, _, config = spiked
-    copy = storage / "spiked-resumed"
-    shutil.copytree(run_dir, copy)
-    (copy / SKIPPED_FILE).unlink()
-    for checkpoint in Catalog(Location.of(copy)).complete():
-        if checkpoint.state.step > 20:
-            shutil.rmtree(checkpoint.path.path)
-    config = config.updated({"run_name": copy.name, "mlflow_uri": None})
+    """Only where a rollback itself led did it go wrong before; a run in this process goes back as well."""
+    run, _, config = spiked
+    copy = restarted_from(run, 20, storage, "spiked-resumed")
+    (copy / SKIPPED_FILE).remove()
+    config = config.updated({"run_name": copy.name, "mlflow_uri": None, "num_workers": 0})
     train(config, print, gated(Faults(spiked_batches=SPIKED)))
-    assert [event["to_step"] for event in events(copy, "rollback")] == [20, 20]
-    assert weights(copy) == weights(run_dir)
+    assert [event["to_step"] for event in events(copy.path, "rollback")] == [20, 20]
+    assert_same_order(copy, run)
 
 
 def test_a_run_that_goes_on_from_before_the_spikes_skips_them_again(
-    spiked: tuple[Path, list[str], Any], storage: Path
+    spiked: Spiked, storage: Path
 ) -> None:
-    run_dir, _, config = spiked
-    copy = storage / "spiked-again"
-    shutil.copytree(run_dir, copy)
-    for checkpoint in Catalog(Location.of(copy)).complete():
-        if checkpoint.state.step > 20:
-            shutil.rmtree(checkpoint.path.path)
-    train(config.updated({"run_name": copy.name, "mlflow_uri": None}), print)
-    assert weights(copy) == weights(run_dir)
-    newest = Catalog(Location.of(copy)).complete()[-1]
+    run, _, config = spiked
+    copy = restarted_from(run, 20, storage, "spiked-again")
+    train(config.updated({"run_name": copy.name, "mlflow_uri": None, "num_workers": 0}), print)
+    assert_same_order(copy, run)
+    newest = Catalog(copy).complete()[-1]
     state = json.loads((newest.path / "state.json").read_text())
     assert state["skipped_batches"] == [list(SKIPPED)]
     assert (state["step"], state["next_batch"]) == (50, 62)

@@ -15,15 +15,12 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-from raytrain_gpt.tracking.summary import RunSummary
+from tests.runs import Straight, assert_same_order, events
 
 from .conftest import Start
 from .gates import Faults, Gate, wait_until
-from .processes import events, steps
 
 pytestmark = pytest.mark.faults
-
-Straight = Callable[[int], RunSummary]
 
 
 @pytest.fixture
@@ -58,15 +55,6 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def assert_same_order(run_dir: Path, whole: RunSummary) -> None:
-    """One row a step, the same order, and losses equal but for the order of sums."""
-    rows, expected = steps(run_dir), steps(whole.run_dir.path)
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    assert [r["data/order_hash"] for r in rows] == [r["data/order_hash"] for r in expected]
-    gaps = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(rows, expected, strict=True)]
-    assert max(gaps) < 1e-4
 
 
 def test_two_workers_become_one_and_two_and_one_again(

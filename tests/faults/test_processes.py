@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -20,21 +21,17 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec, _read_chunk
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import attempt
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
-from tests.runs import environment
+from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, environment, events
 
 from .conftest import Start
 from .gates import Faults, Gate, gated, wait_until
-from .processes import descendants, events, own, steps, weights
+from .processes import descendants, own
 
 pytestmark = pytest.mark.faults
-
-Straight = Callable[[int], RunSummary]
-MakeConfig = Callable[..., Any]
 
 
 def in_background(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
@@ -63,14 +60,6 @@ def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tupl
     assert not raised, (raised, lines)
     assert summary.step == config.train.max_steps
     return summary.run_dir.path, lines
-
-
-def assert_same(run_dir: Path, whole: RunSummary) -> None:
-    """Same bits, and one row a step with the losses and the order of the unbroken run."""
-    assert weights(run_dir) == weights(whole.run_dir)
-    columns = ("step", "train/loss", "data/order_hash")
-    rows, expected = steps(run_dir), steps(whole.run_dir.path)
-    assert [[r[c] for c in columns] for r in rows] == [[r[c] for c in columns] for r in expected]
 
 
 def test_a_worker_killed_three_times_costs_no_step(
@@ -242,6 +231,38 @@ def test_a_killed_driver_goes_on_by_the_same_command(
     assert any("was held by" in line or "taken over" in line for line in lines), lines
     assert any(line.startswith("going on from step 30") for line in lines)
     assert_same(summary.run_dir.path, straight(2))
+
+
+def test_a_run_killed_again_and_again_goes_on_in_another_mode_each_time(
+    cluster: str,
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a process, with 2 workers, in a process, with one, in a process to its end.
+
+    The attempts with workers are of no other test: they begin behind what local mode left, at steps
+    that nobody chose, and what they leave must be enough for a process without Ray.
+    """
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    seed = random.randrange(10**6)
+    kills = sorted(random.Random(seed).sample(range(1, 50), 4))
+    print(f"seed {seed}: killed behind the steps {kills}")
+    for num_workers, step in zip((0, 2, 0, 1), kills, strict=True):
+        place = gate(max(num_workers - 1, 0), step)
+        config = make_config(run_name="modes", num_workers=num_workers)
+        env = environment(cluster) if num_workers else {}
+        command = start(config, Faults((place,)), env)
+        command.reaches(place)
+        command.process.kill()
+        command.ends()
+    last = start(make_config(run_name="modes"))
+    assert last.ends() == 0, last.output
+    run_dir = Path(config.run.storage_path, "modes")
+    assert [row["num_workers"] for row in events(run_dir, "attempt")] == [1, 2, 1, 1, 1]
+    assert_same_order(run_dir, straight(0))
 
 
 @pytest.mark.parametrize("what", ["gcs_server", "everything"])

@@ -18,18 +18,17 @@ from raytrain_gpt.cluster.shared_storage import check_ray_disk
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.attempt import Attempt, End
+from raytrain_gpt.train.attempt import End
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.local_mode import LocalAttempt
+from tests.runs import Straight, assert_same, assert_same_order, steps, weights
 from tests.s3 import S3Server
 
 from .gates import Faults, Gate, gated
-from .processes import steps, weights
 from .test_processes import in_background, train_while
 
 pytestmark = pytest.mark.faults
 
-Straight = Callable[[int], RunSummary]
 OUTAGE_S = 20.0
 AWAY_S = 2.5
 
@@ -98,6 +97,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     straight: Straight,
     in_bucket: Callable[..., Any],
     gate: Callable[..., Gate],
+    tmp_path: Path,
 ) -> None:
     place = gate(1, 25)
 
@@ -122,33 +122,29 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     # The one of step 20 may still have been on its way.
     assert newest.state.step in (10, 20)
     lines: list[str] = []
-    train(config, lines.append)
+    train(config.updated({"num_workers": 0}), lines.append)
     assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
-    assert weights(bucket / "runs" / "gone") == weights(straight(2).run_dir)
+    (bucket / "runs" / "gone" / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
+    assert_same_order(tmp_path, straight(0))
 
 
 def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
-    cluster: str,
     straight: Straight,
     make_config: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, away, finish = tmp_path / "renamed", tmp_path / "away", Attempt.run
+    run, away, finish = tmp_path / "renamed", tmp_path / "away", LocalAttempt.run
 
-    def finish_and_rename(attempt: Attempt) -> End:
+    def finish_and_rename(attempt: LocalAttempt) -> End:
         end = finish(attempt)
         run.rename(away)
         threading.Timer(AWAY_S, away.rename, [run]).start()
         return end
 
-    monkeypatch.setattr(Attempt, "run", finish_and_rename)
-    summary = train(
-        make_config(num_workers=2, run_name="renamed", storage_path=str(tmp_path)), print
-    )
-    assert summary.step == 50
-    assert weights(run) == weights(straight(2).run_dir)
-    assert [row["step"] for row in steps(run)] == list(range(1, 51))
+    monkeypatch.setattr(LocalAttempt, "run", finish_and_rename)
+    assert train(make_config(run_name="renamed", storage_path=str(tmp_path)), print).step == 50
+    assert_same(run, straight(0))
     assert (run / "report.html").is_file()
     assert not away.exists()
 
@@ -158,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
 ) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(ClusterError) as caught:
-        train(make_config(run_name="read-only", storage_path=str(disk)), print)
+        train(make_config(num_workers=1, run_name="read-only", storage_path=str(disk)), print)
     assert f"cannot write storage_path {disk}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -216,7 +212,6 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room
     lines: list[str] = []
     train(config, lines.append)
     assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
-    assert weights(disk / "full") == weights(straight(2).run_dir)
-    assert [row["step"] for row in steps(disk / "full")] == list(range(1, 51))
+    assert_same(disk / "full", straight(2))
     kept = json.dumps([c.state.step for c in Catalog(Location.of(disk / "full")).complete()])
     assert kept == "[30, 40, 50]"

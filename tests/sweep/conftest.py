@@ -39,6 +39,7 @@ def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
         overrides = {k: v for k, v in SMALL.items() if k not in (*DECIDED, *space)}
         overrides |= {"data_path": str(dataset), "storage_path": str(tmp_path / "runs")}
         overrides |= {"warmup_steps": 0, "num_samples": 0, "mlflow_uri": None, "max_failures": 0}
+        overrides["num_workers"] = 1
         content = {
             "base": {"preset": "quickstart"},
             "overrides": {**overrides, **more.pop("overrides", {})},

@@ -26,15 +26,11 @@ from tests.conftest import RaisesLine
 from tests.data.shard_tools import prepare_here
 from tests.runs import CLUSTER_CPUS, flags
 
-pytestmark = pytest.mark.ray
-
 RunCli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def refused(
-    cluster: str, run_cli: RunCli, make_config: Callable[..., Any], storage: Path
-) -> Callable[..., str]:
+def refused(run_cli: RunCli, make_config: Callable[..., Any], storage: Path) -> Callable[..., str]:
     """The one line with which `train` refuses some changed flags."""
 
     def run(*extra: str, **changes: object) -> str:
@@ -85,13 +81,27 @@ def test_changed_manifest(refused: Callable[..., str], dataset: Path, tmp_path: 
     assert "was changed" in refused(f"--data_path={copy}")
 
 
-def test_changed_shard(refused: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
+def changed_shard(dataset: Path, tmp_path: Path) -> Path:
     copy = shutil.copytree(dataset, tmp_path / "copy")
     shard = copy / "train-00000.parquet"
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
     shard.write_bytes(content)
+    return copy
+
+
+def test_changed_shard(refused: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
+    copy = changed_shard(dataset, tmp_path)
     assert "train-00000.parquet was changed" in refused(f"--data_path={copy}")
+
+
+@pytest.mark.ray
+def test_changed_shard_that_a_task_finds(
+    cluster: str, refused: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
+    copy = changed_shard(dataset, tmp_path)
+    line = refused(f"--data_path={copy}", "--num_workers=1")
+    assert "train-00000.parquet was changed" in line
 
 
 def test_token_outside_the_vocabulary(
@@ -128,12 +138,13 @@ def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_
     assert "set global_batch_tokens to at most" in line
 
 
-def test_too_few_resources(refused: Callable[..., str]) -> None:
+@pytest.mark.ray
+def test_too_few_resources(cluster: str, refused: Callable[..., str]) -> None:
     line = refused("--num_workers=6", "--micro_batch_sequences=2")
     assert f"({CLUSTER_CPUS} CPUs and 0 GPUs on 1 nodes" in line
     assert "1 CPU must stay free for data" in line
     assert "set num_workers to at most 5" in line
-    assert "the cluster has 0 GPUs" in refused("--use_gpu=true")
+    assert "the cluster has 0 GPUs" in refused("--num_workers=1", "--use_gpu=true")
 
 
 def test_another_tokenizer_than_the_models(
@@ -145,7 +156,7 @@ def test_another_tokenizer_than_the_models(
 ) -> None:
     (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
     prepare_here([str(tmp_path / "text.txt")], tmp_path / "gpt2", "gpt2", val_fraction=0.2)
-    run_dir = straight(1).run_dir
+    run_dir = straight(0).run_dir
     line = refused(f"--init_from={run_dir}", f"--data_path={tmp_path / 'gpt2'}")
     assert "prepare the data with the same tokenizer" in line
     code, _, errors = run_cli("eval", run_dir, "--data", tmp_path / "gpt2")
@@ -156,7 +167,7 @@ def test_another_tokenizer_than_the_models(
 def test_data_that_took_the_place_of_what_was_trained_on(
     straight: Callable[[int], Any], raises_line: RaisesLine, tmp_path: Path
 ) -> None:
-    checkpoint = Catalog(straight(1).run_dir).complete()[-1]
+    checkpoint = Catalog(straight(0).run_dir).complete()[-1]
     (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
     other = prepare_here(
         [str(tmp_path / "text.txt")], tmp_path / "other", "bytes", val_fraction=0.2
@@ -171,8 +182,8 @@ def test_data_that_took_the_place_of_what_was_trained_on(
 def test_changed_maths_on_resume(
     run_cli: RunCli, straight: Callable[[int], Any], make_config: Callable[..., Any]
 ) -> None:
-    straight(1)
-    config = make_config(run_name="straight-1", peak_lr=2e-3, seed=5, max_steps=60, compile=False)
+    straight(0)
+    config = make_config(run_name="straight-0", peak_lr=2e-3, seed=5, max_steps=60, compile=False)
     code, _, errors = run_cli("train", *flags(config))
     assert code == 2
     assert "peak_lr 0.001 -> 0.002" in errors
@@ -183,8 +194,8 @@ def test_changed_maths_on_resume(
 def test_resume_never_refuses_a_name_with_checkpoints(
     run_cli: RunCli, straight: Callable[[int], Any], make_config: Callable[..., Any]
 ) -> None:
-    straight(1)
-    config = make_config(run_name="straight-1", resume="never", max_steps=60)
+    straight(0)
+    config = make_config(run_name="straight-0", resume="never", max_steps=60)
     code, _, errors = run_cli("train", *flags(config))
     assert code == 2
     assert "resume=never" in errors
@@ -211,7 +222,7 @@ def test_absolute_paths_in_a_submitted_job_stay_as_they_are(
 
 
 def test_full_disk(
-    refused: Callable[..., str], run_cli: RunCli, cluster: str, small_disk: Callable[[str], Path]
+    refused: Callable[..., str], run_cli: RunCli, small_disk: Callable[[str], Path]
 ) -> None:
     disk = small_disk("2m")
     line = refused(f"--storage_path={disk}")
@@ -223,7 +234,7 @@ def test_full_disk(
     assert not (disk / "data" / "manifest.json").exists()
 
 
-def test_sources_that_hold_nothing(run_cli: RunCli, cluster: str, tmp_path: Path) -> None:
+def test_sources_that_hold_nothing(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     out = tmp_path / "out"
     for source in (tmp_path / "empty.txt", tmp_path / "missing.txt"):

@@ -55,7 +55,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def config(make_config: MakeConfig) -> ResolvedConfig:
-    return decided(ResolvedConfig, make_config(keep_checkpoints=1), use_gpu=False)
+    return decided(ResolvedConfig, make_config(num_workers=1, keep_checkpoints=1), use_gpu=False)
 
 
 def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:

@@ -1,9 +1,8 @@
-"""A run with attention within documents on real Ray: resumed bit for bit, and evaluated as it was trained."""
+"""A run with attention within documents: resumed bit for bit, and evaluated as it was trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ import pytest
 from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint
 from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
-from tests.train.test_runs import evaluations, restarted_from, steps, weights
-
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +25,9 @@ def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resumed_run_ends_with_the_same_bits_and_is_evaluated_as_trained(
-    cluster: str, make_config: Callable[..., object], storage: Path, many_documents: Path
+    make_config: MakeConfig, storage: Path, many_documents: Path
 ) -> None:
-    changes = {"document_mask": True, "num_workers": 2, "max_steps": 30}
+    changes = {"document_mask": True, "max_steps": 30}
     changes["data_path"] = str(many_documents)
     whole = train(make_config(run_name="documents", **changes), print)
     rows = steps(whole.run_dir)
@@ -40,11 +37,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_is_evaluated_as_trained(
     lines: list[str] = []
     train(make_config(run_name="documents-resumed", **changes), lines.append)
     assert any(line.startswith("going on from step 20") for line in lines)
-    assert weights(copy) == weights(whole.run_dir)
-    columns = ("step", "train/loss", "optim/grad_norm", "data/order_hash")
-    assert [[row[c] for c in columns] for row in steps(copy)] == [
-        [row[c] for c in columns] for row in rows
-    ]
+    assert_same(copy, whole)
 
     _, _, model, tokenizer, _ = open_checkpoint(whole.run_dir)
     assert model.document_end == tokenizer.eot_token

@@ -1,24 +1,19 @@
-"""A run in fp16 on real Ray: its loss scale is logged, kept in checkpoints, and gone on with."""
+"""A run in fp16: its loss scale is logged, kept in checkpoints, and gone on with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.core.loss_scale import FIRST_FACTOR
 from raytrain_gpt.train.launch import train
-from tests.train.test_runs import restarted_from, steps, weights
-
-pytestmark = [pytest.mark.ray, pytest.mark.models]
+from tests.runs import MakeConfig, restarted_from, steps, weights
 
 
 def test_a_resumed_run_in_fp16_ends_with_the_same_bits(
-    cluster: str, make_config: Callable[..., object], storage: Path
+    make_config: MakeConfig, storage: Path
 ) -> None:
-    changes = {"precision": "fp16", "num_workers": 2, "max_steps": 30}
+    changes = {"precision": "fp16", "max_steps": 30}
     whole = train(make_config(run_name="fp16", **changes), print)
     rows = steps(whole.run_dir)
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3

@@ -73,7 +73,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def config(make_config: MakeConfig) -> FittedConfig:
-    return decided(FittedConfig, make_config(keep_checkpoints=2, eval_mode="async"), use_gpu=False)
+    return decided(
+        FittedConfig,
+        make_config(num_workers=1, keep_checkpoints=2, eval_mode="async"),
+        use_gpu=False,
+    )
 
 
 def test_nothing_is_waited_for_where_all_is_evaluated(

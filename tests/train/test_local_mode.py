@@ -11,19 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, TrainingFailed
 from raytrain_gpt.storage.lease import LEASE_FILE
-from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
-from tests.faults.gates import Faults, Gate, command, gated
-from tests.faults.processes import events, steps, weights
-from tests.runs import MakeConfig
+from tests.faults.gates import Faults, Gate, command
+from tests.runs import MakeConfig, Straight, assert_same, events, steps
 
-Straight = Callable[[int], RunSummary]
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -50,16 +46,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         process.communicate()
 
 
-def same_run(run_dir: Path, expected: RunSummary) -> None:
-    """Every step once, in the same order, with the same losses and weights to the last bit."""
-    columns = ("step", "train/loss", "data/order_hash")
-    found, wanted = (
-        [[row[c] for c in columns] for row in steps(d)] for d in (run_dir, expected.run_dir.path)
-    )
-    assert found == wanted
-    assert weights(run_dir) == weights(expected.run_dir)
-
-
 def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
     run_dir = straight(0).run_dir.path
     assert [row["step"] for row in steps(run_dir)] == list(range(1, 51))
@@ -76,7 +62,7 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
 ) -> None:
     """And while it ran no process of Ray's was there."""
     gate = Gate(str(tmp_path), 0, 33)
-    config = make_config(num_workers=0, run_name="local-killed")
+    config = make_config(run_name="local-killed")
     process = start(config, Faults((gate,)))
     assert gate.reached(lambda: process.poll() is not None) == process.pid
     names = [child.name() for child in psutil.Process(process.pid).children(recursive=True)]
@@ -87,14 +73,14 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     summary = train(config, lines.append)
     assert any(line.startswith("going on from step 30") for line in lines)
     assert [row["attempt"] for row in events(summary.run_dir.path, "attempt")] == [1, 2]
-    same_run(summary.run_dir.path, straight(0))
+    assert_same(summary.run_dir.path, straight(0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, number: int
 ) -> None:
-    config = make_config(num_workers=0, run_name=f"local-signal-{number}")
+    config = make_config(run_name=f"local-signal-{number}")
     gate = Gate(str(tmp_path), 0, 13)
     process = start(config, Faults((gate,), stop_step=13))
     gate.reached(lambda: process.poll() is not None)
@@ -104,23 +90,7 @@ def test_a_signal_saves_first(
     assert process.returncode == 130, err
     assert "stopping: saving a checkpoint first" in out
     assert err.startswith("interrupted at step 13, saved: ")
-    same_run(train(config, print).run_dir.path, straight(0))
-
-
-def test_bad_steps_lead_back_in_the_process(make_config: MakeConfig) -> None:
-    config = make_config(
-        num_workers=0,
-        run_name="local-spiked",
-        spike_window_steps=16,
-        spike_patience=10,
-        skip_before=2,
-    )
-    lines: list[str] = []
-    summary = train(config, lines.append, gated(Faults(spiked_batches=tuple(range(24, 34)))))
-    assert any("back to step 20, global batches 22 to 33 are skipped" in line for line in lines)
-    rows = steps(summary.run_dir.path)
-    assert [row["step"] for row in rows] == list(range(1, 51))
-    assert max(row["train/loss"] for row in rows) < 10
+    assert_same(train(config, print).run_dir.path, straight(0))
 
 
 def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
@@ -137,7 +107,7 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
             patch.setattr(Worker, "record", record)
             train_worker(spec)
 
-    config = make_config(num_workers=0, run_name="local-error")
+    config = make_config(run_name="local-error")
     with pytest.raises(TrainingFailed, match="a mistake in the model") as raised:
         train(config, print, fails)
     assert isinstance(raised.value.__cause__, RuntimeError)
@@ -147,7 +117,7 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
 
 
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
-    config = make_config(num_workers=0, run_name="local-taken")
+    config = make_config(run_name="local-taken")
 
     def takes(spec: Any) -> None:
         (spec.run_dir / LEASE_FILE).write_text("{}")
@@ -160,9 +130,8 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
 def test_another_number_of_threads_is_no_other_run(
     straight: Straight, make_config: MakeConfig
 ) -> None:
-    config = make_config(num_workers=0, cpus_per_worker=2, max_steps=5, run_name="local-threads")
+    config = make_config(cpus_per_worker=2, max_steps=5, run_name="local-threads")
     rows = steps(train(config, print).run_dir.path)
-    torch.set_num_threads(1)
     alone = steps(straight(0).run_dir.path)
     for row, expected in zip(rows, alone, strict=False):
         assert row["data/order_hash"] == expected["data/order_hash"]
@@ -173,7 +142,7 @@ def test_processes_of_torchrun_are_ranks(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
     """They train on what one process trains on, and leave together when rank 0 is done."""
-    config = make_config(num_workers=0, run_name="torchrun")
+    config = make_config(run_name="torchrun")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
     out, err = process.communicate(timeout=120)
@@ -191,7 +160,7 @@ def test_processes_of_torchrun_are_ranks(
 def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
     make_config: MakeConfig, start: Start
 ) -> None:
-    config = make_config(num_workers=0, run_name="torchrun-5", micro_batch_sequences=12)
+    config = make_config(run_name="torchrun-5", micro_batch_sequences=12)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
     _, err = process.communicate(timeout=120)
@@ -204,4 +173,4 @@ def test_a_given_cluster_is_one_line(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     with raises_line(Exception, "RAY_ADDRESS=127.0.0.1:6379", "unset RAY_ADDRESS"):
-        train(make_config(num_workers=0, run_name="local-address"), print)
+        train(make_config(run_name="local-address"), print)

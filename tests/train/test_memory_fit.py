@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.memory_search import MemoryFit
 from raytrain_gpt.errors import ClusterError
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
@@ -26,7 +26,7 @@ from raytrain_gpt.train.memory_fit import (
     kept_fit,
 )
 from tests.checkpoint.test_catalog import state
-from tests.train.test_runs import weights
+from tests.runs import MakeConfig, restarted_from, weights
 
 VOCAB_SIZE = 257
 
@@ -130,34 +130,44 @@ def test_what_is_not_auto_is_not_said_to_be() -> None:
     )
 
 
-@pytest.mark.ray
-@pytest.mark.models
-def test_a_run_with_auto_goes_on_as_the_unbroken_one_and_fits_another_world_size_anew(
-    cluster: str, make_config: Callable[..., Config]
-) -> None:
-    auto = {
-        "micro_batch_sequences": "auto", "activation_checkpointing": "auto", "num_workers": 2,
-        "max_steps": 20, "checkpoint_every_steps": 10, "eval_every_steps": 10, "dropout": 0.1,
-    }  # fmt: skip
-    lines: list[str] = []
-    whole = train(make_config(**auto, run_name="auto"), lines.append)
-    assert sum(line.startswith("micro_batch_sequences auto: 6 of 6") for line in lines) == 1
+AUTO = {
+    "micro_batch_sequences": "auto", "activation_checkpointing": "auto",
+    "max_steps": 20, "checkpoint_every_steps": 10, "eval_every_steps": 10, "dropout": 0.1,
+}  # fmt: skip
 
-    copy = Location.of(whole.run_dir.path.with_name("auto-resumed"))
-    shutil.copytree(whole.run_dir.path, copy.path)
-    newest = Catalog(copy).complete()[-1]
-    assert newest.state.config["train"]["micro_batch_sequences"] == 6
-    newest.path.remove()
-    lines.clear()
-    train(make_config(**auto, run_name="auto-resumed"), lines.append)
+
+@pytest.fixture(scope="module")
+def whole(make_config: MakeConfig) -> RunSummary:
+    """An unbroken run with `auto`."""
+    lines: list[str] = []
+    summary = train(make_config(**AUTO, run_name="auto"), lines.append)
+    assert sum(line.startswith("micro_batch_sequences auto: 12 of 12") for line in lines) == 1
+    return summary
+
+
+def test_a_run_with_auto_goes_on_as_the_unbroken_one(
+    whole: RunSummary, make_config: MakeConfig, storage: Path
+) -> None:
+    newest = Catalog(whole.run_dir).complete()[-1]
+    assert newest.state.config["train"]["micro_batch_sequences"] == 12
+    copy = restarted_from(whole, 10, storage, "auto-resumed")
+    lines: list[str] = []
+    train(make_config(**AUTO, run_name="auto-resumed"), lines.append)
     assert any(line.endswith("as the checkpoint of step 10 had it") for line in lines)
     assert [line for line in lines if line.startswith("changed")] == [
         "changed since then: run_name auto -> auto-resumed"
     ]
     assert weights(copy) == weights(whole.run_dir)
 
-    lines.clear()
-    longer = {**auto, "num_workers": 1, "max_steps": 30, "eval_mode": "async"}
-    train(make_config(**longer, run_name="auto-resumed"), lines.append)
-    assert any(line.startswith("micro_batch_sequences auto: 12 of 12") for line in lines)
+
+@pytest.mark.ray
+@pytest.mark.models
+def test_a_run_with_auto_fits_another_world_size_anew(
+    cluster: str, whole: RunSummary, make_config: MakeConfig, storage: Path
+) -> None:
+    copy = restarted_from(whole, 20, storage, "auto-longer")
+    lines: list[str] = []
+    longer = {**AUTO, "num_workers": 2, "max_steps": 30, "eval_mode": "async"}
+    train(make_config(**longer, run_name="auto-longer"), lines.append)
+    assert sum(line.startswith("micro_batch_sequences auto: 6 of 6") for line in lines) == 1
     assert Catalog(copy).complete()[-1].evaluated_row is not None

@@ -1,10 +1,9 @@
-"""Real runs on real Ray: same order at any world size, bitwise resume, continuous files."""
+"""Real runs, in this process and on Ray: the same order in every mode, bitwise resume, continuous files."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,42 +15,25 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.run_files import Row, read_rows, read_samples
-from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, Gate, gated, wait_until
+from tests.runs import (
+    Straight,
+    assert_same,
+    assert_same_order,
+    evaluations,
+    restarted_from,
+    steps,
+    weights,
+)
 
-pytestmark = pytest.mark.ray
-
-Straight = Callable[[int], RunSummary]
-
-
-def steps(run_dir: Location) -> list[Row]:
-    return [row for row in read_rows(run_dir.path) if "train/loss" in row]
-
-
-def evaluations(run_dir: Location) -> list[Row]:
-    return [row for row in read_rows(run_dir.path) if "val/loss" in row]
-
-
-def weights(run_dir: Location) -> bytes:
-    newest = Catalog(run_dir).complete()[-1]
-    return (newest.path / "model.safetensors").read_bytes()
-
-
-def restarted_from(straight: RunSummary, step: int, storage: Path, name: str) -> Location:
-    """A copy of a run as a crash after `step` steps leaves it: later checkpoints never came to be."""
-    copy = Location.of(storage / name)
-    shutil.copytree(straight.run_dir.path, copy.path)
-    for checkpoint in Catalog(copy).complete():
-        if checkpoint.state.step > step:
-            checkpoint.path.remove()
-    return copy
+ON_RAY = pytest.mark.ray
 
 
 def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
-    rows = steps(straight(1).run_dir)
+    rows = steps(straight(0).run_dir)
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert {tuple(row) for row in rows} == {
         (
@@ -68,21 +50,24 @@ def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
 
 
+@ON_RAY
 def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> None:
-    one, two = steps(straight(1).run_dir), steps(straight(2).run_dir)
-    assert [row["data/order_hash"] for row in one] == [row["data/order_hash"] for row in two]
-    gaps = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(one, two, strict=True)]
-    assert max(gaps) < 1e-4
+    """As a run in this process does, of which one worker has the bits."""
+    assert_same(straight(1).run_dir, straight(0))
+    assert_same_order(straight(2).run_dir, straight(0))
 
 
+@ON_RAY
 def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
-    per_world_size = [evaluations(straight(workers).run_dir) for workers in (1, 2, 3)]
-    for rows in zip(*per_world_size, strict=True):
+    per_run = [evaluations(straight(workers).run_dir) for workers in (0, 1, 2, 3)]
+    for rows in zip(*per_run, strict=True):
         assert len({row["val/tokens"] for row in rows}) == 1
         assert max(row["val/loss"] for row in rows) - min(row["val/loss"] for row in rows) < 1e-4
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_workers", [0, *(pytest.param(workers, marks=ON_RAY) for workers in (1, 2, 3))]
+)
 def test_a_resumed_run_ends_with_the_same_bits(
     straight: Straight, make_config: Callable[..., object], storage: Path, num_workers: int
 ) -> None:
@@ -93,30 +78,27 @@ def test_a_resumed_run_ends_with_the_same_bits(
     summary = train(make_config(num_workers=num_workers, run_name=name), lines.append)
     assert any(line.startswith("going on from step 20") for line in lines)
     assert summary.step == 50
-    assert weights(copy) == weights(whole.run_dir)
-    columns = ("step", "train/loss", "data/order_hash")
-    assert [[row[c] for c in columns] for row in steps(copy)] == [
-        [row[c] for c in columns] for row in steps(whole.run_dir)
-    ]
+    assert_same(copy, whole)
 
 
+@ON_RAY
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_world_size_goes_on_in_the_same_order(
-    straight: Straight, make_config: Callable[..., object], storage: Path
+    straight: Straight, make_config: Callable[..., object], storage: Path, num_workers: int
 ) -> None:
-    """2 -> 1 workers, in the middle of a window."""
-    copy = restarted_from(straight(2), 30, storage, "fewer")
+    """From 2 workers, in the middle of a window."""
+    name = f"fewer-{num_workers}"
+    copy = restarted_from(straight(2), 30, storage, name)
     lines: list[str] = []
-    train(make_config(num_workers=1, run_name="fewer"), lines.append)
-    assert any("num_workers 2 -> 1" in line for line in lines)
-    whole = steps(straight(2).run_dir)
-    assert steps(copy)[-1]["data/order_hash"] == whole[-1]["data/order_hash"]
-    assert abs(steps(copy)[-1]["train/loss"] - whole[-1]["train/loss"]) < 1e-4
+    train(make_config(num_workers=num_workers, run_name=name), lines.append)
+    assert any(f"num_workers 2 -> {num_workers}" in line for line in lines)
+    assert_same_order(copy, straight(2))
 
 
 def test_damaged_checkpoints_are_skipped_with_a_line_each(
     straight: Straight, make_config: Callable[..., object], storage: Path
 ) -> None:
-    copy = restarted_from(straight(1), 50, storage, "damaged")
+    copy = restarted_from(straight(0), 50, storage, "damaged")
     newest = Catalog(copy).complete()
     content = bytearray((newest[-1].path / "model.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
@@ -130,11 +112,12 @@ def test_damaged_checkpoints_are_skipped_with_a_line_each(
     assert "was changed" in skipped[0]
     assert "lacks optim-00000.safetensors" in skipped[1]
     assert any(line.startswith("going on from step 30") for line in lines)
-    assert weights(copy) == weights(straight(1).run_dir)
+    assert weights(copy) == weights(straight(0).run_dir)
 
 
+@pytest.mark.models
 def test_trackers_show_one_curve_after_a_resume(
-    cluster: str, make_config: Callable[..., object], storage: Path
+    make_config: Callable[..., object], storage: Path
 ) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -170,15 +153,16 @@ def test_trackers_show_one_curve_after_a_resume(
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
     straight: Straight, make_config: Callable[..., object], storage: Path
 ) -> None:
-    restarted_from(straight(1), 50, storage, "extended")
+    restarted_from(straight(0), 50, storage, "extended")
     assert train(make_config(run_name="extended"), print).already_finished
     summary = train(make_config(run_name="extended", max_steps=55), print)
     assert (summary.step, summary.already_finished) == (55, False)
     assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 56))
 
 
+@pytest.mark.models
 def test_a_compiled_run_evaluates_and_samples(
-    cluster: str, make_config: Callable[..., object], tmp_path: Path
+    make_config: Callable[..., object], tmp_path: Path
 ) -> None:
     hellaswag = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "To be or", "endings": ["not to be.", "to be?", "a", "b c d"], "label": 0}
@@ -193,7 +177,7 @@ def test_a_compiled_run_evaluates_and_samples(
 def test_weights_of_a_checkpoint_start_a_new_run(
     straight: Straight, make_config: Callable[..., object]
 ) -> None:
-    source = straight(1)
+    source = straight(0)
     config = make_config(run_name="from-weights", init_from=str(source.run_dir), max_steps=2)
     summary = train(config, print)
     first = steps(summary.run_dir)[0]["train/loss"]
@@ -203,7 +187,7 @@ def test_weights_of_a_checkpoint_start_a_new_run(
 def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
     straight: Straight, run_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    run_dir = straight(2).run_dir
+    run_dir = straight(0).run_dir
     code, out, _ = run_cli("eval", run_dir / "checkpoints" / "step=00000050", "--json")
     in_training = evaluations(run_dir)[-1]
     assert code == 0
@@ -215,10 +199,10 @@ def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
 def test_runs_and_samples_can_be_shown(
     straight: Straight, storage: Path, run_cli: Callable[..., tuple[int, str, str]]
 ) -> None:
-    run_dir = straight(1).run_dir
+    run_dir = straight(0).run_dir
     _, out, _ = run_cli("runs", "list", "--storage_path", storage, "--json")
     runs = {run["run"]: run for run in json.loads(out.splitlines()[-1])["runs"]}
-    assert (runs["straight-1"]["state"], runs["straight-1"]["step"]) == ("finished", 50)
+    assert (runs["straight-0"]["state"], runs["straight-0"]["step"]) == ("finished", 50)
     _, out, _ = run_cli("runs", "checkpoints", run_dir, "--json")
     listed = json.loads(out.splitlines()[-1])["checkpoints"]
     assert [checkpoint["step"] for checkpoint in listed] == [10, 20, 30, 40, 50]
@@ -230,7 +214,7 @@ def test_runs_and_samples_can_be_shown(
 
 @pytest.mark.models
 def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
-    cluster: str, test_data: Path | None, tmp_path: Path
+    test_data: Path | None, tmp_path: Path
 ) -> None:
     """nanoGPT with the same sizes reached 1.773 nats a byte, measured on two cores."""
     if test_data is None:
@@ -244,6 +228,7 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
             "peak_lr": 4e-3,
             "mlflow_uri": None,
             "eval_every_steps": 2000,
+            "num_workers": 0,
             "cpus_per_worker": 2,
         }
     )
@@ -251,6 +236,7 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     assert evaluations(summary.run_dir)[-1]["val/loss"] <= 1.79
 
 
+@ON_RAY
 def test_a_killed_worker_costs_time_but_no_step(
     straight: Straight, make_config: Callable[..., object], storage: Path, tmp_path: Path
 ) -> None:

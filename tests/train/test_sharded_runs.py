@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raytrain_gpt.tracking.run_files import read_samples
+from raytrain_gpt.tracking.step_time import TimeUse
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from tests.train.test_runs import evaluations, restarted_from, steps, weights
+from tests.runs import MakeConfig, evaluations, events, restarted_from, steps, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
-
-MakeConfig = Callable[..., object]
 
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: str, make_config: MakeConfig) -> RunSummary:
     """A sharded run of two workers and 50 steps, with its evaluations and samples."""
-    return train(make_config(parallel="fsdp", num_workers=2, run_name="sharded"), print)
+    config = make_config(parallel="fsdp", num_workers=2, run_name="sharded", profile_steps=1)
+    return train(config, print)
+
+
+def test_its_profile_has_its_communication(unbroken: RunSummary) -> None:
+    (event,) = events(unbroken.run_dir.path, "profile")
+    assert TimeUse.of_row(event).kinds_s["communication"] > 0
 
 
 def test_a_resumed_run_ends_with_the_same_bits(
