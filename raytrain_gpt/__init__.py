@@ -5,11 +5,17 @@ In a notebook: `from raytrain_gpt import train`.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_gpt.notebook import TrainedRun as TrainedRun
     from raytrain_gpt.notebook import train as train
+
+# Before torch is loaded, here and in Ray's workers. GNU OpenMP's threads wait for each other by spinning for
+# milliseconds, which beside another busy process costs many times what is saved (docs/decisions.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.1.0"
 __all__ = ["TrainedRun", "__version__", "train"]
