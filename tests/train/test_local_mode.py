@@ -67,6 +67,8 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     assert gate.reached(lambda: process.poll() is not None) == process.pid
     names = [child.name() for child in psutil.Process(process.pid).children(recursive=True)]
     assert names == []
+    catalog = Catalog(Location.of(config.run.storage_path) / config.run.run_name)
+    wait_until(lambda: catalog.complete()[-1].state.step == 30, "the checkpoint of step 30")
     process.kill()
     process.wait()
     lines: list[str] = []
