@@ -137,9 +137,7 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     if use_gpu and resources.gpus == 0:
         raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
     evaluations = num_async_evaluations(config)
-    num_workers = (
-        c.num_workers or 1
-    )  # local mode needs no cluster; doctor and probe ask with one worker
+    num_workers = c.num_workers or 1  # doctor and probe ask for local mode with one worker
     if num_workers == "auto":
         free_gpus = resources.gpus - evaluations
         num_workers = free_gpus if gpus == 1 and free_gpus else 1

@@ -15,16 +15,18 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.capacity import Node, Resources, check_address, fit_to_process
@@ -34,7 +36,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.errors import TrainingFailed
+from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder_handle import LinesOnly, ThreadRecorder
@@ -44,7 +46,6 @@ from raytrain_gpt.train.supervisor import Run, TrainLoop
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 _WAIT_FOR_RANK_0 = timedelta(days=7)
-T = TypeVar("T")
 
 
 def train_locally(
@@ -80,19 +81,16 @@ def train_locally(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray; nothing restarts what "
             "dies or hangs: the same command goes on"
         )
-        summary = LocalRun(ranks, fitted, data, signals, log, train_loop).go()
-        ranks.send(None)
-        return summary
+        try:
+            return LocalRun(ranks, fitted, data, signals, log, train_loop).go()
+        finally:
+            ranks.dismiss()
 
-    return in_local_mode(run)
-
-
-def in_local_mode(function: Callable[[], T]) -> T:
-    """What a function returns inside Ray Train's local mode, which joins the ranks of `torchrun`."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     alone = ray.train.ScalingConfig(num_workers=0)
-    result: T = ray.train.torch.TorchTrainer(function, scaling_config=alone).fit().return_value
-    return result
+    # Ray Train's local mode joins the ranks of `torchrun`.
+    summary: RunSummary = ray.train.torch.TorchTrainer(run, scaling_config=alone).fit().return_value
+    return summary
 
 
 @dataclass
@@ -101,16 +99,22 @@ class Ranks:
 
     Attributes:
         in_node: How many of them are on this machine.
+        training: Whether the others may be anywhere in an attempt, and so do not wait for what is sent.
     """
 
     rank: int
     world_size: int
     in_node: int
-    _group: Any = None
+    training: bool = field(default=False, init=False)
+    _group: Any = field(default=None, init=False)
 
     @classmethod
     def of_environment(cls) -> Ranks:
-        """By the variables of `torchrun`; without them one process."""
+        """By the variables of `torchrun`; without them one process.
+
+        Raises:
+            ConfigError: some of them are missing.
+        """
         names = (
             "RANK",
             "WORLD_SIZE",
@@ -119,7 +123,13 @@ class Ranks:
             "MASTER_ADDR",
             "MASTER_PORT",
         )
-        if not all(name in os.environ for name in names):
+        missing = [name for name in names if name not in os.environ]
+        if missing and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but "
+                f"{' and '.join(missing)} is not set; set all that torchrun sets, or unset WORLD_SIZE"
+            )
+        if missing:
             return cls(0, 1, 1)
         return cls(*(int(os.environ[name]) for name in names[:3]))
 
@@ -133,6 +143,12 @@ class Ranks:
         if self.world_size > 1:
             dist.broadcast_object_list([spec], group=self._group)
 
+    def dismiss(self) -> None:
+        """Have the other ranks leave, unless an error has ended rank 0 alone: then the launcher ends them."""
+        if not self.training:
+            with contextlib.suppress(RuntimeError):  # a rank that a signal has ended already
+                self.send(None)
+
     def follow(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
         """Do what rank 0 sends, and leave."""
         with signals.left_alone():
@@ -141,7 +157,7 @@ class Ranks:
             signals.defer()
             train_loop(replace(spec, recorder=LinesOnly(log), stop=signals.stop))
         dist.destroy_process_group()
-        sys.exit()
+        sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
     def _received(self, signals: StopSignals) -> WorkerSpec | None:
         received: list[WorkerSpec | None] = [None]
@@ -160,7 +176,7 @@ class LocalRun(Run):
 
     def resources(self) -> Resources:
         """What this machine has for its ranks."""
-        memory_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory_bytes = estimate_available_memory()  # as on a cluster; a container's, if it is one
         return Resources((Node(self._cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
 
     def _put_choices(self) -> Any:
@@ -194,33 +210,39 @@ class LocalAttempt(Attempt):
         """Train until all ranks have left."""
         self.recorder = ThreadRecorder(self.recorder_spec)
         error = None
-        with self._shown():
-            try:
-                self.ranks.send(self.spec)
-                self.train_loop(replace(self.spec, recorder=self.recorder, stop=self.stop))
-            except Exception as raised:
-                error = raised
+        try:
+            self._train()
+        except Exception as raised:
+            error = raised
         outcome = self.recorder.ask("outcome")
         return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=False)
 
-    @contextlib.contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Inside, a thread shows console lines, and has the ranks leave when the run's name is lost."""
+    def _train(self) -> None:
         ended = threading.Event()
-        thread = threading.Thread(target=self._show, args=(ended,), name="console", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "console") as console:
+            shown = console.submit(self._show, ended)
+            try:
+                self.ranks.send(self.spec)
+                self.ranks.training = True
+                self.train_loop(replace(self.spec, recorder=self.recorder, stop=self.stop))
+                self.ranks.training = False
+            finally:
+                ended.set()
+            shown.result()
 
     def _show(self, ended: threading.Event) -> None:
-        while not ended.is_set():
-            for news in self.recorder.ask("take_news", POLL_S):
-                self._take(news)
-            if self.lease.lost.is_set():
-                self.stop.set()
-            if self.stop.is_set() and not self._asked_to_stop:
-                self._asked_to_stop = True
-                self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+        """Show console lines, and have the ranks leave when the run's name is lost, or the console."""
+        try:
+            is_over = False
+            while not is_over:
+                is_over = ended.wait(POLL_S)
+                for news in self.recorder.ask("take_news", 0.0):
+                    self._take(news)
+                if self.lease.lost.is_set():
+                    self.stop.set()
+                if self.stop.is_set() and not self._asked_to_stop:
+                    self._asked_to_stop = True
+                    self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+        except Exception:
+            self.stop.set()
+            raise

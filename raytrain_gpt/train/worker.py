@@ -299,6 +299,7 @@ class Worker:
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
         if stop and self._leaves_for is None:
             self._leaves_for = "stopped"
+            self.recorder.stop.set()  # in local mode: who was not asked itself must not go on, either
         return self._leaves_for is not None
 
     def await_scheduler(self) -> bool:

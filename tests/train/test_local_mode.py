@@ -5,19 +5,25 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from ray._private.utils import estimate_available_memory
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import ClusterError, TrainingFailed
+from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.storage.lease import LEASE_FILE
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.local_mode import LocalRun
 from raytrain_gpt.train.worker import Worker, train_worker
-from tests.faults.gates import Faults, Gate, command
+from tests.faults.gates import Faults, Gate, command, gated, wait_until
 from tests.runs import MakeConfig, Straight, assert_same, events, steps
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -118,6 +124,25 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
     assert any(line.startswith("going on from step 10") for line in lines)
 
 
+def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
+    """As in `train … | head`: nothing trains on unseen."""
+    config = make_config(num_workers=0, run_name="local-console")
+
+    def log(line: str) -> None:
+        if line.startswith("step 10"):
+            raise BrokenPipeError
+
+    with pytest.raises(Interrupted, match="at step 13, saved"):
+        train(config, log, gated(Faults(stop_step=13)))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("console", "recorder"))]
+
+
+def test_memory_that_caches_files_is_free_for_training() -> None:
+    here = LocalRun.resources(SimpleNamespace(_cpus=1))  # type: ignore[arg-type]
+    assert here.nodes[0].memory_bytes > 0.7 * estimate_available_memory()
+
+
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
     config = make_config(run_name="local-taken")
 
@@ -157,6 +182,39 @@ def test_processes_of_torchrun_are_ranks(
     for row, expected in zip(steps(run_dir), one, strict=True):
         assert row["data/order_hash"] == expected["data/order_hash"]
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
+
+
+def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
+    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
+) -> None:
+    """As when one of several machines shuts down; the same command as one process goes on."""
+    config = make_config(num_workers=0, run_name="torchrun-signal")
+    gate = Gate(str(tmp_path), 1, 13)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    process = start(config, Faults((gate,)), *launcher)
+    rank_1 = psutil.Process(gate.reached(lambda: process.poll() is not None))
+    rank_1.terminate()
+    gate.open()
+    _, err = process.communicate(timeout=120)
+    assert err.count("interrupted at step 1") == 1
+    assert "exitcode  : 130" in err  # of rank 1, too: it has not died of rank 0's leaving
+    assert "Connection closed" not in err
+    summary = train(config, print)
+    hashes = [
+        [row["data/order_hash"] for row in steps(d)]
+        for d in (summary.run_dir.path, straight(0).run_dir.path)
+    ]
+    assert hashes[0] == hashes[1]
+
+
+def test_some_variables_of_torchrun_are_one_line(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, raises_line: Callable[..., Any]
+) -> None:
+    """Else every process would take itself for the only one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with raises_line(ConfigError, "WORLD_SIZE=2", "LOCAL_WORLD_SIZE", "unset WORLD_SIZE"):
+        train(make_config(num_workers=0, run_name="some-variables"), print)
 
 
 def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
