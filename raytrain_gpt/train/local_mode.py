@@ -106,8 +106,8 @@ class Ranks:
     rank: int
     world_size: int
     in_node: int
-    training: bool = False
-    _group: Any = None
+    training: bool = field(default=False, init=False)
+    _group: Any = field(default=None, init=False)
 
     @classmethod
     def of_environment(cls) -> Ranks:
