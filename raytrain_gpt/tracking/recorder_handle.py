@@ -64,9 +64,11 @@ class ThreadRecorder(RecorderHandle):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result
 
     def end(self) -> None:
+        # Not by this thread's loop: a notebook's cells run inside one.
+        done = self._loop.shutdown_default_executor()
+        asyncio.run_coroutine_threadsafe(done, self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -136,6 +137,15 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
         train(config, log, gated(Faults(stop_step=13)))
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("console", "recorder"))]
+
+
+def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
+    """As in a notebook, whose cells run inside one."""
+
+    async def cell() -> RunSummary:
+        return train(make_config(num_workers=0, max_steps=3, run_name="local-loop"), print)
+
+    assert asyncio.run(cell()).step == 3
 
 
 def test_memory_that_caches_files_is_free_for_training() -> None:
