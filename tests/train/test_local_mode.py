@@ -21,6 +21,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.local_mode import LocalRun
 from raytrain_gpt.train.worker import Worker, train_worker
