@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,8 @@ class StepProfile:
         first = steps_done + STEPS_BEFORE_PROFILE + 1
         self.steps = range(first, min(first + num_steps, max_steps + 1))
         self.slowed = range(first - 1, self.steps.stop) if self.steps else self.steps
+        if self.steps:  # else the profiler tells stderr when it starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     def is_edge(self, step: int) -> bool:
         """Whether all ranks report after this step, to keep slowed steps and others apart."""
