@@ -2,7 +2,7 @@
 # make test          run the tests; make test-fast those without Ray
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
-# make test-models   HellaSwag, async evaluation, weights in and out, sharding, profiles, benchmarks
+# make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
 # make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)

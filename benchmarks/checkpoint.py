@@ -35,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter, Saved
-from raytrain_gpt.config.schema import OptimSection
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer, update
 from raytrain_gpt.format import amount
 from raytrain_gpt.storage.location import Location
@@ -101,7 +102,7 @@ class Training:
         heads = args.embd_size // 64
         shape = GPTShape(args.num_layers, heads, args.embd_size, args.seq_len, VOCAB_SIZE)
         self.ranks, self.step, self.num_parameters = ranks, 0, shape.num_parameters
-        self.raw_model = GPT(shape)
+        self.raw_model = GPT2(shape)
         self.raw_model.init_weights(0)
         self.optimizer = build_optimizer(self.raw_model, OptimSection())
         self.model = (

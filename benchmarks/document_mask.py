@@ -16,8 +16,9 @@ import time
 import torch
 from training import VOCAB_SIZE, ratios
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.device import autocast_of, best_device, synchronize
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
@@ -77,7 +78,7 @@ def made_batch(args: argparse.Namespace, seq_len: int, device: torch.device) -> 
 def made_model(args: argparse.Namespace, seq_len: int, document_end: int | None) -> GPT:
     """The model, with attention within documents or without."""
     shape = GPTShape(args.num_layers, args.num_heads, args.embd_size, seq_len, VOCAB_SIZE)
-    model = GPT(shape, document_end=document_end)
+    model = GPT2(shape, document_end=document_end)
     model.init_weights(0)
     if args.compile:
         model.compile()

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.device import (
     autocast_of,
     best_device,
@@ -43,6 +43,7 @@ from raytrain_gpt.core.device import (
     peak_memory_bytes,
     synchronize,
 )
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
@@ -205,7 +206,7 @@ def core_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str,
 
 def initial(args: argparse.Namespace, model: str) -> GPT:
     """The weights that all begin with."""
-    gpt = GPT(sizes(args, model)[0])
+    gpt = GPT2(sizes(args, model)[0])
     gpt.init_weights(0)
     return gpt
 

@@ -49,7 +49,8 @@ from training import (
 )
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.model import INIT_STD, GPTShape
 from raytrain_gpt.format import amount
 
 WAYS = ("bare", "plain", "local", "run", "transformers", "run_bf16", "local_bf16")
@@ -229,7 +230,7 @@ def plain_times(args: argparse.Namespace) -> list[float]:
 
 def bare_model(args: argparse.Namespace) -> tuple[nn.Module, Loss]:
     """The product's own model."""
-    model = GPT(shape(args))
+    model = GPT2(shape(args))
     model.init_weights(0)
     return model, model
 

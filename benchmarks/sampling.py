@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.device import best_device
 from raytrain_gpt.core.generate import sample_tokens
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 
 SHAPE = GPTShape(num_layers=12, num_heads=12, embd_size=768, seq_len=1024, vocab_size=50257)
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     device = best_device()
-    model = GPT(SHAPE)
+    model = GPT2(SHAPE)
     model.init_weights(0)
     model = model.to(device).eval()
     ids = torch.randint(SHAPE.vocab_size, (args.sequences, args.prompt_tokens))

@@ -65,8 +65,7 @@ def cpus_to_start(config: Config) -> int:
     c, evaluations = config.cluster, num_async_evaluations(config)
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     num_workers = gpus - evaluations if c.num_workers == "auto" else c.num_workers
-    num_workers = max(1, num_workers)
-    shares = num_workers + evaluations
+    shares = max(1, num_workers) + evaluations
     cpus = _shared_cores(shares) if c.cpus_per_worker == "auto" else c.cpus_per_worker
     return shares * cpus + 2
 
@@ -78,20 +77,6 @@ def num_async_evaluations(config: Config) -> int:
 
 def _shared_cores(shares: int) -> int:
     return max(1, (os.cpu_count() or 1) // shares)
-
-
-def check_address() -> None:
-    """Check that no cluster is asked for, in local mode.
-
-    Raises:
-        ConfigError: RAY_ADDRESS names one, as in a submitted job.
-    """
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address != "local":
-        raise ConfigError(
-            f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "
-            "set num_workers to 1 or more to train there, or unset RAY_ADDRESS"
-        )
 
 
 def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> FittedConfig:

@@ -44,9 +44,11 @@ class StopSignals:
     def left_alone(self) -> Iterator[None]:
         """Inside, a signal ends the process: in a wait for another one Python runs no handler."""
         handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-        yield
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1

@@ -21,7 +21,7 @@ class PrepareOptions(Options):
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
-    """bytes, or a tiktoken encoding: gpt2, cl100k_base, …; for token ids: the one that made them."""
+    """bytes, a tiktoken encoding: gpt2, cl100k_base, …, or a checkpoint; for token ids: what made them."""
     text_field: str = "text"
     """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
     val_fraction: float | None = None

@@ -123,8 +123,10 @@ def serve(options: ServeCheckpointOptions) -> None:
 class ExportOptions(CheckpointOptions):
     """What is written, and where."""
 
-    out: Annotated[str, Metavar("DIR")]
-    """A new local directory."""
+    out: Annotated[str, Metavar("DIR|FILE")]
+    """A new local directory, or for gguf a new local file."""
+    format: Literal["hf", "gguf"] = "hf"
+    """hf: a directory that transformers loads; gguf: a file that llama.cpp and Ollama load."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the tensors."""
 
@@ -137,7 +139,7 @@ class ImportOptions(Options):
     out: Annotated[str, Metavar("CHECKPOINT")]
     """A new directory, or s3://bucket/prefix."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
-    """bytes or a tiktoken encoding (default: the directory's, else gpt2 or bytes by vocabulary size)."""
+    """bytes, a tiktoken encoding or a checkpoint (default: the directory's, else by the vocabulary)."""
     num_heads: int | None = None
     """Attention heads per block, for a weights file (default: one per 64 channels)."""
     seq_len: int | None = None
@@ -146,23 +148,30 @@ class ImportOptions(Options):
 
 @command("export", ExportOptions)
 def export(options: ExportOptions) -> None:
-    """Write a checkpoint as a directory that transformers loads."""
-    from raytrain_gpt.export.huggingface import export_checkpoint
+    """Write a checkpoint as a directory that transformers loads, or as a file for llama.cpp."""
+    if options.format == "gguf":
+        from raytrain_gpt.export.gguf import export_gguf
 
-    directory = export_checkpoint(options.checkpoint, options.out, options.dtype, say)
-    say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
+        file = export_gguf(options.checkpoint, options.out, options.dtype, say)
+        say(f'next: {shell("llama-completion", "-m", file)} -no-cnv --prompt "Hello"')
+    else:
+        from raytrain_gpt.export.huggingface import export_checkpoint
+
+        directory = export_checkpoint(options.checkpoint, options.out, options.dtype, say)
+        say(f"next: AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
 @command("import", ImportOptions)
 def import_(options: ImportOptions) -> None:
-    """Make a checkpoint from GPT-2 weights of Hugging Face."""
+    """Make a checkpoint from weights of Hugging Face, of a GPT-2 or a Qwen3."""
     from raytrain_gpt.export.huggingface import import_weights
 
     more = options.model_dump(exclude={"source", "out"})
     place, shape = import_weights(options.source, options.out, say, **more)
+    fields = {name: str(value).lower() for name, value in shape.fields.items() if name != "dropout"}
+    sizes = [part for name, value in fields.items() for part in (f"--{name}", value)]
     say(
-        f"fine-tune: {shell('raytrain-gpt', 'train', '--init_from', place)} --num_layers {shape.num_layers} "
-        f"--num_heads {shape.num_heads} --embd_size {shape.embd_size} --seq_len {shape.seq_len} "
-        "--data_path DATA --run_name NAME"
+        f"fine-tune: {shell('raytrain-gpt', 'train', '--init_from', place, *sizes)} --data_path DATA "
+        "--run_name NAME"
     )
     say(f"next: {sample_command(place)}")

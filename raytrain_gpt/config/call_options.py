@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from raytrain_gpt.config.schema import EvalSection, Strict
+from raytrain_gpt.config.sections import EvalSection, Strict
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 

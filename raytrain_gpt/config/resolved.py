@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytrain_gpt.config.schema import ClusterSection, Config, ConfigT, TrainSection
+from raytrain_gpt.config.schema import Config, ConfigT
+from raytrain_gpt.config.sections import ClusterSection, TrainSection
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 

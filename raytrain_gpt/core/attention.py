@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H)."""
+"""Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H).
+
+Keys and values may have fewer heads; each then serves several heads of queries in a row."""
 
 QUERIES_AT_ONCE = 256
 """In a masked attention. With fewer, less is computed that causality hides, and more is copied."""
@@ -69,43 +71,53 @@ def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Atte
 
 def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     tokens = q.shape[2]
+    k, v = _for_heads_of(q, k), _for_heads_of(q, v)  # once, not in every part
     parts = []
     for start in range(0, tokens, QUERIES_AT_ONCE):
         stop = min(start + QUERIES_AT_ONCE, tokens)
         query, key, value = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         seen = mask[:, :, start:stop, :stop]
-        part = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+        part = attention(query, key, value, attn_mask=seen, dropout_p=dropout)
         parts.append(part)  # (B, H, stop − start, D/H)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def causal_attention(qkv: Tensor, dropout: float) -> Tensor:
-    """Attention of every token to those up to itself: (B, T, 3, H, D/H) -> (B, T, H, D/H)."""
-    if dropout or not _products_are_faster(qkv):
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return y.transpose(1, 2)
-    b, t, _, h, _ = qkv.shape
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, b * h, t, -1)
-    later = torch.full((t, t), -torch.inf, dtype=qkv.dtype).triu(1)
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's `scaled_dot_product_attention`; on GPUs its kernel for masks takes no fewer heads of keys."""
+    return F.scaled_dot_product_attention(q, _for_heads_of(q, k), _for_heads_of(q, v), **options)
+
+
+def _for_heads_of(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values, (B, K, T, D/H), repeated to be as many as the queries, (B, H, T, D/H)."""
+    num_queries = q.shape[1] // k.shape[1]
+    return k if num_queries == 1 else k.repeat_interleave(num_queries, 1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attention of every token to those up to itself, an `Attend` but for the dropout."""
+    if dropout or not _products_are_faster(q):
+        return attention(q, k, v, dropout_p=dropout, is_causal=True)
+    b, h, t, _ = q.shape
+    q, k, v = (part.reshape(b * h, t, -1) for part in (q, _for_heads_of(q, k), _for_heads_of(q, v)))
+    later = torch.full((t, t), -torch.inf, dtype=q.dtype).triu(1)
     parts = []
     for start in range(0, t, PRODUCT_QUERIES):
         stop = min(start + PRODUCT_QUERIES, t)
         query, keys, hidden = q[:, start:stop], k[:, :stop].mT, later[start:stop, :stop]
         weights = torch.baddbmm(hidden, query, keys, alpha=q.shape[2] ** -0.5).softmax(2)
         parts.append(weights @ v[:, :stop])  # (B·H, stop − start, D/H)
-    return torch.cat(parts, 1).view(b, h, t, -1).transpose(1, 2)
+    return torch.cat(parts, 1).view(b, h, t, -1)
 
 
-def _products_are_faster(qkv: Tensor) -> bool:
+def _products_are_faster(q: Tensor) -> bool:
     """Whether torch's fused kernel is slower: on a CPU it takes as long in bf16 as in fp32.
 
     Products keep the weights for the backward pass, so not in long contexts. Nor where memory is counted for
     GPUs, whose fake tensors are the CPU's, but of a class of their own.
     """
-    if type(qkv) is not Tensor or torch.compiler.is_compiling():
+    if type(q) is not Tensor or torch.compiler.is_compiling():
         return False
-    return qkv.is_cpu and qkv.dtype == torch.bfloat16 and qkv.shape[1] <= MOST_PRODUCT_TOKENS
+    return q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= MOST_PRODUCT_TOKENS
 
 
 def block_sparse_attention(starts: Tensor) -> Attend:
@@ -123,7 +135,14 @@ def block_sparse_attention(starts: Tensor) -> Attend:
     blocks = _compiled(create_block_mask)(
         sees, sequences, None, tokens, tokens, starts.device, SPARSE_BLOCK_TOKENS
     )
-    return partial(_compiled(flex_attention), block_mask=blocks)
+    return partial(_attend_sparse, _compiled(flex_attention), block_mask=blocks)
+
+
+def _attend_sparse(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, block_mask: object
+) -> Tensor:
+    y: Tensor = kernel(q, _for_heads_of(q, k), _for_heads_of(q, v), block_mask=block_mask)
+    return y
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

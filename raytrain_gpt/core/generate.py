@@ -3,8 +3,8 @@
 `DecodingBatch.step` samples one token for every sequence:
 
 1. sequences in the cache: one forward pass of their newest tokens;
-2. sequences that outgrew the context: one forward pass of their last seq_len tokens. Positions are
-   learned, so a sliding window changes the keys of all its tokens and a cache cannot help;
+2. sequences that outgrew the context: one forward pass of their last seq_len tokens. Keys depend on
+   learned positions, and on what tokens before them saw of the one that left: a cache cannot help;
 3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
 Every sequence has its own random generator and takes one number from it per token. Its tokens therefore
@@ -154,7 +154,7 @@ class DecodingBatch:
         new = self._admitted()
         sequences = [*self._cached, *self._sliding, *new]
         hidden = [*self._decode(), *self._recompute(), *self._prefill(new)]
-        logits = F.linear(torch.cat(hidden), self._model.wte.weight).float()  # (N, V)
+        logits = F.linear(torch.cat(hidden), self._model.head_weight).float()  # (N, V)
         uniforms = [sequence.generator.random() for sequence in sequences]
         tokens = draw_tokens(
             logits[:, : self._model.shape.vocab_size], [s.options for s in sequences], uniforms
@@ -171,7 +171,7 @@ class DecodingBatch:
         """Hidden states (N, D) of the newest tokens of the sequences in the cache."""
         if not self._cached:
             return []
-        device = self._model.wte.weight.device
+        device = self._model.device
         ids = torch.tensor([[s.tokens[-1]] for s in self._cached], device=device)  # (N, 1)
         lengths = [len(s.tokens) - 1 for s in self._cached]
         positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
@@ -185,7 +185,7 @@ class DecodingBatch:
         hidden = []
         for start in range(0, len(self._sliding), at_once):
             windows = [s.tokens[-seq_len:] for s in self._sliding[start : start + at_once]]
-            ids = torch.tensor(windows, device=self._model.wte.weight.device)  # (n, T)
+            ids = torch.tensor(windows, device=self._model.device)  # (n, T)
             hidden.append(self._model.hidden(ids)[:, -1])
         return hidden
 
@@ -204,7 +204,7 @@ class DecodingBatch:
         """Hidden states (N, D) of the last tokens of new sequences, which then are in the cache."""
         if not new:
             return []
-        device, seq_len = self._model.wte.weight.device, self._model.shape.seq_len
+        device, seq_len = self._model.device, self._model.shape.seq_len
         longest = max(len(s.tokens) for s in new)
         room = min(max(len(s.tokens) + s.num_left for s in new), seq_len)
         # Attention is causal, so no token sees the padding on the right.
@@ -279,6 +279,6 @@ def sample_tokens(
 
 def _max_sequences(shape: GPTShape, longest: int) -> int:
     """How many sequences of `longest` tokens fit into `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
-    token_bytes = 2 * 4 * shape.num_layers * shape.embd_size
+    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
     fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
     return max(1, min(MAX_SEQUENCES, fit))

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from raytrain_gpt.core.attention import Attend
+from raytrain_gpt.core.attention import Attend, attention
 from raytrain_gpt.core.model import GPTShape
 
 
@@ -23,7 +22,7 @@ class KVCache:
     def __init__(self, shape: GPTShape, max_rows: int) -> None:
         self._shape = shape
         self._max_rows = max_rows
-        self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, H, tokens, D/H)
+        self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, K, tokens, D/H)
 
     def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
         """For each layer: causal attention of new sequences, which are stored from `first_row` on.
@@ -36,7 +35,7 @@ class KVCache:
             kept = self._with_room(layer, rows.stop, room_tokens, like=k)
             kept[0, rows, :, :tokens] = k
             kept[1, rows, :, :tokens] = v
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return attention(q, k, v, is_causal=True)
 
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 
@@ -51,8 +50,8 @@ class KVCache:
             kept = self._with_room(layer, num_rows, tokens, like=k)
             kept[0, rows, :, at] = k[:, :, 0]
             kept[1, rows, :, at] = v[:, :, 0]
-            keys, values = kept[:, :num_rows, :, :tokens]  # (rows, H, tokens, D/H)
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None])
+            keys, values = kept[:, :num_rows, :, :tokens]  # (rows, K, tokens, D/H)
+            return attention(q, keys, values, attn_mask=seen[:, None, None])
 
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 

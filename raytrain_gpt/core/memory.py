@@ -8,6 +8,7 @@ model runs on tensors that have shapes but no memory, and those still alive afte
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,22 +21,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.muon import num_at_once
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
-STATE_BYTES_PER_PARAMETER = 12
-"""A checkpoint's fp32 weight and AdamW's two moments."""
+
+
+def moment_bytes(shape: GPTShape, optimizer: str) -> int:
+    """Of the optimizer: two moments of every parameter, one of those that Muon updates; fp32."""
+    by_muon = shape.num_layers * shape.block_matrix_parameters if optimizer == "muon" else 0
+    return (2 * shape.num_parameters - by_muon) * _FP32_BYTES
+
+
+def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
+    """Of a checkpoint's tensors: weights and moments."""
+    return shape.num_parameters * _FP32_BYTES + moment_bytes(shape, optimizer)
+
+
+def update_bytes(shape: GPTShape, optimizer: str, num_shards: int = 1) -> int:
+    """What the optimizer's update needs at most besides its state, as in fp32; AdamW needs nothing.
+
+    Of the matrices that Muon works on at once their updates, the stack, and what an iteration begins and
+    ends with; of its products the two smaller ones. Shards are exchanged.
+    """
+    if optimizer == "adamw":
+        return 0
+    most = 0
+    for (rows, columns), num_alike in Counter(shape.block_matrices).items():
+        together = min(shape.num_layers * num_alike, num_at_once(rows * columns, num_shards))
+        elements = (4 + (num_shards > 1)) * rows * columns + 2 * min(rows, columns) ** 2
+        most = max(most, -(-together // num_shards) * elements)
+    return most * _FP32_BYTES
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device; weights, gradients and AdamW's two moments are in fp32.
+    """Bytes on one device; weights, gradients and the optimizer's moments are in fp32.
 
     Attributes:
         activations: Kept for the backward pass, without the logits.
         logits: Logits that exist at once, their softmax, and the head's gradients.
+        update: What the optimizer's update needs beyond all this; 0 if it needs less than it finds free.
         evaluation: What an evaluation needs beyond all this; 0 if it needs less.
     """
 
@@ -44,13 +73,14 @@ class TrainingMemory:
     moments: int
     activations: int
     logits: int
+    update: int = 0
     evaluation: int = 0
 
     @property
     def total(self) -> int:
         """The sum, without what the allocator and CUDA take for themselves."""
         step = self.weights + self.gradients + self.moments + self.activations + self.logits
-        return step + self.evaluation
+        return step + max(self.update, self.evaluation)
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,7 @@ class MemoryModel:
             which is not taken into account.
         num_shards: Ranks that share weights, gradients and moments; 1: every rank has all of them.
         evaluates: Whether the ranks evaluate, for which sharded weights are gathered into a whole copy.
+        optimizer: As in the configuration.
     """
 
     shape: GPTShape
@@ -70,13 +101,14 @@ class MemoryModel:
     compiled: bool = False
     num_shards: int = 1
     evaluates: bool = False
+    optimizer: str = "adamw"
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """The memory of a configuration's training, with a shape that need not be its own."""
         num_shards = world_size if config.train.parallel == "fsdp" else 1
         evaluates = config.eval.eval_mode == "inline"
-        return cls(shape, bf16, config.train.compile, num_shards, evaluates)
+        return cls(shape, bf16, config.train.compile, num_shards, evaluates, config.optim.optimizer)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """The memory for a micro-batch and a mode (`none`, `selective` or `full`)."""
@@ -84,11 +116,13 @@ class MemoryModel:
         whole = TrainingMemory(
             weights=state,
             gradients=state,
-            moments=2 * state,
+            moments=moment_bytes(self.shape, self.optimizer),
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
-        return whole if self.num_shards == 1 else self._sharded(whole)
+        memory = whole if self.num_shards == 1 else self._sharded(whole)
+        update = update_bytes(self.shape, self.optimizer, self.num_shards)
+        return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
         """One block with all of its activations, the others with what the mode keeps.
@@ -124,8 +158,8 @@ class MemoryModel:
         Of the blocks one at a time is whole, and the next one is being gathered.
         """
         shape = self.shape
-        embeddings = (shape.padded_vocab_size + shape.seq_len) * shape.embd_size * _FP32_BYTES
-        block = 12 * shape.embd_size**2 * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
+        embeddings = shape.embedding_parameters * _FP32_BYTES
+        block = shape.block_matrix_parameters * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
         step = replace(
             whole,
             weights=whole.weights // self.num_shards + embeddings + 2 * block,
@@ -144,7 +178,7 @@ def _kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> i
     """Bytes that a forward pass leaves allocated besides the parameters."""
     allocations = _Allocations()
     with FakeTensorMode():
-        model = GPT(shape, mode)
+        model = new_model(shape, mode)
         model.train()
         with allocations, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)

@@ -22,10 +22,10 @@ import torch
 from raytrain_gpt.config.batch import divisors
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.architectures import configured_model
+from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
@@ -140,12 +140,13 @@ class MemorySearch:
         self, sequences: int, mode: ActivationCheckpointing, device: torch.device
     ) -> None:
         config, vocab_size = self.config, self.memory.shape.vocab_size
+        precision = resolve_precision(config.train.precision, device)
         torch.compiler.reset()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with device:
             # Which token closes documents changes no size.
-            model = GPT.of(config, vocab_size, vocab_size - 1, mode)
+            model = configured_model(config, vocab_size, vocab_size - 1, mode)
             ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
         if config.train.compile:
             model.compile()
@@ -153,14 +154,14 @@ class MemorySearch:
         passes = config.batch_sequences // sequences if self.world_size == 1 else 2
         for _ in train_steps(
             model,
-            build_optimizer(model, config.optim),
+            build_optimizer(model, config.optim, matmul_dtype(precision)),
             itertools.repeat((ids, ids)),
             first_step=0,
             max_steps=2,
             micro_batches_per_step=min(2, passes),
             learning_rate=lambda _: config.optim.peak_lr,
             grad_clip=config.optim.grad_clip,
-            autocast=autocast_of(resolve_precision(config.train.precision, device), device),
+            autocast=autocast_of(precision, device),
             seed=config.train.seed,
             rank=0,
         ):

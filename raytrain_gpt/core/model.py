@@ -1,16 +1,14 @@
-"""GPT-2: learned positions, pre-LayerNorm, tanh GELU, tied embedding, biases.
+"""What the architectures have in common: sizes, the way from token ids to a loss, and recomputation.
 
-Source: Radford et al., "Language models are unsupervised multitask learners" (2019); parameter names
-are those of the released model. Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
+Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +20,12 @@ from torch.utils.checkpoint import (
 )
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import QWEN3_FIELDS, ModelSection
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
     Attend,
     block_sparse_attention,
-    causal_attention,
     document_starts,
     masked_attention,
 )
@@ -36,6 +34,8 @@ from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
 GPT2_VOCAB_SIZE = 50_257
+_MLP_MULTIPLE = 64
+_LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 _ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -48,7 +48,14 @@ _ATTENTION_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Sizes of a GPT-2 model."""
+    """Sizes of a model; only `qwen3` has the last four.
+
+    Attributes:
+        num_kv_heads: Heads of keys and values; 0: as many as queries.
+        mlp_size: Channels between the MLP's linear maps; 0: see `default_mlp_size`.
+        tied_embeddings: The head is the embedding.
+        rope_theta: Base of the wavelengths of rotary positions.
+    """
 
     num_layers: int
     num_heads: int
@@ -56,14 +63,49 @@ class GPTShape:
     seq_len: int
     vocab_size: int
     dropout: float = 0.0
+    architecture: Literal["gpt2", "qwen3"] = "gpt2"
+    num_kv_heads: int = 0
+    mlp_size: int = 0
+    tied_embeddings: bool = True
+    rope_theta: float = ModelSection().rope_theta
+
+    def __post_init__(self) -> None:
+        defaults = {
+            "num_kv_heads": self.num_heads,
+            "mlp_size": default_mlp_size(self.architecture, self.embd_size),
+        }
+        for name, value in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """The shape a configuration asks for with a tokenizer's vocabulary."""
         m = config.model
         return cls(
-            m.num_layers, m.num_heads, m.embd_size, config.data.seq_len, vocab_size, m.dropout
+            m.num_layers,
+            m.num_heads,
+            m.embd_size,
+            config.data.seq_len,
+            vocab_size,
+            m.dropout,
+            m.architecture,
+            m.num_kv_heads or 0,
+            m.mlp_size or 0,
+            m.tied_embeddings,
+            m.rope_theta,
         )
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a configuration that has this shape, see `of`."""
+        absent = {"vocab_size", *(QWEN3_FIELDS if self.architecture == "gpt2" else ())}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.embd_size // self.num_heads
 
     @property
     def padded_vocab_size(self) -> int:
@@ -71,88 +113,75 @@ class GPTShape:
         return -(-self.vocab_size // 64) * 64
 
     @property
+    def block_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of a block."""
+        d, kv_size = self.embd_size, self.num_kv_heads * self.head_size
+        if self.architecture == "gpt2":
+            return [(3 * d, d), (d, d), (self.mlp_size, d), (d, self.mlp_size)]
+        mlp = [(self.mlp_size, d), (self.mlp_size, d), (d, self.mlp_size)]
+        return [(d, d), (kv_size, d), (kv_size, d), (d, d), *mlp]
+
+    @property
+    def block_matrix_parameters(self) -> int:
+        """Number of parameters in the matrices of a block."""
+        return sum(rows * columns for rows, columns in self.block_matrices)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of parameters in embeddings and head."""
+        positions = self.seq_len if self.architecture == "gpt2" else 0
+        rows = self.padded_vocab_size * (1 if self.tied_embeddings else 2)
+        return (rows + positions) * self.embd_size
+
+    @property
     def num_parameters(self) -> int:
-        """Number of parameters, the tied embedding once, its padding included."""
+        """Number of parameters, a tied embedding once, its padding included."""
         d = self.embd_size
-        block = 12 * d * d + 13 * d
-        return self.num_layers * block + (self.padded_vocab_size + self.seq_len + 2) * d
+        if self.architecture == "gpt2":  # biases of four matrices, two LayerNorms
+            vectors, last = 9 * d + self.mlp_size, 2 * d
+        else:  # norms of the inputs, and of queries and keys
+            vectors, last = 2 * d + 2 * self.head_size, d
+        blocks = self.num_layers * (self.block_matrix_parameters + vectors)
+        return blocks + self.embedding_parameters + last
 
     @property
     def flops_per_token(self) -> int:
         """Floating point operations of forward and backward for one token.
 
-        `6·N + 12·layers·embd_size·seq_len`, N without the position embedding. Causal attention counts in
-        full, and recomputed activations do not count: they are no progress.
+        `6·N + 12·layers·embd_size·seq_len`, N without embeddings that are only looked up. Causal attention
+        counts in full, and recomputed activations do not count: they are no progress.
         Source: Chowdhery et al., "PaLM" (2022), appendix B.
         """
-        matmul_parameters = self.num_parameters - self.seq_len * self.embd_size
+        looked_up = self.embedding_parameters - self.padded_vocab_size * self.embd_size
+        matmul_parameters = self.num_parameters - looked_up
         return 6 * matmul_parameters + 12 * self.num_layers * self.embd_size * self.seq_len
 
 
-class Attention(nn.Module):
-    """Causal self-attention of all heads."""
-
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__()
-        self.num_heads = shape.num_heads
-        self.dropout = shape.dropout
-        self.c_attn = nn.Linear(shape.embd_size, 3 * shape.embd_size)
-        self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
-
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); without `attend`: causal attention among the T tokens."""
-        b, t, d = x.shape
-        qkv = self.c_attn(x).view(b, t, 3, self.num_heads, -1)  # (B, T, 3, H, D/H)
-        if attend is None:
-            y = causal_attention(qkv, self.dropout if self.training else 0.0)  # (B, T, H, D/H)
-        else:
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
-            y = attend(q, k, v).transpose(1, 2)  # (B, T, H, D/H)
-        out: Tensor = self.c_proj(y.reshape(b, t, d))
-        return F.dropout(out, self.dropout, self.training)
-
-
-class MLP(nn.Module):
-    """Two linear maps with a GELU between."""
-
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__()
-        self.dropout = shape.dropout
-        self.c_fc = nn.Linear(shape.embd_size, 4 * shape.embd_size)
-        self.c_proj = nn.Linear(4 * shape.embd_size, shape.embd_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4D)
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
-
-
-class Block(nn.Module):
-    """One transformer block."""
-
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(shape.embd_size)
-        self.attn = Attention(shape)
-        self.ln_2 = nn.LayerNorm(shape.embd_size)
-        self.mlp = MLP(shape)
-
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D), with the attention of `Attention.forward`."""
-        x = x + self.attn(self.ln_1(x), attend)
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+def default_mlp_size(architecture: str, embd_size: int) -> int:
+    """4 · embd_size; for the three matrices of `qwen3` 8/3 of it, to a multiple of 64: as many parameters."""
+    if architecture == "gpt2":
+        return 4 * embd_size
+    return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
 
 
 class GPT(nn.Module):
-    """The language model.
+    """A language model: an architecture gives it `embed`, `positioned`, its blocks and their weights.
 
     Args:
         activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
             `full`, see `_run_block`.
         document_end: The token that closes a document. A token then attends only to those of its own
             document, and positions count from its start. None: all T tokens are one text.
+
+    Attributes:
+        wte: Embedding of the tokens.
+        h: Blocks, (B, T, D) -> (B, T, D), given an `Attend` or None.
+        ln_f: The last norm.
     """
+
+    wte: nn.Embedding
+    h: nn.ModuleList
+    ln_f: nn.Module
 
     def __init__(
         self,
@@ -164,45 +193,64 @@ class GPT(nn.Module):
         self.shape = shape
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
-        self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
-        self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.ln_f = nn.LayerNorm(shape.embd_size)
+        keep = partial(_policy, shape.embd_size)
+        # Here, since a model that is compiled takes it for a constant.
+        self._selective = partial(create_selective_checkpoint_contexts, keep)
 
-    @classmethod
-    def of(
-        cls, config: Config, vocab_size: int, eot_token: int, activation_checkpointing: str = "none"
-    ) -> GPT:
-        """The model that a configuration asks for with a tokenizer, its weights not initialised."""
-        document_end = eot_token if config.data.document_mask else None
-        return cls(GPTShape.of(config, vocab_size), activation_checkpointing, document_end)
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the head, (V, D)."""
+        return self.wte.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.weight.device
 
     def init_weights(self, seed: int) -> None:
-        """GPT-2's initialisation: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = INIT_STD / math.sqrt(2 * self.shape.num_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                std = residual_std if name.endswith("c_proj") else INIT_STD
-                nn.init.normal_(module.weight, std=std, generator=generator)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        """Initialise all weights."""
+        raise NotImplementedError
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first block gets: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
+        raise NotImplementedError
+
+    def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
+        """How the blocks' attention knows positions, int64 (B, T) or (T,), in this architecture."""
+        raise NotImplementedError
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""
-        position = torch.arange(ids.shape[1], device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
         attend = None
         if self.document_end is not None:
             starts = document_starts(ids, self.document_end)  # (B, T)
-            position = position - starts
+            positions = positions - starts
             attend = self._attend_within(starts)
-        x = self.wte(ids) + self.wpe(position)  # (B, T, D)
-        x = F.dropout(x, self.shape.dropout, self.training)
-        recompute = self.activation_checkpointing if self.training else "none"
+        attend = self.positioned(positions)(attend)
+        x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
         for block in self.h:
-            x = _run_block(block, x, attend, recompute, self.shape.dropout > 0)
+            x = self._run_block(block, x, attend)
         out: Tensor = self.ln_f(x)
         return out
+
+    def _run_block(self, block: nn.Module, x: Tensor, attend: Attend | None) -> Tensor:
+        """The output of a block; what is recomputed does not change the gradients.
+
+        `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor the
+        linear layers whose outputs the backward pass needs; `full` all but the block's input.
+        """
+        if self.activation_checkpointing == "none" or not self.training:
+            out: Tensor = block(x, attend)
+            return out
+        contexts: dict[str, Any] = {}
+        if self.activation_checkpointing == "selective":
+            contexts["context_fn"] = self._selective
+        is_random = self.shape.dropout > 0  # dropout must be the same the second time
+        again: Tensor = checkpoint(
+            block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
+        )
+        return again
 
     def _attend_within(self, starts: Tensor) -> Attend:
         """The attention of all blocks, by a fused kernel if a GPU trains and there is one for this model.
@@ -215,7 +263,7 @@ class GPT(nn.Module):
             and starts.is_cuda
             and shape.dropout == 0
             and self.activation_checkpointing != "selective"
-            and shape.embd_size >= SPARSE_MIN_HEAD_SIZE * shape.num_heads
+            and shape.head_size >= SPARSE_MIN_HEAD_SIZE
             and starts.shape[1] > SPARSE_BLOCK_TOKENS
         ):
             return block_sparse_attention(starts)
@@ -234,15 +282,15 @@ class GPT(nn.Module):
         Returns:
             (B, T, D)
         """
-        x = self.wte(ids) + self.wpe(positions)  # (B, T, D)
+        x, positioned = self.embed(ids, positions), self.positioned(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
-            x = block(x, attend)
+            x = block(x, positioned(attend))
         out: Tensor = self.ln_f(x)
         return out
 
     def logits(self, ids: Tensor) -> Tensor:
         """Next-token logits: int64 (B, T) -> (B, T, V)."""
-        return F.linear(self.hidden(ids), self.wte.weight)
+        return F.linear(self.hidden(ids), self.head_weight)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Cross-entropy in nats per token.
@@ -252,37 +300,14 @@ class GPT(nn.Module):
             targets: int64 (B, T); positions with −100 do not count.
             reduction: `mean`: a scalar; `none`: (B, T).
         """
-        return head_loss(self.hidden(ids), self.wte.weight, targets, reduction)
+        return head_loss(self.hidden(ids), self.head_weight, targets, reduction)
 
 
-def _run_block(
-    block: nn.Module, x: Tensor, attend: Attend | None, recompute: str, is_random: bool
-) -> Tensor:
-    """The output of a block; what is recomputed does not change the gradients.
-
-    Args:
-        recompute: `none`; `selective`: LayerNorms, GELU, dropout and casts, but neither attention nor
-            the linear layers whose outputs the backward pass needs; `full`: all but the block's input.
-        is_random: The block has dropout, which must be the same the second time.
-    """
-    if recompute == "none":
-        out: Tensor = block(x, attend)
-        return out
-    contexts: dict[str, Any] = {} if recompute == "full" else {"context_fn": _SELECTIVE}
-    again: Tensor = checkpoint(
-        block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
-    )
-    return again
-
-
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation is torch.ops.aten.addmm.default:
-        _bias, rows, weight = args
-        # The output of a block's last linear layer, the only one that narrows, is only added.
-        is_needed = weight.shape[1] >= rows.shape[1]
+def _policy(embd_size: int, _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _LINEAR_OPERATORS:
+        rows = args[-2]
+        # Of a block's linear layers only the last one reads another size; its output is only added.
+        is_needed = rows.shape[1] == embd_size
     else:
         is_needed = operation in _ATTENTION_OPERATORS
     return CheckpointPolicy.MUST_SAVE if is_needed else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)

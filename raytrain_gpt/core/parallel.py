@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.core.model import GPT, Block
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.model import GPT
 
 
 def shard(
@@ -52,8 +53,7 @@ def shard(
     # Linear layers return views; torch warns about adding to one in place, which no block does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     for block in model.h:
-        assert isinstance(block, Block)
-        fully_shard([block.attn, block.mlp], mesh=mesh, mp_policy=linear_policy)
+        fully_shard([block.attn, block.mlp], mesh=mesh, mp_policy=linear_policy)  # type: ignore[list-item]
     fully_shard(model, mesh=mesh)
 
 
@@ -100,7 +100,7 @@ def model_to_evaluate(model: GPT) -> GPT:
     if not hasattr(model, "set_requires_gradient_sync"):  # `shard` adds it
         return model
     with torch.device("meta"):
-        return GPT(model.shape, document_end=model.document_end).requires_grad_(False)
+        return new_model(model.shape, document_end=model.document_end).requires_grad_(False)
 
 
 @contextlib.contextmanager

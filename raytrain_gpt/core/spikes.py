@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from raytrain_gpt.config.schema import SpikesSection
+from raytrain_gpt.config.sections import SpikesSection
 
 _LEAST_DEVIATION = 0.01
 """As a fraction of the mean: if values hardly vary, a small step up is no spike."""

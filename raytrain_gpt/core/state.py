@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.muon import MOMENTUM_BUFFER
 from raytrain_gpt.core.parallel import full_tensor, shard_like
 from raytrain_gpt.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
 _POSITIONS = "wpe.weight"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class HostCopy:
@@ -41,12 +42,12 @@ class HostCopy:
         self._files: dict[str, dict[str, Tensor]] = {}
         if part == 0:
             self._files[MODEL_FILE] = {k: _host_like(p) for k, p in self._parameters.items()}
-        parts = _parts(model, num_parts)
+        parts = _parts(model, optimizer, num_parts)
         if part in parts.values():
             self._files[f"optim-{part:05d}.safetensors"] = {
                 f"{name}/{key}": torch.zeros(()) if key == "step" else _host_like(parameter)
                 for name, parameter in self._parameters.items()
-                for key in _MOMENTS
+                for key in optimizer_keys(optimizer, parameter)
                 if parts[name] == part
             }
         self._copies = {k: copy for file in self._files.values() for k, copy in file.items()}
@@ -70,7 +71,7 @@ class HostCopy:
         """The whole state, in the same order on all ranks."""
         for name, parameter in self._parameters.items():
             yield name, parameter.detach()
-            for key in _MOMENTS:
+            for key in optimizer_keys(self._optimizer, parameter):
                 yield f"{name}/{key}", self._optimizer.state[parameter][key]
 
     def files(self) -> list[str]:
@@ -83,14 +84,21 @@ class HostCopy:
         save_file(self._files[file], path, metadata={"format": "pt"})
 
 
-def _parts(model: nn.Module, num_parts: int) -> dict[str, int]:
+def optimizer_keys(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> tuple[str, ...]:
+    """Names of what the optimizer keeps for a parameter."""
+    by_muon = MOMENTUM_BUFFER in optimizer.state[parameter]
+    return (MOMENTUM_BUFFER,) if by_muon else _ADAMW_KEYS
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.AdamW, num_parts: int) -> dict[str, int]:
     """Parameter name -> the part with its moments."""
     loads = [0] * num_parts
     loads[0] = sum(parameter.numel() for parameter in model.parameters())
     parts = {}
     for name, parameter in model.named_parameters():
         parts[name] = loads.index(min(loads))
-        loads[parts[name]] += 2 * parameter.numel()
+        moments = len(set(optimizer_keys(optimizer, parameter)) - {"step"})
+        loads[parts[name]] += moments * parameter.numel()
     return parts
 
 
@@ -159,9 +167,9 @@ def load_optimizer(
     for path in [path for path in there if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
             name, _, key = full_name.rpartition("/")
-            if name not in parameters or key not in _MOMENTS:
+            parameter = parameters.get(name)
+            if parameter is None or key not in optimizer_keys(optimizer, parameter):
                 continue
-            parameter = parameters[name]
             wanted = () if key == "step" else tuple(parameter.shape)
             if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
@@ -172,7 +180,7 @@ def load_optimizer(
                 shard_like(tensor, parameter) if wanted else tensor.to(parameter.device)
             )
     for name, parameter in parameters.items():
-        for key in _MOMENTS:
+        for key in optimizer_keys(optimizer, parameter):
             if key not in states[name]:
                 raise CheckpointError(f"{directory} has no optimizer state '{name}/{key}'")
         optimizer.state[parameter] = states[name]

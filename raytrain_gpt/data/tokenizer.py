@@ -38,6 +38,8 @@ Dtype = Literal["uint16", "uint32"]
 def load_tokenizer(name: str) -> tiktoken.Encoding:
     """A tokenizer by name: `bytes`, or any encoding that tiktoken reads from its cache or downloads.
 
+    Or by the directory of a checkpoint or dataset that carries it, as one that was imported has no name.
+
     Raises:
         DataError: unknown name, no `<|endoftext|>`, or it can be neither read nor downloaded.
     """
@@ -48,8 +50,12 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             name, pat_str=r"(?s).{1,16}", mergeable_ranks=ranks, special_tokens={EOT: 256}
         )
     if name not in tiktoken.list_encoding_names():
+        if (Location.of(name) / TOKENIZER_FILE).is_file():
+            return read_tokenizer(name)
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise DataError(f"unknown tokenizer {name}; use one of {known}")
+        raise DataError(
+            f"unknown tokenizer {name}; use one of {known}, or a checkpoint's directory"
+        )
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors

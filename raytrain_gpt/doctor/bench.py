@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import (
     autocast_of,
+    matmul_dtype,
     peak_flops,
     resolve_precision,
     seed_everything,
@@ -26,11 +28,11 @@ from raytrain_gpt.core.device import (
 )
 from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer, learning_rate
 from raytrain_gpt.format import duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
-from raytrain_gpt.train.model_setup import prepare_model
+from raytrain_gpt.train.model_setup import gradient_group, prepare_model
 
 BENCH_S = 10.0
 """What is timed takes about this long, unless its fewest steps take longer."""
@@ -124,10 +126,14 @@ def _timer(
     seed_everything(train.seed, dist.get_rank())
     autocast, loss_scale = autocast_of(precision, device), loss_scale_for(precision, device)
     # The last id closes documents in most vocabularies; another one would change the time a little.
-    raw_model = GPT.of(plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing)
+    raw_model = configured_model(
+        plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing
+    )
     raw_model.init_weights(train.seed)
     model = prepare_model(raw_model, train, precision, device, group)
-    optimizer = build_optimizer(raw_model, optim)
+    optimizer = build_optimizer(
+        raw_model, optim, matmul_dtype(precision), group or gradient_group()
+    )
     feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
     settle_gradient_buckets(model, next(feed), autocast)
 

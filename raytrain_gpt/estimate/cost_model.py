@@ -17,9 +17,10 @@ from raytrain_gpt.config.batch import micro_batches_per_step
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
-from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel, TrainingMemory
+from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
+from raytrain_gpt.core.muon import num_flops
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
@@ -41,7 +42,8 @@ class EstimatedSpeed:
     Attributes:
         tokens_per_s: Over all workers.
         source: `probe`, `given` or `table`.
-        mfu: Fraction of the devices' peak; None: the peak is not known.
+        mfu: Fraction of the devices' peak, of the model's FLOPs without the optimizer's; None: the peak is
+            not known.
     """
 
     tokens_per_s: float
@@ -112,7 +114,7 @@ class Facts:
         bf16: Whether it trains in 16 bits.
         step_time_s: As the user knows it.
         tokens_per_s: As a probe measured it.
-        mfu: Used if the speed comes from the table; None: `ASSUMED_MFU`.
+        mfu: Used if the speed comes from the table, for Muon's FLOPs as well; None: `ASSUMED_MFU`.
         price_per_hour: For one device, on demand.
     """
 
@@ -160,7 +162,7 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         micro_batches_per_step=config.batch_sequences // facts.num_workers // fit.sequences,
         micro_batch_sequences=fit.sequences,
         activation_checkpointing=fit.activation_checkpointing,
-        checkpoint_bytes=STATE_BYTES_PER_PARAMETER * shape.num_parameters,
+        checkpoint_bytes=checkpoint_bytes(shape, config.optim.optimizer),
         memory=memory.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
         fits=None if device is None else fit.needed_bytes <= limit_bytes,
@@ -187,11 +189,21 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | No
     elif facts.step_time_s is not None:
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
-        tokens_per_s, source = peak_tokens_per_s * (facts.mfu or ASSUMED_MFU), "table"
+        model_flops = shape.flops_per_token * config.train.global_batch_tokens
+        of_model = model_flops / (model_flops + _optimizer_flops(config, shape))
+        tokens_per_s = peak_tokens_per_s * of_model * (facts.mfu or ASSUMED_MFU)
+        source = "table"
     else:
         return None
     mfu = None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s
     return EstimatedSpeed(tokens_per_s, source, mfu)
+
+
+def _optimizer_flops(config: Config, shape: GPTShape) -> int:
+    """Of an update, over all workers; AdamW's do not count."""
+    if config.optim.optimizer == "adamw":
+        return 0
+    return shape.num_layers * sum(num_flops(*matrix) for matrix in shape.block_matrices)
 
 
 def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[LargestMicroBatch]:

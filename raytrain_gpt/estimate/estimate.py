@@ -111,7 +111,7 @@ def _memory_line(found: Estimate) -> str:
     recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
     line = (
         f"memory   {size(memory.total)} a device: weights {size(memory.weights)}, gradients "
-        f"{size(memory.gradients)}, AdamW {size(memory.moments)}, activations "
+        f"{size(memory.gradients)}, moments {size(memory.moments)}, activations "
         f"{size(memory.activations)}{recomputed}, logits {size(memory.logits)}"
     )
     if found.device is None:

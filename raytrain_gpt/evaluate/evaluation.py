@@ -72,7 +72,7 @@ class Evaluation:
         return metrics
 
     def _validated(self, feed: EvalFeed, progress: Callable[[], None]) -> dict[str, float | int]:
-        lengths = self._token_bytes.to(self._model.wte.weight.device)
+        lengths = self._token_bytes.to(self._model.device)
         own = [
             evaluation_sums(self._model, watched(part, progress), lengths, self._autocast)
             for part in feed.micro_batches()
@@ -102,7 +102,7 @@ class Evaluation:
             Four int64 (n,): places of the examples in the file, right endings, and the endings with
             the smallest summed loss and with the smallest loss per token.
         """
-        device = self._model.wte.weight.device
+        device = self._model.device
         for batch in choices.batches(self._collectives.rank, self._collectives.world_size):
             progress()
             tokens, scored = (

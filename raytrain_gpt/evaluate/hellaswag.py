@@ -255,7 +255,7 @@ def ending_losses(
     model.eval()
     with autocast():
         hidden = model.hidden(tokens[:, :-1])[scored]  # (S, D)
-        logits = F.linear(hidden, model.wte.weight)[:, : model.shape.vocab_size].float()  # (S, V)
+        logits = F.linear(hidden, model.head_weight)[:, : model.shape.vocab_size].float()  # (S, V)
     nats = F.cross_entropy(logits, tokens[:, 1:][scored], reduction="none")  # (S,)
     scored = scored.cpu()
     at_places = torch.zeros(scored.shape, dtype=torch.float64)  # (R, T)

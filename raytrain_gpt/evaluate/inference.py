@@ -12,6 +12,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint, resolve_checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -62,7 +63,7 @@ def load_checkpoint(
         )
     with checkpoint.files() as directory:
         check_model_size(directory, GPTShape.of(config, num_ids))
-        model = GPT.of(config, num_ids, tokenizer.eot_token)
+        model = configured_model(config, num_ids, tokenizer.eot_token)
         load_model(directory, model)
     return model.to(device), tokenizer
 
@@ -113,7 +114,7 @@ def lone_evaluation(
     choices: Choices | None,
 ) -> Evaluation:
     """An `Evaluation` by this process alone, on the model's device."""
-    device = model.wte.weight.device
+    device = model.device
     autocast = autocast_of(resolve_precision(config.train.precision, device), device)
     alone = Collectives(rank=0, world_size=1)
     return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
@@ -136,9 +137,8 @@ def validation_feed(
         raise DataError(
             f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
         )
-    from raytrain_gpt.ingest.feed import (
-        EvalFeed,
-    )  # here: they import Ray, which samples do not need
+    # Here: they import Ray, which samples do not need.
+    from raytrain_gpt.ingest.feed import EvalFeed
     from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
     found = data_of(config, None if data is None else str(data))

@@ -23,6 +23,7 @@ from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyp
 
 from raytrain_gpt.data.tokenizer import EOT, MAX_TOKEN_BYTES, load_tokenizer, make_encoding
 from raytrain_gpt.errors import DataError, damage_as
+from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 
 HF_TOKENIZER_FILE = "tokenizer.json"
@@ -42,6 +43,8 @@ _BYTE_LEVEL = {
     "trim_offsets": True,
     "use_regex": False,
 }
+_NFC = {"type": "NFC"}
+_TAG = re.compile(r"</?[\w|]+>")
 _POSSESSIVE = re.compile(r"(\{\d+(?:,\d*)?\})\+")
 _DIALECTS_DIFFER = re.compile(rf"(?<!\\)[$^](?![^\[]*\])|{_POSSESSIVE.pattern}|\(\?[a-z]*[msx]")
 
@@ -57,7 +60,8 @@ _CHARACTER = {byte: chr(byte) for byte in _PRINTABLE} | {
 _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 
 
-def _text(token: bytes) -> str:
+def printable(token: bytes) -> str:
+    """A token in GPT-2's printable characters."""
     return "".join(_CHARACTER[byte] for byte in token)
 
 
@@ -94,7 +98,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
     ranks: TokenRanks = encoding._mergeable_ranks
     special: Mapping[str, int] = encoding._special_tokens
     merges = merges_of(ranks)
-    vocabulary = {_text(token): rank for token, rank in ranks.items()} | dict(special)
+    vocabulary = {printable(token): rank for token, rank in ranks.items()} | dict(special)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -123,7 +127,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
             # Lets `tokenizers` find tokens that no merge produces where they are a whole word.
             "ignore_merges": any(len(token) > 1 and token not in merges for token in ranks),
             "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
-            "merges": [f"{_text(left)} {_text(right)}" for left, right in merges.values()],
+            "merges": [f"{printable(left)} {printable(right)}" for left, right in merges.values()],
         },
     }
     config = {
@@ -163,8 +167,19 @@ def _oniguruma(pattern: str) -> str:
     return _POSSESSIVE.sub(r"\1", pattern.replace("$", r"\z"))
 
 
-def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
+def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
+    """The tokenizer with one more special token, of an embedding with more rows than there were ids.
+
+    Ids between have no text, as in tokenizers of tiktoken that skip some.
+    """
+    special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
+    return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
+
+
+def read_hf_tokenizer(directory: Path, log: Log) -> tiktoken.Encoding | None:
     """The tokenizer of a Hugging Face directory for tiktoken, with the same ids; None without one.
+
+    A line says so if text is not normalized (NFC) before, as it is there.
 
     Raises:
         DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
@@ -183,6 +198,10 @@ def read_hf_tokenizer(directory: Path) -> tiktoken.Encoding | None:
             else:
                 content = parse_json(path.read_bytes())
             special, ranks = _special(content), _ranks(content)
+            if content.get("normalizer") is not None:
+                log(
+                    f"{path}: its NFC normalization is not carried; normalize text that is not in NFC"
+                )
             ids = [*ranks.values(), *special.values()]
             if len(set(ids)) != len(ids):
                 raise _Unsupported("two of its tokens have the same id")
@@ -218,7 +237,7 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
     """Token -> id, after checking that merging in the order of the ids is the same tokenizer."""
     model = content["model"]
     # Older files, such as that of the released GPT-2, do not name the type.
-    if model.get("type", "BPE") != "BPE" or content.get("normalizer") is not None:
+    if model.get("type", "BPE") != "BPE" or content.get("normalizer") not in (None, _NFC):
         raise _Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(key):
@@ -248,7 +267,9 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
 
 def _special(content: dict[str, Any]) -> dict[str, int]:
     tokens = content["added_tokens"]
-    if ordinary := [token["content"] for token in tokens if not token["special"]]:
+    contents = [token["content"] for token in tokens if not token["special"]]
+    # Qwen's <think> and the like, which text as good as never has, are special for us.
+    if ordinary := [text for text in contents if not _TAG.fullmatch(text)]:
         raise _Unsupported(f"its added token {ordinary[0]!r} is not a special one")
     special = {str(token["content"]): int(token["id"]) for token in tokens}
     if EOT not in special:

@@ -1,8 +1,6 @@
-"""GPT-2's tensors in the names and layout of this package and of Hugging Face.
+"""A model's tensors in Hugging Face's files; `hf_gpt2` and `hf_qwen3` know their names and layout.
 
-The names are the same except for the prefix `transformer.`, which the files of the released models lack.
-transformers stores the four matrices of a block as (in, out) in a `Conv1D`, `Linear` stores (out, in); the
-three parts of `c_attn` are in the same order. An export leaves out the padded rows of the embedding.
+An export leaves out the padded rows of embedding and head.
 """
 
 from __future__ import annotations
@@ -16,35 +14,29 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import CheckpointError, damage_as
+from raytrain_gpt.export.hf_config import ARCHITECTURES
 from raytrain_gpt.parsing import parse_json
 
 HF_WEIGHTS_FILE = "model.safetensors"
 _PICKLED_FILE = "pytorch_model.bin"
 _PICKLED = (".bin", ".pt", ".pth")
 WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
-_PREFIX = "transformer."
-_HEAD = "lm_head.weight"
-_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""Buffers in files of older versions of transformers."""
+_EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
-_HEAD_SIZE = 64
-"""Channels per head in all released sizes."""
 _PROBES = 64
 """Tokens that the padding is chosen with."""
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A model's tensors for `GPT2LMHeadModel`, without the tied head."""
+    """A model's tensors for transformers; a tied head is only the embedding."""
     tensors = {}
-    for name, tensor in model.state_dict().items():
-        if name == "wte.weight":
-            tensor = tensor[: model.shape.vocab_size]
-        elif name.endswith(_CONV1D):
-            tensor = tensor.T
-        tensors[f"{_PREFIX}{name}"] = tensor.to("cpu", dtype).contiguous()
+    for ours, parameter in model.state_dict().items():
+        tensor = parameter[: model.shape.vocab_size] if ours in (_EMBEDDING, _HEAD) else parameter
+        name, tensor = ARCHITECTURES[model.shape.architecture].to_hf(ours, tensor)
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
     return tensors
 
 
@@ -86,7 +78,7 @@ def read_hf_weights(path: Path) -> dict[str, Tensor]:
         if not isinstance(content, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
-            raise CheckpointError(f"{file} is not a mapping of names to tensors, as GPT-2's is")
+            raise CheckpointError(f"{file} is not a mapping of names to tensors, as a model's is")
         tensors |= content
     return tensors
 
@@ -106,33 +98,39 @@ def _load(file: Path) -> object:
         raise CheckpointError(f"cannot read {file}: {what}") from None
 
 
-def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropout: float) -> GPT:
+def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     """The fp32 model with the tensors of a Hugging Face file.
 
-    The padded rows of the embedding are copies of the row of the least likely token: rows of zeros would
-    have logits of 0, far above those of a trained GPT-2.
+    The padded rows of the head are copies of the row of the least likely token: rows of zeros would have
+    logits of 0, far above those of a trained GPT-2.
 
     Args:
-        hf: The tensors, with or without the prefix and the tied head.
+        hf: The tensors; a tied head may be among them, and names of GPT-2 lack their prefix.
         where: Where they come from, for messages.
-        num_heads: None: one per 64 channels.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape or not finite.
     """
-    tensors = _plain_names(hf, where)
-    shape = _shape(tensors, where, num_heads, dropout)
-    with torch.device("meta"):  # a model that does not fit the tensors may be of any size
-        wanted = {name: tuple(t.shape) for name, t in GPT(shape).state_dict().items()}
-    wanted["wte.weight"] = (shape.vocab_size, shape.embd_size)
+    tensors = _our_tensors(hf, where, shape)
+    rows = (shape.vocab_size, shape.embd_size)
+    found_rows = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
+    num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
+    if (num_layers, found_rows) != (shape.num_layers, rows):  # before a model of any size is made
+        raise CheckpointError(
+            f"{where} has {num_layers} layers and {_EMBEDDING} {found_rows}, its config.json says "
+            f"{shape.num_layers} and {rows}; use the files of one model"
+        )
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in new_model(shape).state_dict().items()}
+    wanted |= {name: rows for name in (_EMBEDDING, _HEAD) if name in wanted}
     for name in sorted(wanted.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != wanted.get(name, "unknown"):
             raise CheckpointError(
-                f"{where} has {name} {found}, a GPT-2 of {shape.num_layers} layers and "
-                f"{shape.embd_size} channels {wanted.get(name, 'none of it')}"
+                f"{where} has {name} {found}, a {ARCHITECTURES[shape.architecture].NAME} of its sizes "
+                f"{wanted.get(name, 'none of it')}"
             )
-    model = GPT(shape)
+    model = new_model(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter[: len(tensors[name])].copy_(tensors[name])
@@ -142,52 +140,25 @@ def model_of(hf: Mapping[str, Tensor], where: str, num_heads: int | None, dropou
     return model
 
 
-def _plain_names(hf: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The tensors in our names and layout, without the head, which must be tied."""
+def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[str, Tensor]:
+    """The tensors in our names and layout, without a head that is tied."""
     tensors = {}
     for name, tensor in hf.items():
-        plain = name.removeprefix(_PREFIX)
-        if _MASKS.fullmatch(plain):
+        ours = ARCHITECTURES[shape.architecture].from_hf(name, tensor)
+        if ours is None:
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(
                 f"{where} has {name} in {tensor.dtype}; only fp32, fp16 and bf16 are imported"
             )
-        tensors[plain] = tensor.T if plain.endswith(_CONV1D) and tensor.dim() == 2 else tensor
-    head = tensors.pop(_HEAD, None)
-    if head is not None and not (
-        "wte.weight" in tensors and torch.equal(head, tensors["wte.weight"])
-    ):
+        tensors[ours[0]] = ours[1]
+    head = tensors.pop(_HEAD, None) if shape.tied_embeddings else None
+    if head is not None and not (_EMBEDDING in tensors and torch.equal(head, tensors[_EMBEDDING])):
         raise CheckpointError(
-            f"{where} has a {_HEAD} other than its wte.weight; a GPT-2 has one matrix for both"
+            f"{where} has a {_HEAD} other than its embedding; a model with a tied head has one matrix for "
+            "both"
         )
     return tensors
-
-
-def _shape(
-    tensors: Mapping[str, Tensor], where: str, num_heads: int | None, dropout: float
-) -> GPTShape:
-    sizes = {}
-    for name in ("wte.weight", "wpe.weight"):
-        if name not in tensors or tensors[name].dim() != 2 or not tensors[name].numel():
-            names = ", ".join(sorted(tensors)[:3])
-            raise CheckpointError(
-                f"{where} has no matrix {name}, as GPT-2's weights have (it has {names}, …)"
-            )
-        sizes[name] = tensors[name].shape
-    (vocab_size, embd_size), (seq_len, _) = sizes.values()
-    layers = {match[1] for match in map(_LAYER.match, tensors) if match}
-    if num_heads is None:
-        if embd_size % _HEAD_SIZE:
-            raise CheckpointError(
-                f"{where} has {embd_size} channels, which are not heads of {_HEAD_SIZE}; set --num_heads"
-            )
-        num_heads = embd_size // _HEAD_SIZE
-    if num_heads < 1 or embd_size % num_heads:
-        raise CheckpointError(
-            f"num_heads={num_heads} does not divide the {embd_size} channels of {where}; set --num_heads"
-        )
-    return GPTShape(len(layers), num_heads, embd_size, seq_len, vocab_size, dropout)
 
 
 @torch.no_grad()
@@ -196,4 +167,5 @@ def _fill_padding(model: GPT) -> None:
     some = torch.arange(0, size, max(1, size // _PROBES)).unsqueeze(1)  # (N, 1)
     logits = model.eval().logits(some)[:, -1, :size]  # (N, V)
     least = logits.log_softmax(-1).amax(0).argmin()
-    model.wte.weight[size:] = model.wte.weight[least]
+    for weight in (model.wte.weight, model.head_weight):
+        weight[size:] = weight[least]

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -30,7 +31,8 @@ from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenize
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, reason
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
-from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer
+from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
+from raytrain_gpt.export.hf_tokenizer import hf_tokenizer_files, read_hf_tokenizer, with_last_id
 from raytrain_gpt.export.hf_weights import (
     HF_WEIGHTS_FILE,
     find_hf_weights,
@@ -75,7 +77,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         **hf_tokenizer_files(encoding, model.shape.seq_len),
         CARD_FILE: model_card(checkpoint, config, encoding.name, model.shape, dtype),
     }
-    with _staging(place) as staging:
+    with staging_dir(place) as staging:
         directory = staging / place.name
         directory.mkdir()
         save_file(tensors, directory / HF_WEIGHTS_FILE, metadata={"format": "pt"})
@@ -87,17 +89,18 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
             force_to_disk(file)
         directory.rename(place.path)
     log(
-        f"exported {checkpoint.path}: {_shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
+        f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
     run_dir = checkpoint.path.parent.parent
     track_export(run_dir, config.tracking.experiment, place.path, log)
     return place.path
 
 
-def _shape_line(shape: GPTShape) -> str:
+def shape_line(shape: GPTShape) -> str:
     return (
-        f"{amount(shape.num_parameters)} parameters, {shape.num_layers} layers, {shape.num_heads} heads, "
-        f"{shape.embd_size} channels, context {shape.seq_len}, vocabulary {shape.vocab_size}"
+        f"{shape.architecture}, {amount(shape.num_parameters)} parameters, {shape.num_layers} layers, "
+        f"{shape.num_heads} heads, {shape.embd_size} channels, context {shape.seq_len}, "
+        f"vocabulary {shape.vocab_size}"
     )
 
 
@@ -110,12 +113,12 @@ def import_weights(
     num_heads: int | None = None,
     seq_len: int | None = None,
 ) -> tuple[Location, GPTShape]:
-    """Make a checkpoint from GPT-2 weights of Hugging Face.
+    """Make a checkpoint from weights of Hugging Face, of a GPT-2 or a Qwen3.
 
     The embedding is padded to a multiple of 64 rows again; see `hf_weights.model_of`.
 
     Args:
-        source: A Hugging Face directory, or a file of weights.
+        source: A Hugging Face directory, or a file of GPT-2's weights.
         out: Directory or URL of the checkpoint, new or empty.
         tokenizer: Name; None: the directory's, else gpt2 or bytes by vocabulary size.
         num_heads: None: from config.json; for a file: one per 64 channels.
@@ -125,8 +128,8 @@ def import_weights(
         The checkpoint and its shape.
 
     Raises:
-        CheckpointError: no weights, damaged ones, not a plain GPT-2, or `out` is not empty.
-        ConfigError: num_heads or seq_len do not fit the weights.
+        CheckpointError: no weights, damaged ones, not a plain GPT-2 or Qwen3, or `out` is not empty.
+        ConfigError: num_heads or seq_len do not fit the weights, or a size is out of range.
         DataError: the tokenizer is unknown, damaged, or of another vocabulary size.
     """
     if is_url(str(source)):
@@ -143,22 +146,24 @@ def import_weights(
                 f"num_heads={num_heads}, but {directory / HF_CONFIG_FILE} has {described.num_heads}; "
                 "leave out --num_heads"
             )
-        num_heads = described.num_heads
-    dropout = 0.0 if described is None else described.dropout
-    model = model_of(read_hf_weights(directory), str(directory), num_heads, dropout)
-    if described not in (None, model.shape):
-        raise CheckpointError(f"{directory} has weights of {model.shape}, config.json {described}")
-    if num_heads is None:
-        log(f"{model.shape.num_heads} heads, one per 64 channels, since there is no config.json")
-    encoding = _tokenizer(directory, tokenizer, model.shape.vocab_size, log)
+        _config(described)  # sizes that are possible, before anything is made of them
+    tensors = read_hf_weights(directory)
+    shape = described or shape_of_tensors(tensors, str(directory), num_heads)
+    model = model_of(tensors, str(directory), shape)
+    if described is None and num_heads is None:
+        log(f"{shape.num_heads} heads, one per 64 channels, since there is no config.json")
+    encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
     model = _cropped(model, seq_len, str(directory))
     _write(model, encoding, place, directory.name)
-    log(f"imported {directory}: {_shape_line(model.shape)}, tokenizer {encoding.name}")
+    log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
 
 
 def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tiktoken.Encoding:
-    encoding = load_tokenizer(name) if name is not None else read_hf_tokenizer(source)
+    encoding = read_hf_tokenizer(source, log) if name is None else load_tokenizer(name)
+    if encoding is not None and name is None and encoding.n_vocab < vocab_size:
+        log(f"{vocab_size - encoding.n_vocab} rows of the embedding have no token")
+        encoding = with_last_id(encoding, vocab_size - 1)
     if encoding is None:
         guess = _GUESSED_TOKENIZERS.get(vocab_size)
         if guess is None:
@@ -184,9 +189,10 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
             f"seq_len={seq_len} is not in 1 … {shape.seq_len}, the positions of {where}; set --seq_len "
             f"to at most {shape.seq_len}"
         )
-    cropped = GPT(dataclasses.replace(shape, seq_len=seq_len))
+    cropped = new_model(dataclasses.replace(shape, seq_len=seq_len))
     weights = model.state_dict()
-    weights["wpe.weight"] = weights["wpe.weight"][:seq_len]
+    if "wpe.weight" in weights:
+        weights["wpe.weight"] = weights["wpe.weight"][:seq_len]
     cropped.load_state_dict(weights)
     return cropped
 
@@ -198,7 +204,7 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
     }
     write_model = partial(save_file, model.state_dict(), metadata={"format": "pt"})
-    with _staging(place) as directory:
+    with staging_dir(place) as directory:
         draft = Draft(Location.of(directory), 0, "import")
         entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}
         made = draft.commit(_state(model.shape, encoding), entries, texts)
@@ -209,12 +215,15 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
             (place / name).upload(made.path / name)
 
 
-def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
-    """The state of weights that no run has trained: no dataset, no step."""
-    sizes = {name: value for name, value in dataclasses.asdict(shape).items() if name in FIELDS}
-    config = Config().updated(
+def _config(shape: GPTShape) -> Config:
+    """The configuration of imported weights.
+
+    Raises:
+        ConfigError: a size is out of range.
+    """
+    return Config().updated(
         {
-            **sizes,
+            **shape.fields,
             "data_path": "",
             "micro_batch_sequences": EVAL_SEQUENCES,
             "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,
@@ -222,13 +231,17 @@ def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
             "precision": "fp32",  # `eval` gives what others compute from the weights
         }
     )
+
+
+def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
+    """The state of weights that no run has trained: no dataset, no step."""
     return CheckpointState(
         step=0,
         next_batch=0,
         order_hash="",
         val_loss=None,
         tokens_seen=0,
-        config=config.model_dump(),
+        config=_config(shape).model_dump(),
         manifest_hash="",
         vocab_hash=vocab_hash(encoding),
         vocab_size=shape.vocab_size,
@@ -243,7 +256,7 @@ def _check_free(place: Location) -> None:
 
 
 @contextlib.contextmanager
-def _staging(place: Location) -> Iterator[Path]:
+def staging_dir(place: Location) -> Iterator[Path]:
     """A temporary directory on the same disk as `place`, or anywhere for an object store."""
     parent = place.path.parent if place.is_local else None
     try:

@@ -32,10 +32,12 @@ def model_card(
     checkpoint: Checkpoint, config: Config, tokenizer: str, shape: GPTShape, dtype: str
 ) -> str:
     """The card as Markdown with YAML front matter; `tokenizer` and `dtype` are names."""
-    padding = shape.embd_size * (shape.padded_vocab_size - shape.vocab_size)
+    num_rows = (shape.padded_vocab_size - shape.vocab_size) * (1 if shape.tied_embeddings else 2)
+    padding = shape.embd_size * num_rows
     model = [
         ("parameters", f"{shape.num_parameters - padding:,}"),
         ("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.embd_size}"),
+        *_qwen3_rows(shape),
         ("context", f"{shape.seq_len} tokens"),
         ("vocabulary", f"{shape.vocab_size} ids, tokenizer `{tokenizer}`"),
         ("tensors", dtype),
@@ -51,6 +53,7 @@ def model_card(
     )
     return environment.from_string(template.read_text("utf-8")).render(
         name=config.run.run_name,
+        architecture=shape.architecture,
         version=__version__,
         torch_version=torch.__version__,
         model=model,
@@ -59,6 +62,17 @@ def model_card(
         configuration=yaml.safe_dump(tree, sort_keys=False),
         scores=_scores(checkpoint),
     )
+
+
+def _qwen3_rows(shape: GPTShape) -> Rows:
+    if shape.architecture == "gpt2":
+        return []
+    return [
+        ("heads of keys and values", f"{shape.num_kv_heads}"),
+        ("channels in the MLP", f"{shape.mlp_size}"),
+        ("embedding and head", "tied" if shape.tied_embeddings else "separate"),
+        ("base of the rotary positions", f"{shape.rope_theta:g}"),
+    ]
 
 
 def _training(checkpoint: Checkpoint, config: Config) -> Rows:

@@ -7,7 +7,6 @@ With `dedupe` the text is read twice: the first pass hashes every document.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain_gpt.cluster.address import named_cluster
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.duplicates import find_duplicates
@@ -73,8 +73,7 @@ def prepare(
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, log=log, **options)
     is_small = sum(piece.text_bytes for piece in plan.pieces) < SMALL_BYTES
-    names_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
-    on_ray = not in_process and (names_cluster or not is_small)
+    on_ray = not in_process and (named_cluster() is not None or not is_small)
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"

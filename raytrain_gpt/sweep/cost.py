@@ -10,10 +10,11 @@ import torch
 
 from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
+from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.format import amount, duration
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
 from raytrain_gpt.sweep.results import plan_table
@@ -107,7 +108,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
     # Any id of a document's end will do: the tokens below are one document.
     last_id = shape.vocab_size - 1
-    model = GPT.of(config, shape.vocab_size, last_id, fit.activation_checkpointing)
+    model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = autocast_of(precision, device)

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
-from raytrain_gpt.config.schema import FIELDS, Config, Strict
+from raytrain_gpt.config.schema import FIELDS, Config
+from raytrain_gpt.config.sections import Strict
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space

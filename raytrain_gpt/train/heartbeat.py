@@ -3,7 +3,8 @@
 Rows, samples and lines go there by calls that nobody waits for. A thread of every rank sends a
 heartbeat every few seconds with a count of what it has done, by which a hanging rank is noticed. The
 answer is what the driver orders: `stop` (save and leave), `go_on` (to a trial that waits for it) or
-`dump` (send the stacks of all threads). A rank whose recorder is gone ends itself.
+`dump` (send the stacks of all threads). A rank whose recorder is gone ends itself. In local mode, where the
+rank's process is its own driver, there are no heartbeats.
 """
 
 from __future__ import annotations

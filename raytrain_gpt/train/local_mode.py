@@ -29,7 +29,8 @@ import torch.distributed as dist
 from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
-from raytrain_gpt.cluster.capacity import Node, Resources, check_address, fit_to_process
+from raytrain_gpt.cluster.address import check_no_cluster_named
+from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
@@ -65,7 +66,7 @@ def train_locally(
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed.
     """
-    check_address()
+    check_no_cluster_named()
     ranks = Ranks.of_environment()
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors

@@ -1,7 +1,7 @@
 """What `auto` means for `micro_batch_sequences` and `activation_checkpointing`, decided before every attempt.
 
-- On GPUs a task with a worker's resources takes real steps to see what fits. One process cannot take a
-  step of sharded training; what fits is then predicted for the task's GPU.
+- On GPUs a task with a worker's resources, in local mode the process itself, takes real steps to see what
+  fits. One process cannot take a step of sharded training; what fits is then predicted for the task's GPU.
 - On CPUs it is predicted for the memory that Ray knows of, shared among a node's workers.
 
 A run that resumes with as many workers keeps what its checkpoint was trained with, so that it ends
@@ -27,7 +27,7 @@ from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import resolve_precision
-from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER, MemoryModel
+from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
@@ -130,7 +130,7 @@ def cpu_limit_bytes(
         if node.cpus >= cpus
     ]
     # Every worker copies the checkpoint that it writes into its own memory first.
-    copy_bytes = STATE_BYTES_PER_PARAMETER * GPTShape.of(config, vocab_size).num_parameters
+    copy_bytes = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
 

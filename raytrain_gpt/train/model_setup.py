@@ -14,7 +14,8 @@ from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
 from raytrain_gpt.config.resolved import ResolvedConfig
-from raytrain_gpt.config.schema import TrainSection
+from raytrain_gpt.config.sections import TrainSection
+from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
@@ -59,7 +60,7 @@ def set_up_training(
     """
     precision = resolve_precision(config.train.precision, device)
     tokenizer = read_tokenizer(data.first.directory)
-    model = GPT.of(
+    model = configured_model(
         config,
         tokenizer.max_token_value + 1,
         tokenizer.eot_token,
@@ -75,7 +76,7 @@ def set_up_training(
         else:
             load_model(directory, model, crop_context=resumed is None)
         prepared = prepare_model(model, config.train, precision, device)
-        optimizer = build_optimizer(model, config.optim)
+        optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), gradient_group())
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.listed)
     saved_scale = resumed.state.loss_scale if resumed else None
@@ -90,6 +91,11 @@ def set_up_training(
         autocast=autocast_of(precision, device),
         loss_scale=loss_scale_for(precision, device, saved_scale),
     )
+
+
+def gradient_group() -> dist.ProcessGroup | None:
+    """The ranks that have the same gradients; None: this one alone."""
+    return dist.group.WORLD if ray.train.get_context().get_world_size() > 1 else None
 
 
 def prepare_model(

@@ -15,7 +15,7 @@ from typing import Literal
 
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import ClusterSection
+from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.format import Log
 
 MAX_ROLLBACKS = 3

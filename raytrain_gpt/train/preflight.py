@@ -11,8 +11,10 @@ from pathlib import Path
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
-from raytrain_gpt.core.memory import STATE_BYTES_PER_PARAMETER
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.config.sections import QWEN3_FIELDS
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.memory import checkpoint_bytes
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import load_model
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
@@ -28,6 +30,10 @@ VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
+_SAME_AS_INIT_FROM = (
+    *("architecture", "num_layers", "num_heads", "embd_size"),
+    *QWEN3_FIELDS,
+)
 
 
 def check_data(ingest: IngestSpec) -> None:
@@ -52,8 +58,8 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
     """The configuration with `init_from` naming one checkpoint, which exists and fits the model.
 
     Raises:
-        CheckpointError: there is no good checkpoint, or its tensors have other shapes.
-        ConfigError: the context is longer than the checkpoint's, or the number of heads differs.
+        CheckpointError: there is no good checkpoint, or its tensors are not those of its configuration.
+        ConfigError: the context is longer than the checkpoint's, or the architecture or a size differs.
         DataError: the data has another tokenizer.
     """
     if config.model.init_from is None:
@@ -66,13 +72,15 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
             f"seq_len={config.data.seq_len} is above the context of {checkpoint.path}; set seq_len "
             f"to at most {theirs.data.seq_len}"
         )
-    if config.model.num_heads != theirs.model.num_heads:  # shows in no tensor's shape
-        raise ConfigError(
-            f"num_heads={config.model.num_heads}, {checkpoint.path} has "
-            f"{theirs.model.num_heads}; set num_heads to {theirs.model.num_heads}"
-        )
+    shape, has = (GPTShape.of(of, data.vocab_size) for of in (config, theirs))
+    for name in _SAME_AS_INIT_FROM:
+        if (ours := getattr(shape, name)) != (value := getattr(has, name)):
+            value = str(value).lower() if isinstance(value, bool) else value
+            raise ConfigError(
+                f"{name}={ours}, {checkpoint.path} has {value}; set {name} to {value}"
+            )
     with checkpoint.files() as directory:
-        model = GPT(GPTShape.of(config, data.vocab_size))
+        model = new_model(shape)
         load_model(directory, model, crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
 
@@ -100,7 +108,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     Raises:
         ClusterError: says what is needed and what is free.
     """
-    each = GPTShape.of(config, vocab_size).num_parameters * STATE_BYTES_PER_PARAMETER
+    each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
     if config.eval.eval_mode == "async":  # every evaluation has a checkpoint as well

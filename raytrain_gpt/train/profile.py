@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from raytrain_gpt.config.schema import STEPS_BEFORE_PROFILE
+from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, TimeUse, time_use

@@ -15,8 +15,6 @@ from torch import nn
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter, Saved
-from raytrain_gpt.config.schema import OptimSection
-from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
@@ -45,7 +43,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
     """A small model and its optimizer after one update."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    optimizer = build_optimizer(model, OptimSection())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, optimizer)
     return model, optimizer
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
+from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import (
     DATA_CPUS,
     Node,
     Resources,
-    check_address,
     cpus_to_start,
     fit_to_cluster,
     fit_to_process,
@@ -233,7 +233,7 @@ def test_local_mode_and_a_clusters_address_are_one_line(
     raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    check_address()
+    check_no_cluster_named()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with raises_line(ConfigError, "RAY_ADDRESS=10.0.0.1:6379", "num_workers to 1 or more"):
-        check_address()
+        check_no_cluster_named()

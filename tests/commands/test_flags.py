@@ -12,7 +12,8 @@ from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions
 from raytrain_gpt.commands.inference import SampleOptions
 from raytrain_gpt.commands.train import RunsOptions, tune
 from raytrain_gpt.config.call_options import Options, SamplingOptions
-from raytrain_gpt.config.schema import FIELDS, EvalSection
+from raytrain_gpt.config.schema import FIELDS
+from raytrain_gpt.config.sections import EvalSection
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import RaisesLine
 

@@ -39,7 +39,7 @@ def check(file: Path, content: bytes) -> None:
         assert load_config_file(file) == config
         parse_data_path(config.data.data_path)
         workers = config.cluster.num_workers
-        world_size = 1 if workers == "auto" else workers
+        world_size = 1 if workers in ("auto", 0) else workers
         assert micro_batches_per_step(config, world_size) <= config.batch_sequences
         assert micro_batch_for(config, world_size)
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from raytrain_gpt.core import architectures
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 
 TINY = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
+QWEN3 = replace(
+    TINY,
+    num_heads=4,
+    architecture="qwen3",
+    num_kv_heads=2,
+    mlp_size=48,
+    tied_embeddings=False,
+    rope_theta=500.0,
+)
+SHAPES = {"gpt2": TINY, "qwen3": QWEN3}
+BOTH = pytest.mark.parametrize("architecture", SHAPES, indirect=True)
+"""A test whose `shape`, `model` and `new_model` are of each architecture in turn; else they are GPT-2."""
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -23,9 +37,15 @@ WAYS = {
 
 
 @pytest.fixture
-def shape() -> GPTShape:
+def architecture(request: pytest.FixtureRequest) -> str:
+    """See `BOTH`."""
+    return getattr(request, "param", "gpt2")
+
+
+@pytest.fixture
+def shape(architecture: str) -> GPTShape:
     """A tiny shape: 100 tokens, padded to 128."""
-    return TINY
+    return SHAPES[architecture]
 
 
 @pytest.fixture
@@ -35,17 +55,21 @@ def model(shape: GPTShape) -> GPT:
 
 
 @pytest.fixture
-def new_model() -> Callable[..., GPT]:
+def new_model(shape: GPTShape) -> Callable[..., GPT]:
     """Makes a tiny model: new_model(dropout=0.1, seed=3)."""
     return lambda seed=0, dropout=0.0, **kwargs: make_model(
-        GPTShape(2, 2, 32, 16, 100, dropout), seed, **kwargs
+        replace(shape, dropout=dropout), seed, **kwargs
     )
 
 
 def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
-    """A model with GPT-2's initialisation."""
-    model = GPT(shape, **kwargs)
+    """A model as a run starts with, but without zeros that would hide what comes before them."""
+    model = architectures.new_model(shape, **kwargs)
     model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
     return model
 
 

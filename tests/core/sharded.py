@@ -13,16 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import autocast_of, matmul_dtype
 from raytrain_gpt.core.loop import Autocast, MicroBatch, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, model_to_evaluate, shard
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
+QWEN3 = replace(
+    SHAPE, num_heads=4, architecture="qwen3", num_kv_heads=2, mlp_size=48, tied_embeddings=False
+)
+ODD = replace(SHAPE, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67)
+"""Neither its matrices of a shape nor their rows divide over the ranks."""
+ADAMW, MUON = OptimSection(), OptimSection(optimizer="muon")
 STEPS = 6
 BAD_STEP = 3
 """In which the last rank's loss is not a number."""
@@ -37,6 +44,8 @@ class Case:
     recompute: str = "none"
     dropout: float = 0.0
     document_end: int | None = None
+    shape: GPTShape = SHAPE
+    optim: OptimSection = ADAMW
 
 
 CASES = {
@@ -46,7 +55,12 @@ CASES = {
     "bf16, selective": Case(precision="bf16", recompute="selective", dropout=0.1),
     "fp32, full": Case(recompute="full", dropout=0.1),
     "bf16, documents": Case(precision="bf16", recompute="full", document_end=50),
+    "qwen3, bf16, selective": Case("bf16", "selective", document_end=50, shape=QWEN3),
+    "muon": Case(optim=MUON),
+    "muon, odd": Case(shape=ODD, optim=MUON),
+    "muon, odd, bf16": Case(precision="bf16", shape=ODD, optim=MUON),
 }
+MUON_CASES = [name for name, case in CASES.items() if case.optim is MUON]
 
 
 class Trained:
@@ -62,8 +76,8 @@ class Trained:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.autocast = autocast_of(case.precision, CPU)
         self.loss_scale = loss_scale_for(case.precision, CPU)
-        shape = replace(SHAPE, dropout=case.dropout)
-        self.raw_model = GPT(shape, case.recompute, case.document_end)
+        shape = replace(case.shape, dropout=case.dropout)
+        self.raw_model = new_model(shape, case.recompute, case.document_end)
         self.raw_model.init_weights(0)
         if from_checkpoint is not None:
             load_model(from_checkpoint, self.raw_model)
@@ -72,7 +86,9 @@ class Trained:
             shard(self.raw_model, CPU, matmul_dtype(case.precision))
         else:
             self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
-        self.optimizer = build_optimizer(self.raw_model, OptimSection())
+        self.optimizer = build_optimizer(
+            self.raw_model, case.optim, matmul_dtype(case.precision), dist.group.WORLD
+        )
         if from_checkpoint is not None:
             load_optimizer(from_checkpoint, self.raw_model, self.optimizer)
         settle_gradient_buckets(self.model, batch_of(0, self.rank), self.autocast)
@@ -131,7 +147,8 @@ class Trained:
 
     def steps_done(self) -> set[float]:
         """The optimizer's own count, of each parameter."""
-        return {float(state["step"]) for state in self.optimizer.state.values()}
+        states = self.optimizer.state.values()
+        return {float(state["step"]) for state in states if "step" in state}
 
     def kept_numbers(self) -> tuple[int, int]:
         """How many numbers this rank keeps: of weights, and of moments."""
@@ -142,7 +159,10 @@ class Trained:
             )
 
         moments = [
-            s[key] for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+            kept
+            for state in self.optimizer.state.values()
+            for key, kept in state.items()
+            if key != "step"
         ]
         return sum(map(mine, self.raw_model.parameters())), sum(map(mine, moments))
 
@@ -202,6 +222,29 @@ def train_all_cases(directory: Path) -> dict[str, Any]:
     found["read"] = (again.weights(), again.kept_numbers())
     found["again"] = (again.train(3, STEPS), again.weights())
     return found
+
+
+def train_muon(directory: Path) -> dict[str, Any]:
+    """The cases of Muon in DDP and sharded; and their checkpoints."""
+    found = {}
+    for name in MUON_CASES:
+        for kind in ("ddp", "fsdp"):
+            run = Trained(CASES[name], sharded=kind == "fsdp")
+            steps = run.train(0, STEPS, BAD_STEP)
+            found[f"{kind} {name}"] = {"steps": steps, "weights": run.weights()}
+            (directory / f"{kind} {name}").mkdir(exist_ok=True)
+            run.save(directory / f"{kind} {name}")
+    return found
+
+
+def rewrite_muon(directory: Path) -> None:
+    """Every checkpoint in `from`, read in both ways and written again."""
+    for name in MUON_CASES:
+        for kind in ("ddp", "fsdp"):
+            source = directory / "from" / f"fsdp {name}"
+            run = Trained(CASES[name], kind == "fsdp", from_checkpoint=source)
+            (directory / f"{kind} {name}").mkdir(exist_ok=True)
+            run.save(directory / f"{kind} {name}")
 
 
 def go_on_from(directory: Path) -> dict[str, Any]:

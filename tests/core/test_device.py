@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import peak_flops, resolve_precision
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
+
+QWEN3 = {"architecture": "qwen3", "num_kv_heads": 1, "mlp_size": 40}
 
 
 @pytest.mark.parametrize("sizes", [(12, 12, 768), (24, 16, 1024), (48, 25, 1600)])
@@ -35,7 +40,7 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
     The head is not cut into chunks: torch leaves out products that are added in place.
     """
     with torch.device("meta"):
-        model = GPT(shape)
+        model = new_model(shape)
         ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         F.cross_entropy(model.logits(ids).flatten(0, 1), ids.flatten()).backward()
@@ -43,14 +48,18 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("more", [{}, QWEN3, {**QWEN3, "tied_embeddings": False}], ids=str)
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 32, 16, 100), (2, 4, 64, 48, 257), (3, 2, 48, 7, 64), (12, 12, 768, 1024, 50_257)],
 )
-def test_flops_are_those_that_torch_counts(sizes: tuple[int, ...], num_sequences: int) -> None:
-    """Causal attention in full on both sides; the formula counts biases and LayerNorm besides."""
-    shape = GPTShape(*sizes)
-    vectors = (13 * shape.num_layers + 2) * shape.embd_size
+def test_flops_are_those_that_torch_counts(
+    sizes: tuple[int, ...], more: dict[str, Any], num_sequences: int
+) -> None:
+    """Causal attention in full on both sides; the formula counts biases and norms besides."""
+    shape = GPTShape(*sizes, **more)
+    matrices = shape.num_layers * shape.block_matrix_parameters + shape.embedding_parameters
+    vectors = shape.num_parameters - matrices
     num_tokens = num_sequences * shape.seq_len
     counted = counted_flops(shape, num_sequences)
     assert counted == num_tokens * (shape.flops_per_token - 6 * vectors)

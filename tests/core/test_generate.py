@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.generate import DecodingBatch, Drawn, sample_tokens
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import RaisesLine
-from tests.core.conftest import TINY, WAYS
+from tests.core.conftest import QWEN3, TINY, WAYS
 
 EOT = 99
 LONG = [*range(40)]
@@ -29,7 +31,7 @@ LONG = [*range(40)]
 
 def random_model(shape: GPTShape, document_end: int | None = None) -> GPT:
     """A model that is surer of its next token than an untrained one."""
-    model = GPT(shape, document_end=document_end)
+    model = new_model(shape, document_end=document_end)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -75,7 +77,13 @@ def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "shape",
-    [TINY, GPTShape(3, 4, 64, 33, 257), GPTShape(1, 3, 48, 8, 300), GPTShape(1, 1, 8, 1, 70)],
+    [
+        TINY,
+        GPTShape(3, 4, 64, 33, 257),
+        GPTShape(1, 3, 48, 8, 300),
+        GPTShape(1, 1, 8, 1, 70),
+        QWEN3,
+    ],
     ids=str,
 )
 def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape, way: str) -> None:
@@ -89,12 +97,15 @@ def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape,
         assert found[handle] == reference(model, prompt, options, stream), prompt
 
 
+@pytest.mark.parametrize("shape", [TINY, QWEN3], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_document_begins_anew_where_attention_stays_within_documents(way: str) -> None:
-    plain = random_model(TINY)
+def test_a_document_begins_anew_where_attention_stays_within_documents(
+    way: str, shape: GPTShape
+) -> None:
+    plain = random_model(shape)
     options = SamplingOptions(max_new_tokens=20, **WAYS[way], stop_at_eot=False)
     end = reference(plain, [7], options)[4]
-    model = random_model(TINY, end)
+    model = random_model(shape, end)
     prompts = [[7], [end], [end, end], [1, end, 2, 3], [*range(12), end], [*LONG, end, 5], LONG]
     elsewise = [reference(plain, prompt, options, stream) for stream, prompt in enumerate(prompts)]
     batch = DecodingBatch(model, end, len(prompts))
@@ -169,7 +180,7 @@ def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.Monke
 
 def eot_model() -> GPT:
     """Draws a token by its place in the text alone: 3, 4, EOT, then 5."""
-    model = GPT(TINY)
+    model = GPT2(TINY)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -249,18 +260,19 @@ def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
     assert run(batch)[0] == wanted
 
 
-def test_in_bf16_nearly_the_same_is_computed() -> None:
+@pytest.mark.parametrize("model", [MODEL, random_model(QWEN3)], ids=["gpt2", "qwen3"])
+def test_in_bf16_nearly_the_same_is_computed(model: GPT) -> None:
     options = SamplingOptions(max_new_tokens=8, temperature=0, stop_at_eot=False)
-    batch = DecodingBatch(MODEL, EOT, 1)
+    batch = DecodingBatch(model, EOT, 1)
     batch.add([1, 2], options)
     with torch.autocast("cpu", torch.bfloat16):
         found = run(batch)[0]
-    assert found[0] == reference(MODEL, [1, 2], options)[0]
+    assert found[0] == reference(model, [1, 2], options)[0]
     assert len(found) == 8
 
 
 def test_dropout_is_off_while_sampling() -> None:
-    model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.5))
+    model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.5))
     model.load_state_dict(MODEL.state_dict())
     options = SamplingOptions(max_new_tokens=20, temperature=0, stop_at_eot=False)
     batch = DecodingBatch(model.train(), EOT, 1)
@@ -346,6 +358,7 @@ def test_no_prompts_have_no_continuations(model: GPT) -> None:
         (GPTShape(12, 12, 768, 1024, 50_257), 10**9, 28),
         (GPTShape(12, 12, 768, 1024, 50_257), 256, 64),
         (GPTShape(48, 25, 1600, 1024, 50_257), 256, 13),
+        (GPTShape(48, 25, 1600, 1024, 50_257, architecture="qwen3", num_kv_heads=5), 256, 64),
         (GPTShape(1000, 1, 4096, 8192, 50_257), 8192, 1),
     ],
     ids=str,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.loop import (
     MicroBatch,
     StepResult,
@@ -171,7 +171,7 @@ def test_one_bad_micro_batch_skips_the_update_of_its_step(
 
     model = Spoilt(spoilt, call=2 * 4 + micro_batch, added=added)
     found = list(
-        steps(model, build_optimizer(model, OPTIM), micro_batches(5, 2), max_steps=5, **settings)
+        steps(model, build_optimizer(spoilt, OPTIM), micro_batches(5, 2), max_steps=5, **settings)
     )
     bad = found.pop(2)
     assert not torch.isfinite(bad.loss)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from raytrain_gpt.config.schema import OptimSection, SpikesSection
+from raytrain_gpt.config.sections import OptimSection, SpikesSection
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.loss_scale import (

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from raytrain_gpt.core import attention
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core import attention, muon
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss import chunk_tokens
-from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.memory import MemoryModel, _Allocations, update_bytes
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.optim import build_optimizer, update
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
-GPT2 = GPTShape(12, 12, 768, 1024, 50_257)
+NARROW = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48, tied_embeddings=False)
+"""Keys, values and MLP have fewer channels than the model."""
+BOTH = pytest.mark.parametrize("shape", [SHAPE, NARROW], ids=["gpt2", "qwen3"])
+SMALL = GPTShape(12, 12, 768, 1024, 50_257)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +33,7 @@ def attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) -> int:
     """Bytes that a real forward pass allocates and does not free, by torch's profiler."""
-    model = GPT(shape, recompute)
+    model = new_model(shape, recompute)
     model.init_weights(0)
     model.train()
     ids = torch.randint(0, shape.vocab_size, (num_sequences, shape.seq_len))
@@ -37,36 +46,49 @@ def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) 
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
 
+@BOTH
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 5])
 def test_activations_are_those_that_a_real_forward_pass_keeps(
-    num_sequences: int, bf16: bool
+    shape: GPTShape, num_sequences: int, bf16: bool
 ) -> None:
-    counted = MemoryModel(SHAPE, bf16).predict(num_sequences, "none")
-    kept = kept_bytes(SHAPE, num_sequences, bf16, "none")
+    counted = MemoryModel(shape, bf16).predict(num_sequences, "none")
+    kept = kept_bytes(shape, num_sequences, bf16, "none")
     assert counted.activations == pytest.approx(kept, rel=0.005)
 
 
+@BOTH
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
-    recompute: str, bf16: bool
+    shape: GPTShape, recompute: str, bf16: bool
 ) -> None:
     """The rest of one block: what a block more costs with everything kept, less what it costs so."""
-    deeper = replace(SHAPE, num_layers=4)
+    deeper = replace(shape, num_layers=4)
     every, kept = (
-        kept_bytes(deeper, 10, bf16, mode) - kept_bytes(SHAPE, 10, bf16, mode)
+        kept_bytes(deeper, 10, bf16, mode) - kept_bytes(shape, 10, bf16, mode)
         for mode in ("none", recompute)
     )
-    counted = MemoryModel(SHAPE, bf16).predict(10, recompute)
-    expected = kept_bytes(SHAPE, 10, bf16, recompute) + every - kept
+    counted = MemoryModel(shape, bf16).predict(10, recompute)
+    expected = kept_bytes(shape, 10, bf16, recompute) + every - kept
     assert counted.activations == pytest.approx(expected, rel=0.01)
 
 
-def test_the_more_is_recomputed_the_less_is_kept() -> None:
-    none, selective, full = (
-        MemoryModel(GPT2, True).predict(8, mode) for mode in ("none", "selective", "full")
+@BOTH
+def test_selective_keeps_attention_and_all_linear_layers_but_the_last(shape: GPTShape) -> None:
+    """Of a block more: its input, what its matrices give, attention and its log-sum of every head."""
+    more, less = (
+        kept_bytes(replace(shape, num_layers=layers), 10, False, "selective") for layers in (4, 3)
     )
+    linear = sum(rows for rows, _ in shape.block_matrices[:-1])
+    channels = shape.embd_size + linear + shape.embd_size + shape.num_heads
+    assert more - less == 10 * shape.seq_len * channels * 4
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_the_more_is_recomputed_the_less_is_kept(architecture: Any) -> None:
+    model = MemoryModel(replace(SMALL, architecture=architecture, mlp_size=0), True)
+    none, selective, full = (model.predict(8, mode) for mode in ("none", "selective", "full"))
     inputs = 12 * 8 * 1024 * 768 * 4
     assert inputs < full.activations < inputs + none.activations / 6
     assert full.activations < selective.activations < 0.7 * none.activations
@@ -78,11 +100,71 @@ def test_the_state_is_16_bytes_a_parameter() -> None:
     assert memory.weights + memory.gradients + memory.moments == 16 * SHAPE.num_parameters
 
 
+class Peak(_Allocations):
+    """The most bytes that are alive at once, of what is made while it lasts."""
+
+    def __init__(self, state: list[Tensor]) -> None:
+        super().__init__()
+        self.state, self.most = state, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.alive_bytes(without=self.state))
+        return results
+
+
+ALIKE = {
+    "gpt2": replace(SHAPE, vocab_size=20),
+    "qwen3": GPTShape(3, 2, 64, 32, 20, architecture="qwen3", num_kv_heads=1, mlp_size=100),
+}
+
+
+@pytest.mark.parametrize("num_at_once", [9, 2])
+@pytest.mark.parametrize("architecture", ALIKE)
+def test_an_update_takes_what_a_real_one_has_at_its_peak(
+    architecture: str, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ALIKE[architecture]
+    monkeypatch.setattr(muon, "STACK_ELEMENTS", num_at_once * max(map(prod, shape.block_matrices)))
+
+    def peak_bytes(optim: OptimSection, dtype: torch.dtype | None = None) -> int:
+        model = new_model(shape)
+        model.init_weights(0)
+        optimizer = build_optimizer(model, optim, dtype)
+        for _ in range(2):  # AdamW makes its moments in the first one
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            state = [*model.parameters()]
+            state += [tensor for p in state for tensor in optimizer.state[p].values()]
+            with Peak(state) as peak:
+                update(optimizer, list(model.parameters()), 1e-3, 1.0)
+        return peak.most
+
+    by_muon, counted = OptimSection(optimizer="muon"), update_bytes(shape, "muon")
+    assert counted == pytest.approx(peak_bytes(by_muon), rel=1e-3)
+    assert counted / 2 < peak_bytes(by_muon, torch.bfloat16) < counted
+    assert peak_bytes(OptimSection()) < 1000
+
+
+def test_an_update_finds_the_memory_of_activations_free() -> None:
+    adamw, muon = (
+        MemoryModel(replace(SHAPE, seq_len=1), False, optimizer=name) for name in ("adamw", "muon")
+    )
+    few, many = (muon.predict(sequences, "none") for sequences in (1, 10_000))
+    free = few.activations + few.logits
+    assert few.update == update_bytes(SHAPE, "muon") - free > 0
+    assert many.update == 0
+    by_muon = 3 * SHAPE.block_matrix_parameters
+    for sequences, more in ((1, few.update), (10_000, 0)):
+        totals = [memory.predict(sequences, "none").total for memory in (adamw, muon)]
+        assert totals[1] - totals[0] == more - 4 * by_muon
+
+
 def test_logits_are_those_of_a_chunk_once_there_are_more() -> None:
-    few, many, more = (MemoryModel(GPT2, True).predict(n, "none").logits for n in (1, 8, 80))
+    few, many, more = (MemoryModel(SMALL, True).predict(n, "none").logits for n in (1, 8, 80))
     assert few == 1024 * (50_304 * (2 + 8) + 768 * 2) + 50_304 * 768 * 2
     of_chunk = chunk_tokens(50_304, "cuda") * 50_304 * (2 + 4 + 4)
     assert of_chunk < many < of_chunk + 0.5e9
     assert more - many == 72 * 1024 * 768 * 4  # the gradient of the hidden states
-    compiled = MemoryModel(GPT2, True, compiled=True).predict(80, "none").logits
+    compiled = MemoryModel(SMALL, True, compiled=True).predict(80, "none").logits
     assert compiled > 80 * 1024 * 50_304 * 2 * 2

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORED
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums
+from tests.core.conftest import BOTH
 
 SIZES = {
     "124M": ((12, 12, 768), 124_439_808),
@@ -58,7 +60,7 @@ def reference_logits(model: GPT, ids: Tensor) -> Tensor:
 )
 def test_logits_are_those_of_transformers(shape: GPTShape) -> None:
     torch.manual_seed(0)
-    model = GPT(shape).eval()
+    model = GPT2(shape).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     ids = torch.randint(0, shape.vocab_size, (3, shape.seq_len))
@@ -74,7 +76,7 @@ def test_parameters_are_those_of_the_released_sizes(name: str) -> None:
     shape = GPTShape(layers, heads, embd_size, 1024, 50_257)
     padding = (50_304 - 50_257) * embd_size
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT2(shape)
     assert sum(p.numel() for p in model.parameters()) == released + padding
     assert shape.num_parameters == released + padding
 
@@ -93,7 +95,7 @@ def test_a_shape_follows_the_configuration() -> None:
 
 @pytest.mark.parametrize("shape", [GPTShape(4, 4, 128, 64, 257), GPTShape(2, 12, 768, 64, 50_257)])
 def test_the_first_loss_is_that_of_guessing(shape: GPTShape) -> None:
-    model = GPT(shape)
+    model = GPT2(shape)
     model.init_weights(1337)
     ids = torch.randint(0, shape.vocab_size, (4, 65), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -102,7 +104,7 @@ def test_the_first_loss_is_that_of_guessing(shape: GPTShape) -> None:
 
 
 def test_weights_start_with_gpt2s_spread() -> None:
-    model = GPT(GPTShape(8, 4, 128, 128, 257))
+    model = GPT2(GPTShape(8, 4, 128, 128, 257))
     model.init_weights(1337)
     for name, parameter in model.named_parameters():
         if name.endswith("c_proj.weight"):
@@ -122,7 +124,7 @@ def test_the_seed_alone_decides_the_weights(new_model: Callable[..., GPT]) -> No
     one = new_model(seed=3)
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    same, other = GPT(one.shape), new_model(seed=4)
+    same, other = GPT2(one.shape), new_model(seed=4)
     torch.set_rng_state(state)
     same.init_weights(3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,6 +133,7 @@ def test_the_seed_alone_decides_the_weights(new_model: Callable[..., GPT]) -> No
         assert a.dim() == 1 or not torch.equal(a, c)
 
 
+@BOTH
 def test_no_token_sees_a_later_one(model: GPT) -> None:
     ids = torch.arange(16).repeat(1, 1)
     changed = ids.clone()
@@ -161,6 +164,7 @@ def gradients(model: GPT, tokens: Tensor) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@BOTH
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("bf16", [False, True])
@@ -180,6 +184,7 @@ def test_activation_checkpointing_gives_the_same_gradients(
         assert torch.equal(one, other)
 
 
+@BOTH
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_nothing_is_compiled_again_from_the_second_evaluation_on(
     new_model: Callable[..., GPT],
@@ -212,6 +217,7 @@ def test_nothing_is_compiled_again_from_the_second_evaluation_on(
         torch.testing.assert_close(sums, same)
 
 
+@BOTH
 def test_dropout_is_off_in_evaluation(
     new_model: Callable[..., GPT], made_tokens: Callable[..., Tensor]
 ) -> None:

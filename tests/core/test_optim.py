@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
 

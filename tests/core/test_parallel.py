@@ -11,18 +11,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raytrain_gpt.config.schema import OptimSection
-from raytrain_gpt.core.model import GPT
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.device import autocast_of, matmul_dtype
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
 from tests.core.sharded import (
     BAD_STEP,
     CASES,
+    CPU,
+    MUON_CASES,
     SHAPE,
     STEPS,
+    batch_of,
     go_on_from,
     in_ranks,
+    rewrite_muon,
     train_all_cases,
+    train_muon,
 )
 
 pytestmark = pytest.mark.models
@@ -140,7 +148,7 @@ def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
     two: Found, directory: Path, tmp_path: Path
 ) -> None:
     """2 sharded -> 1 whole -> 3 sharded, where the first dimensions do not divide."""
-    model = GPT(SHAPE)
+    model = GPT2(SHAPE)
     load_model(directory / "fsdp", model)
     assert same(dict(model.named_parameters()), two[0]["at 3"])
     optimizer = build_optimizer(model, OptimSection())
@@ -156,3 +164,81 @@ def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
     for rank in three:
         assert len(rank["steps"]) == STEPS - 3
         assert same(rank["weights"], three[0]["weights"])
+
+
+@pytest.fixture(scope="module")
+def three_with_muon(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    """Where three ranks with Muon wrote, and what they found."""
+    directory = tmp_path_factory.mktemp("three-ranks")
+    return directory, ranks_of(3, directory, train_muon)
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Of all weights, relative to them."""
+    a, b = (torch.cat([w.detach().flatten() for w in all_.values()]) for all_ in (ours, theirs))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", MUON_CASES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_muon_in_several_ranks_is_muon_in_one(
+    two: Found, three_with_muon: tuple[Path, Found], name: str, num_ranks: int
+) -> None:
+    """One rank with the micro-batches of all; the bad step changes nothing in either."""
+    case = CASES[name]
+    model = new_model(case.shape)
+    model.init_weights(0)
+    steps = [step for step in range(STEPS) if step != BAD_STEP - 1]
+    batches = (
+        batch_of(2 * step + n, rank) for step in steps for n in (0, 1) for rank in range(num_ranks)
+    )
+    for _ in train_steps(
+        model,
+        build_optimizer(model, case.optim, matmul_dtype(case.precision)),
+        batches,
+        first_step=0,
+        max_steps=len(steps),
+        micro_batches_per_step=2 * num_ranks,
+        learning_rate=lambda step: 1e-3,
+        grad_clip=1.0,
+        autocast=autocast_of(case.precision, CPU),
+        seed=1337,
+        rank=0,
+    ):
+        pass
+    one = dict(model.named_parameters())
+    ranks = two if num_ranks == 2 else three_with_muon[1]
+    for kind in ("ddp", "fsdp"):
+        weights = [rank[f"{kind} {name}"]["weights"] for rank in ranks]
+        assert all(same(weights[0], other) for other in weights)
+        assert distance(weights[0], one) < closeness(name)
+
+
+@pytest.mark.parametrize("name", MUON_CASES)
+def test_muons_checkpoint_of_three_is_read_by_one_and_by_two(
+    three_with_muon: tuple[Path, Found], tmp_path: Path, name: str
+) -> None:
+    directory, _ = three_with_muon
+    written = files_of(directory / f"fsdp {name}")
+    model = new_model(CASES[name].shape)
+    load_model(directory / f"fsdp {name}", model)
+    optimizer = build_optimizer(model, CASES[name].optim)
+    load_optimizer(directory / f"fsdp {name}", model, optimizer)
+    copy = HostCopy(model, optimizer)
+    copy.refresh()
+    for file in copy.files():
+        copy.write(file, tmp_path / file)
+    assert same(files_of(tmp_path), written)
+    assert files_of(directory / f"ddp {name}").keys() == written.keys()
+
+
+def test_muons_checkpoints_of_three_are_written_again_by_two(
+    three_with_muon: tuple[Path, Found], tmp_path: Path
+) -> None:
+    directory, _ = three_with_muon
+    (tmp_path / "from").symlink_to(directory)
+    ranks_of(2, tmp_path, rewrite_muon)
+    for name in MUON_CASES:
+        for kind in ("ddp", "fsdp"):
+            written = files_of(directory / f"fsdp {name}")
+            assert same(files_of(tmp_path / f"{kind} {name}"), written)

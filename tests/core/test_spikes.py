@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.config.schema import SpikesSection
+from raytrain_gpt.config.sections import SpikesSection
 from raytrain_gpt.core.spikes import BadStep, SpikeDetector
 
 WINDOW = SpikesSection().spike_window_steps

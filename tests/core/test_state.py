@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
@@ -180,7 +181,7 @@ def test_a_model_of_another_shape_is_refused(
     tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
 ) -> None:
     save_state(tmp_path, *trained)
-    other = GPT(others)
+    other = GPT2(others)
     before = [parameter.detach().clone() for parameter in other.parameters()]
     with raises_line(CheckpointError, str(tmp_path), "configuration it was trained with"):
         load_model(tmp_path, other)
@@ -192,7 +193,7 @@ def test_an_optimizer_of_another_shape_is_refused(
     tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
 ) -> None:
     save_state(tmp_path, *trained)
-    other = GPT(others)
+    other = GPT2(others)
     with raises_line(CheckpointError, str(tmp_path)):
         load_optimizer(tmp_path, other, build_optimizer(other, OptimSection()))
 

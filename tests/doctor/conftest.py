@@ -74,7 +74,7 @@ def doctor() -> Doctor:
         *lines, next_line, last = done.stdout.splitlines()
         found = json.loads(last)
         assert next_line.startswith(
-            "next: raytrain-gpt train --num_layers" if found["ok"] else "next: do what"
+            "next: raytrain-gpt train --architecture" if found["ok"] else "next: do what"
         )
         assert lines == [f"{c['status']} {c['name']}: {c['text']}" for c in found["checks"]]
         checks = {c["name"]: (c["status"], c["text"]) for c in found["checks"]}

@@ -42,6 +42,24 @@ def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
     assert estimate(CONFIG, replace(FACTS, device=H200, bf16=False)).speed is None
 
 
+def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
+    """Of GPT-2 124M by hand: 5 · (4·m²·n + 2·m³) with m = 768 and n = 2304, 768, 3072 twice, 12 times."""
+    muon = CONFIG.updated({"optimizer": "muon"})
+    facts = replace(FACTS, device=H200, num_workers=8)
+    adamw, found = (estimate(config, facts) for config in (CONFIG, muon))
+    flops = 12 * 5 * (4 * 768**2 * (12 * 768) + 4 * 2 * 768**3)
+    step = found.flops_per_token * 524_288 + flops
+    assert found.step_time_s == pytest.approx(step / (8 * 989e12 * 0.4))
+    assert found.speed is not None
+    tokens_per_s = found.speed.tokens_per_s
+    assert found.speed.mfu == pytest.approx(tokens_per_s * found.flops_per_token / (8 * 989e12))
+    assert found.speed.mfu < 0.4
+    given = replace(facts, step_time_s=0.5)
+    assert estimate(muon, given).speed == estimate(CONFIG, given).speed
+    assert found.memory.moments < adamw.memory.moments
+    assert found.checkpoint_bytes < adamw.checkpoint_bytes
+
+
 def test_a_measured_speed_goes_before_all_others_and_has_its_own_mfu() -> None:
     facts = replace(FACTS, device=H200, tokens_per_s=500_000.0, step_time_s=37.5)
     found = estimate(CONFIG, facts)

@@ -31,6 +31,7 @@ from raytrain_gpt.evaluate.hellaswag import (
     read_examples,
 )
 from tests.conftest import RaisesLine
+from tests.core.conftest import BOTH
 
 ENDINGS = ["runs away.", "sits down on it.", "sings.", "barks at the man."]
 LINE = {"ind": 4, "activity_label": "Dogs", "ctx": "A dog", "endings": ENDINGS, "label": 2}
@@ -304,6 +305,7 @@ def rewritten(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[list[float], 
     return summed, mean
 
 
+@BOTH
 def test_losses_are_those_of_a_float64_rewrite(model: GPT, tokens: Tensor, scored: Tensor) -> None:
     found = losses(model, tokens, scored)
     for got, wanted in zip(found, rewritten(model, tokens, scored), strict=True):
@@ -311,10 +313,11 @@ def test_losses_are_those_of_a_float64_rewrite(model: GPT, tokens: Tensor, score
         assert got.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
+@BOTH
 def test_padded_ids_have_no_probability(model: GPT, tokens: Tensor, scored: Tensor) -> None:
     before = losses(model, tokens, scored)
     with torch.no_grad():
-        model.wte.weight[100:] = 5.0
+        model.head_weight[100:] = 5.0
     after = losses(model, tokens, scored)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])

@@ -17,6 +17,7 @@ from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
 from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.format import eval_line
+from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
@@ -24,6 +25,7 @@ from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
 from tests.conftest import RaisesLine
+from tests.export.test_huggingface import UNTIED, write_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
@@ -106,11 +108,15 @@ def last_evaluation(run: RunSummary) -> Row:
 @pytest.fixture(scope="module")
 def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What `transformers` answers on the export."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: it takes seconds
-
     assert run.checkpoint is not None
     export = tmp_path_factory.mktemp("export") / "hf"
     export_checkpoint(str(run.checkpoint.path), export, "fp32", print)
+    return answers_of_transformers(export, examples)
+
+
+def answers_of_transformers(export: Path, examples: Path) -> Answers:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: it takes seconds
+
     model = AutoModelForCausalLM.from_pretrained(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
     answers = {}
@@ -162,6 +168,17 @@ def test_one_process_answers_as_transformers_does(
     choices = read_choices(config, str(examples), tokenizer)
     evaluation = lone_evaluation(config, model, tokenizer, None, choices)
     assert together(evaluation.answers(choices)) == wanted
+
+
+def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) -> None:
+    write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
+    export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
+    _, config, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
+    config = config.updated({"precision": "fp32"})
+    choices = read_choices(config, str(examples), tokenizer)
+    evaluation = lone_evaluation(config, model, tokenizer, None, choices)
+    found = together(evaluation.answers(choices))
+    assert found == answers_of_transformers(export, examples)
 
 
 def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:

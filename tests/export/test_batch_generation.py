@@ -14,7 +14,8 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Location:
     """One of a tiny model of bytes."""
     tokenizer = load_tokenizer("bytes")
     config = Config().updated({"num_layers": 1, "num_heads": 2, "embd_size": 16, "seq_len": 32})
-    model = GPT(GPTShape.of(config, 257))
+    model = GPT2(GPTShape.of(config, 257))
     model.init_weights(1)
     state = CheckpointState(
         step=10,

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
 from raytrain_gpt.storage.location import Location
 from tests.checkpoint.test_fuzz import damaged
-from tests.export.test_huggingface import write_checkpoint
+from tests.export.test_huggingface import UNTIED, write_checkpoint
 from tests.fuzz import Damage, damages, works_or_says_why
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, INDEX)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[{}, UNTIED], ids=["gpt2", "qwen3"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export."""
     directory = tmp_path_factory.mktemp("exported")
-    write_checkpoint(Location.of(directory / "run"))
+    write_checkpoint(Location.of(directory / "run"), **request.param)
     export_checkpoint(directory / "run", directory / "hf", "fp32", print)
     (directory / "hf" / INDEX).write_text(
         json.dumps({"weight_map": {"wte.weight": "w.safetensors"}})

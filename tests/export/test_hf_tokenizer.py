@@ -11,7 +11,7 @@ import pytest
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError
@@ -20,6 +20,7 @@ from raytrain_gpt.export.hf_tokenizer import (
     HF_TOKENIZER_FILE,
     hf_tokenizer_files,
     read_hf_tokenizer,
+    with_last_id,
 )
 from tests.data.shard_tools import TEXTS, made_text
 
@@ -75,7 +76,7 @@ def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktok
     """An encoding with its ids, another pattern, a gap, and a token that merging does not make."""
     directory = tmp_path_factory.mktemp("trained")
     trained.save(str(directory / HF_TOKENIZER_FILE))
-    found = read_hf_tokenizer(directory)
+    found = read_hf_tokenizer(directory, print)
     assert found is not None
     ranks = {**found._mergeable_ranks, b"quixotic": 600}
     assert max(found._mergeable_ranks.values()) < 600
@@ -155,7 +156,7 @@ def write(directory: Path, files: dict[str, str]) -> Path:
 def test_what_was_written_is_read_as_the_same_tokenizer(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path
 ) -> None:
-    read = read_hf_tokenizer(write(tmp_path, hf_files))
+    read = read_hf_tokenizer(write(tmp_path, hf_files), print)
     assert read is not None
     assert vocab_hash(read) == vocab_hash(encoding)
 
@@ -165,7 +166,9 @@ def test_known_tokenizers_are_known_by_their_tokens(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path
 ) -> None:
     """Data that was prepared with them then fits a model from elsewhere."""
-    read = read_hf_tokenizer(write(tmp_path, {HF_TOKENIZER_FILE: hf_files[HF_TOKENIZER_FILE]}))
+    read = read_hf_tokenizer(
+        write(tmp_path, {HF_TOKENIZER_FILE: hf_files[HF_TOKENIZER_FILE]}), print
+    )
     assert read is not None
     assert vocab_hash(read) == vocab_hash(encoding)
 
@@ -185,7 +188,7 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
                 content["model"].pop(key, None)
             content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
         write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
-    read = read_hf_tokenizer(tmp_path)
+    read = read_hf_tokenizer(tmp_path, print)
     assert read is not None
     assert read.eot_token == trained.token_to_id(EOT) == 0
     assert (read.n_vocab, read._pat_str) == (trained.get_vocab_size(), GPT2_PATTERN)
@@ -193,7 +196,7 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
 
 
 def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    assert read_hf_tokenizer(tmp_path) is None
+    assert read_hf_tokenizer(tmp_path, print) is None
 
 
 def split(pattern: str) -> dict[str, Any]:
@@ -211,13 +214,52 @@ def split(pattern: str) -> dict[str, Any]:
 def test_a_pattern_of_its_own_is_kept(trained: Tokenizer, tmp_path: Path) -> None:
     content = json.loads(trained.to_str()) | {"pre_tokenizer": split(r" ?\p{L}+|\p{N}{1,3}|\s+|.")}
     write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
-    read = read_hf_tokenizer(tmp_path)
+    read = read_hf_tokenizer(tmp_path, print)
     assert read is not None
     check_same(
         read, Tokenizer.from_str(json.dumps(content)), ["the model 12345  x", made_text(5000)]
     )
 
 
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -> None:
+    """With its pattern, normal form, tags that are no special tokens, and fewer ids than rows."""
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>", "<|fim_pad|>"])
+    tokenizer.save(str(tmp_path / HF_TOKENIZER_FILE))
+    lines: list[str] = []
+    read = read_hf_tokenizer(tmp_path, lines.append)
+    assert read is not None
+    assert [line.split(": ")[1].split(";")[0] for line in lines] == [
+        "its NFC normalization is not carried"
+    ]
+    check_same(
+        read, tokenizer, [*WHITESPACE, "can't CAN'T 12345", "naïve 日本", made_text(20_000, 5)]
+    )
+    assert read._special_tokens["</think>"] == tokenizer.token_to_id("</think>")
+
+    longer = with_last_id(read, 639)
+    assert (read.n_vocab, longer.n_vocab) == (505, 640)
+    assert read_hf_tokenizer(write(tmp_path, hf_tokenizer_files(longer, 64)), print) is not None
+    again = Tokenizer.from_file(str(tmp_path / HF_TOKENIZER_FILE))
+    assert again.token_to_id("<|unused_639|>") == 639
+    check_same(longer, again, ["naïve 日本", made_text(5000, 6)])
+
+
+SPACES = {"content": "   ", "id": 900, "special": False}
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -225,7 +267,7 @@ Change = Callable[[dict[str, Any]], object]
     ("change", "words"),
     [
         (lambda c: c["model"].update(type="Unigram"), ["type Unigram"]),
-        (lambda c: c.update(normalizer={"type": "NFC"}), ["normalizer", "NFC"]),
+        (lambda c: c.update(normalizer={"type": "NFD"}), ["normalizer", "NFD"]),
         (lambda c: c["model"].update(byte_fallback=True), ["byte_fallback"]),
         (lambda c: c["model"]["vocab"].update(A=c["model"]["vocab"]["B"]), ["the same id"]),
         (lambda c: c["model"].update(end_of_word_suffix="</w>"), ["end_of_word_suffix"]),
@@ -233,7 +275,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["model"]["vocab"].update({"統一": 900}), ["not written as bytes"]),
         (lambda c: c["model"]["vocab"].update(quixotic=900), ["no merge makes", "quixotic"]),
         (lambda c: c["model"]["merges"].reverse(), ["not in the order of the ids"]),
-        (lambda c: c["added_tokens"][0].update(special=False), ["not a special one"]),
+        (lambda c: c["added_tokens"].append(SPACES), ["'   ' is not a special one"]),
         (lambda c: c["added_tokens"][0].update(content="</s>"), [f"no {EOT}"]),
         (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), ["add_prefix_space"]),
         (lambda c: c["pre_tokenizer"].update(use_regex=False), ["no pattern"]),
@@ -249,11 +291,11 @@ def test_another_kind_of_tokenizer_is_refused(
     change(content)
     write(tmp_path, {HF_TOKENIZER_FILE: json.dumps(content)})
     with raises_line(DataError, HF_TOKENIZER_FILE, "--tokenizer", *words):
-        read_hf_tokenizer(tmp_path)
+        read_hf_tokenizer(tmp_path, print)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}}'])
 def test_a_damaged_tokenizer_is_refused(text: str, tmp_path: Path, raises_line: Any) -> None:
     write(tmp_path, {HF_TOKENIZER_FILE: text})
     with raises_line(DataError, HF_TOKENIZER_FILE, "is damaged"):
-        read_hf_tokenizer(tmp_path)
+        read_hf_tokenizer(tmp_path, print)

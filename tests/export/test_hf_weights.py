@@ -1,9 +1,10 @@
-"""Weights in Hugging Face's layout: the same model, in and out, and nothing but a plain GPT-2."""
+"""Weights in Hugging Face's layout: the same model, in and out, and nothing but a plain GPT-2 or Qwen3."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,30 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.export.hf_config import hf_config_files, read_hf_config
+from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import hf_tensors, model_of, read_hf_weights
 
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
 """Layers, heads, channels, context, vocabulary."""
+QWEN3 = [
+    replace(ODD[0], architecture="qwen3", tied_embeddings=False, num_heads=2),
+    replace(ODD[1], architecture="qwen3", num_kv_heads=1, mlp_size=50, rope_theta=77.0),
+    GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", 2, 64, False, 1e6),
+]
 
 
 def hf_model(shape: GPTShape, std: float = 0.2) -> Any:
-    """transformers' GPT-2 with random weights everywhere, biases too."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """transformers' model of our configuration, with random weights everywhere, biases too."""
+    from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=shape.vocab_size,
-        n_positions=shape.seq_len,
-        n_embd=shape.embd_size,
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).eval()
+    kind = {"gpt2": GPT2Config, "qwen3": Qwen3Config}[shape.architecture]
+    content = json.loads(hf_config_files(shape, 0, "float32")["config.json"])
+    model = AutoModelForCausalLM.from_config(kind(**content)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model
@@ -51,11 +52,10 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-@pytest.mark.parametrize("shape", ODD, ids=str)
+@pytest.mark.parametrize("shape", ODD + QWEN3, ids=str)
 def test_an_imported_model_has_the_logits_of_transformers(shape: GPTShape) -> None:
     reference = hf_model(shape)
-    model = model_of(reference.state_dict(), "here", shape.num_heads, 0.0).eval()
-    assert model.shape == shape
+    model = model_of(reference.state_dict(), "here", shape).eval()
     ids = torch.randint(0, shape.vocab_size, (3, shape.seq_len))
     with torch.no_grad():
         expected = reference(ids).logits
@@ -64,22 +64,22 @@ def test_an_imported_model_has_the_logits_of_transformers(shape: GPTShape) -> No
     assert (logits - expected).abs().max().item() <= limit
 
 
-@pytest.mark.parametrize("shape", ODD, ids=str)
+@pytest.mark.parametrize("shape", ODD + QWEN3, ids=str)
 def test_tensors_come_out_as_they_went_in(shape: GPTShape, tmp_path: Path) -> None:
     tensors = saved(hf_model(shape), tmp_path)
-    model = model_of(tensors, "here", shape.num_heads, 0.0)
+    model = model_of(tensors, "here", shape)
     assert equal(hf_tensors(model, torch.float32), tensors)
 
 
-@pytest.mark.parametrize("shape", ODD, ids=str)
+@pytest.mark.parametrize("shape", ODD + QWEN3, ids=str)
 def test_a_model_of_ours_goes_out_and_comes_back(shape: GPTShape) -> None:
-    model = GPT(shape)
+    model = new_model(shape)
     model.init_weights(3)
     out = hf_tensors(model, torch.float32)
-    back = model_of(out, "here", shape.num_heads, 0.0)
-    assert out["transformer.wte.weight"].shape == (shape.vocab_size, shape.embd_size)
+    back = model_of(out, "here", shape)
+    assert max(map(len, out.values())) == max(shape.vocab_size, 4 * shape.embd_size)
     for (name, ours), theirs in zip(model.named_parameters(), back.parameters(), strict=True):
-        rows = shape.vocab_size if name == "wte.weight" else len(ours)
+        rows = shape.vocab_size if name in ("wte.weight", "lm_head.weight") else len(ours)
         assert torch.equal(ours[:rows], theirs[:rows]), name
 
 
@@ -101,14 +101,15 @@ def test_all_ways_of_writing_it_are_the_same_model(
     written: Callable[..., Any], tmp_path: Path
 ) -> None:
     tensors = saved(hf_model(ODD[1]), tmp_path)
-    model = model_of(written(tensors), "here", 5, 0.0)
+    model = model_of(written(tensors), "here", ODD[1])
     assert equal(hf_tensors(model, torch.float32), tensors)
 
 
+@pytest.mark.parametrize("shape", [ODD[1], QWEN3[2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_becomes_fp32(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {k: t.to(dtype) for k, t in saved(hf_model(ODD[1]), tmp_path).items()}
-    model = model_of(tensors, "here", 5, 0.0)
+def test_half_precision_becomes_fp32(dtype: torch.dtype, shape: GPTShape, tmp_path: Path) -> None:
+    tensors = {k: t.to(dtype) for k, t in saved(hf_model(shape), tmp_path).items()}
+    model = model_of(tensors, "here", shape)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert equal(hf_tensors(model, dtype), tensors)
 
@@ -120,7 +121,7 @@ def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
     with torch.no_grad():
         reference.transformer.wte.weight += 1.0
         reference.transformer.ln_f.bias -= 2.0
-    model = model_of(reference.state_dict(), "here", 5, 0.0).eval()
+    model = model_of(reference.state_dict(), "here", shape).eval()
     ids = torch.randint(0, shape.vocab_size, (4, shape.seq_len))
     with torch.no_grad():
         assert reference(ids).logits.amax(-1).mean() < 0
@@ -132,28 +133,44 @@ def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
 
 def test_heads_have_64_channels_unless_told(raises_line: Callable[..., Any]) -> None:
     tensors = hf_model(GPTShape(1, 2, 128, 8, 65)).state_dict()
-    assert model_of(tensors, "here", None, 0.0).shape.num_heads == 2
+    assert shape_of_tensors(tensors, "here", None) == GPTShape(1, 2, 128, 8, 65)
     with raises_line(CheckpointError, "num_heads=3", "128 channels of here", "--num_heads"):
-        model_of(tensors, "here", 3, 0.0)
+        shape_of_tensors(tensors, "here", 3)
     odd = hf_model(ODD[1]).state_dict()
     with raises_line(CheckpointError, "40 channels", "heads of 64", "--num_heads"):
-        model_of(odd, "here", None, 0.0)
+        shape_of_tensors(odd, "here", None)
+    with raises_line(CheckpointError, "no matrix wte.weight", "directory with config.json"):
+        shape_of_tensors(hf_model(QWEN3[1]).state_dict(), "here", None)
+
+
+def test_padded_rows_of_a_head_of_its_own_are_those_of_the_least_likely_token() -> None:
+    shape = QWEN3[2]
+    tensors = hf_model(shape).state_dict()
+    tensors["lm_head.weight"] += 1
+    tensors["lm_head.weight"][7] = -9
+    tensors["model.norm.weight"][:] = 1
+    tensors["model.embed_tokens.weight"] += 1
+    model = model_of(tensors, "here", shape)
+    assert (model.head_weight[shape.vocab_size :] == -9).all()
+    assert (model.wte.weight[shape.vocab_size :] == model.wte.weight[7]).all()
 
 
 WTE, FC = "transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+K_NORM = "model.layers.0.self_attn.k_norm.weight"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({WTE: None}, ["no matrix wte.weight"]),
+        ({WTE: None}, ["3 layers and wte.weight missing", "3 and (257, 40)"]),
         ({FC: None}, ["h.1.mlp.c_fc.weight missing", "(160, 40)"]),
         ({FC: torch.zeros(160, 40)}, ["h.1.mlp.c_fc.weight (40, 160)", "(160, 40)"]),
         ({FC: torch.zeros(40, 160, dtype=torch.int8)}, ["torch.int8", "fp32, fp16 and bf16"]),
         ({FC: torch.full((40, 160), float("nan"))}, ["h.1.mlp.c_fc.weight", "not finite"]),
         ({"transformer.h.1.rotary": torch.zeros(3)}, ["h.1.rotary (3,)", "none of it"]),
-        ({"transformer.h.999999999.x": torch.zeros(3)}, ["h.3.attn.c_attn.bias missing"]),
-        ({"lm_head.weight": torch.zeros(257, 40)}, ["lm_head.weight other than its wte.weight"]),
+        ({"transformer.h.999999999.x": torch.zeros(3)}, ["4 layers", "says 3"]),
+        ({"lm_head.weight": torch.zeros(257, 40)}, ["lm_head.weight other than its embedding"]),
     ],
     ids=str,
 )
@@ -164,7 +181,29 @@ def test_what_is_no_plain_gpt2_is_refused(
     del tensors["lm_head.weight"]
     changed = {k: t for k, t in {**tensors, **changes}.items() if t is not None}
     with raises_line(CheckpointError, "here", *words):
-        model_of(changed, "here", 5, 0.0)
+        model_of(changed, "here", ODD[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({GATE: None}, ["h.1.mlp.gate_proj.weight missing", "a Qwen3", "(64, 96)"]),
+        ({GATE: torch.zeros(96, 64)}, ["h.1.mlp.gate_proj.weight (96, 64)", "(64, 96)"]),
+        ({K_NORM: torch.zeros(128)}, ["h.0.k_norm.weight (128,)", "(24,)"]),
+        ({"lm_head.weight": None}, ["lm_head.weight missing", "(1000, 96)"]),
+        ({"lm_head.weight": torch.zeros(999, 96)}, ["lm_head.weight (999, 96)", "(1000, 96)"]),
+        ({"model.embed_tokens.weight": torch.zeros(999, 96)}, ["(999, 96)", "2 and (1000, 96)"]),
+        ({"model.layers.1.self_attn.q_proj.bias": torch.zeros(96)}, ["h.1.attn.q_proj.bias"]),
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_qwen3_is_refused(
+    changes: dict[str, Tensor | None], words: list[str], raises_line: Callable[..., Any]
+) -> None:
+    tensors = {**hf_model(QWEN3[2]).state_dict(), **changes}
+    changed = {k: t for k, t in tensors.items() if t is not None}
+    with raises_line(CheckpointError, "here", *words):
+        model_of(changed, "here", QWEN3[2])
 
 
 def sharded(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -239,8 +278,8 @@ def test_a_file_of_something_else_is_refused(
         read_hf_weights(tmp_path / "weights.pt")
 
 
-def test_a_shape_comes_back_from_its_config(tmp_path: Path) -> None:
-    shape = GPTShape(3, 5, 40, 33, 257, 0.25)
+@pytest.mark.parametrize("shape", [GPTShape(3, 5, 40, 33, 257, 0.25), *QWEN3], ids=str)
+def test_a_shape_comes_back_from_its_config(shape: GPTShape, tmp_path: Path) -> None:
     for name, text in hf_config_files(shape, 256, "float32").items():
         (tmp_path / name).write_text(text)
     assert read_hf_config(tmp_path) == shape
@@ -263,12 +302,59 @@ def test_another_architecture_is_refused(
 ) -> None:
     content = json.loads(hf_config_files(ODD[1], 256, "float32")["config.json"])
     (tmp_path / "config.json").write_text(json.dumps(content | {key: value}))
-    with raises_line(CheckpointError, f"{key}={value!r}", "only plain GPT-2 models"):
+    with raises_line(CheckpointError, f"{key}={value!r}", "only plain GPT-2 and Qwen3 models"):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", [None, 24])
+def test_rotary_positions_are_read_as_old_and_new_versions_write_them(
+    head_dim: int | None, tmp_path: Path
+) -> None:
+    content = json.loads(hf_config_files(QWEN3[2], 256, "float32")["config.json"])
+    del content["rope_parameters"]  # as before transformers 5
+    if head_dim is None:
+        del content["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_hf_config(tmp_path) == QWEN3[2]
+    content["rope_parameters"] = {"rope_type": "default", "rope_theta": content.pop("rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_hf_config(tmp_path) == QWEN3[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("rms_norm_eps", 1e-5),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("layer_types", ["sliding_attention", "full_attention"]),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("head_dim", 128),
+        ("model_type", "qwen2"),
+    ],
+    ids=str,
+)
+def test_another_kind_of_qwen3_is_refused(
+    key: str, value: object, tmp_path: Path, raises_line: Callable[..., Any]
+) -> None:
+    content = json.loads(hf_config_files(QWEN3[2], 256, "float32")["config.json"])
+    (tmp_path / "config.json").write_text(json.dumps(content | {key: value}))
+    with raises_line(CheckpointError, f"{key}={value!r}", "only plain GPT-2 and Qwen3 models"):
         read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"model_type": "gpt2"}', '{"model_type": "gpt2", "n_embd": "x"}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"model_type": "gpt2"}',
+        '{"model_type": "gpt2", "n_embd": "x"}',
+        '{"model_type": "qwen3"}',
+    ],
 )
 def test_a_damaged_config_is_refused(
     text: str, tmp_path: Path, raises_line: Callable[..., Any]

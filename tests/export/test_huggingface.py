@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import read_manifest
@@ -36,6 +39,8 @@ from raytrain_gpt.train.preflight import check_init_from
 
 ROOT = Path(__file__).parents[2]
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=64, vocab_size=257)
+QWEN3 = {"architecture": "qwen3", "num_heads": 4, "num_kv_heads": 2, "mlp_size": 48}
+UNTIED = {**QWEN3, "tied_embeddings": False, "rope_theta": 500.0}
 RunCli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 
@@ -51,15 +56,15 @@ def offline() -> Iterator[None]:
         yield
 
 
-def write_checkpoint(run_dir: Location, tokenizer: str = "bytes", **sizes: int) -> GPT:
+def write_checkpoint(run_dir: Location, tokenizer: str = "bytes", **sizes: Any) -> GPT:
     """A checkpoint of step 20 with random weights; returns its model."""
     encoding = load_tokenizer(tokenizer)
     shape = dataclasses.replace(SHAPE, vocab_size=encoding.n_vocab, **sizes)
-    model = GPT(shape)
+    model = new_model(shape)
     torch.manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    leaves = {"num_layers": 2, "num_heads": 2, "embd_size": shape.embd_size, "seq_len": 64}
+    leaves = {**shape.fields, "global_batch_tokens": 16 * shape.seq_len}
     state = CheckpointState(
         step=20,
         next_batch=20,
@@ -119,16 +124,23 @@ def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "dtype"),
-    [("bytes", "fp32"), ("bytes", "bf16"), ("gpt2", "fp32")],
+    ("tokenizer", "dtype", "sizes"),
+    [
+        ("bytes", "fp32", {}),
+        ("bytes", "bf16", {}),
+        ("gpt2", "fp32", {}),
+        ("bytes", "fp32", QWEN3),
+        ("bytes", "bf16", UNTIED),
+        ("gpt2", "fp32", UNTIED),
+    ],
     indirect=["tokenizer"],
 )
 def test_transformers_loads_an_export_with_the_same_logits(
-    tokenizer: str, dtype: str, tmp_path: Path
+    tokenizer: str, dtype: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = write_checkpoint(Location.of(tmp_path / "run"), tokenizer)
+    model = write_checkpoint(Location.of(tmp_path / "run"), tokenizer, **sizes)
     out = export_checkpoint(tmp_path / "run", tmp_path / "new" / "hf", dtype, print)
     loaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -152,6 +164,23 @@ def test_transformers_loads_an_export_with_the_same_logits(
         best = model.logits(prompt["input_ids"])[0, -1, : model.shape.vocab_size].argmax()
     assert drawn.shape[1] == prompt["input_ids"].shape[1] + 5
     assert dtype == "bf16" or drawn[0, -5] == best
+
+
+@pytest.mark.parametrize("sizes", [{}, UNTIED], ids=["gpt2", "qwen3"])
+def test_greedy_text_is_that_of_transformers(sizes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = write_checkpoint(Location.of(tmp_path / "run"), seq_len=128, **sizes)
+    out = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    options = SamplingOptions(max_new_tokens=100, temperature=0, stop_at_eot=False)
+    prompts = [[84, 111, 32, 98], [65], [7, 8, 9]]
+    ours = sample_tokens(model, 256, prompts, options)
+    for prompt, one in zip(prompts, ours, strict=True):
+        drawn = loaded.generate(
+            torch.tensor([prompt]), max_new_tokens=100, do_sample=False, eos_token_id=-1
+        )
+        assert drawn[0, len(prompt) :].tolist() == one.tokens
 
 
 def test_an_export_reads_from_a_disk_and_an_object_store(run_dir: Location, tmp_path: Path) -> None:
@@ -181,6 +210,25 @@ def test_the_model_card_says_what_it_is(exported: tuple[GPT, Path]) -> None:
     assert "private" not in card
     written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert written["optim"]["peak_lr"] == 1e-3
+
+
+def test_the_model_card_of_a_qwen3_says_what_it_is(tmp_path: Path) -> None:
+    model = write_checkpoint(Location.of(tmp_path / "run"), **UNTIED)
+    out = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
+    _, front_matter, card = (out / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front_matter)["tags"] == ["qwen3", "raytrain-gpt"]
+    assert "A Qwen3 (rotary positions" in card
+    num_parameters = sum(p.numel() for p in model.parameters()) - 2 * 63 * 32
+    for row in (
+        f"| parameters | {num_parameters:,} |",
+        "| heads of keys and values | 2 |",
+        "| channels in the MLP | 48 |",
+        "| embedding and head | separate |",
+        "| base of the rotary positions | 500 |",
+    ):
+        assert row in card
+    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert written["model"]["architecture"] == "qwen3"
 
 
 def test_the_model_cards_code_runs(
@@ -256,6 +304,112 @@ def test_what_is_imported_is_exported_bit_for_bit(shape: tuple[int, ...], tmp_pa
     for key, value in json.loads((tmp_path / "again" / "config.json").read_text()).items():
         assert key in ("torch_dtype", "n_ctx") or getattr(config, key) == value, key
     assert "imported from `hf`" in (tmp_path / "again" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_qwen3_that_is_imported_is_exported_bit_for_bit(
+    tied: bool, dtype: torch.dtype, in_shards: bool, tmp_path: Path
+) -> None:
+    """As transformers itself writes it, in one file or several."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=257,
+        hidden_size=96,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=33,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    hf = Qwen3ForCausalLM(config).to(dtype)
+    hf.save_pretrained(tmp_path / "hf", max_shard_size="100KB" if in_shards else "1GB")
+    assert (tmp_path / "hf" / "model.safetensors").exists() != in_shards
+    place, found = import_weights(tmp_path / "hf", tmp_path / "checkpoint", print)
+    assert found == GPTShape(3, 4, 96, 33, 257, 0.0, "qwen3", 2, 50, tied, 1e6)
+    kept = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    export_checkpoint(place.path, tmp_path / "again", kept, print)
+    hf.save_pretrained(tmp_path / "whole")
+    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("whole", "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    only_ours = {"torch_dtype", "rope_theta", "rope_scaling"}
+    for key in written.keys() - only_ours:
+        assert getattr(config, key) == written[key], key
+
+
+def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
+    dataset: Path, make_config: Callable[..., Config], run_cli: RunCli, tmp_path: Path
+) -> None:
+    model = write_checkpoint(Location.of(tmp_path / "run"), **UNTIED)
+    hf = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
+    tensors = load_file(hf / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], torch.zeros(43, 32)])
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    change_config(hf, vocab_size=300)
+    place = tmp_path / "checkpoint"
+    code, out, errors = run_cli("import", hf, "--out", place, "--seq_len", 32)
+    assert (code, errors) == (0, "")
+    assert "43 rows of the embedding have no token" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("fine-tune: ")]
+    for name, value in {**UNTIED, "seq_len": 32}.items():
+        assert f" --{name} {str(value).lower()} " in line
+    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 1)
+    assert (code, out.count("To be")) == (0, 1)
+    (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
+    code, _, errors = run_cli(
+        "prepare", tmp_path / "text.txt", "--out", tmp_path / "data", "--tokenizer", place
+    )
+    assert (code, errors) == (0, "")
+    changes = {"data_path": str(tmp_path / "data"), "init_from": str(place), "max_steps": 2}
+    summary = train(make_config(run_name="from-rows", **UNTIED, **changes), print)
+    assert summary.checkpoint is not None
+    weights = load_file(summary.checkpoint.path.path / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (320, 32)
+    assert torch.allclose(weights["wte.weight"][:257], model.wte.weight[:257], rtol=0, atol=0.01)
+
+
+def test_another_models_directory_is_one_line(hf: Path, refused: Refused) -> None:
+    change_config(hf, model_type="llama")
+    line = refused("import", hf)
+    assert "model_type='llama'; only plain GPT-2 and Qwen3 models can be imported" in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_key_value_heads": 3}, ["num_kv_heads=3 does not divide num_heads=4"]),
+        ({"num_attention_heads": 32, "head_dim": 1}, ["an odd number of channels"]),
+        ({"head_dim": 16}, ["head_dim=16", "a plain Qwen3 has 8"]),
+        ({"attention_bias": True}, ["attention_bias=True"]),
+        ({"num_hidden_layers": 10**9}, ["num_layers=1000000000"]),
+        ({"num_hidden_layers": 10**4}, ["2 layers", "10000"]),
+        ({"vocab_size": 10**30}, ["wte.weight (257, 32)"]),
+        ({"intermediate_size": 10**20}, ["mlp_size=1000"]),
+        ({"rope_theta": 0.5, "rope_parameters": None}, ["rope_theta=0.5"]),
+        ({"attention_dropout": float("nan")}, ["dropout of nan"]),
+        ({"num_attention_heads": 0}, ["is damaged"]),
+    ],
+    ids=str,
+)
+def test_a_qwen3_that_cannot_be_is_one_line(
+    changed: dict[str, Any], words: list[str], refused: Refused, tmp_path: Path
+) -> None:
+    write_checkpoint(Location.of(tmp_path / "run"), **QWEN3)
+    hf = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
+    change_config(hf, **changed)
+    line = refused("import", hf)
+    for word in words:
+        assert word in line
 
 
 def test_an_imported_checkpoint_samples_and_evaluates(
@@ -347,7 +501,7 @@ def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path
     (hf / "config.json").write_text((hf / "config.json").read_text().replace("gelu_new", "silu"))
     assert "activation_function='silu'" in refused("import", hf)
     change_config(hf, activation_function="gelu_new", n_positions=65)
-    assert "config.json" in refused("import", hf)
+    assert "wpe.weight (64, 32), a GPT-2 of its sizes (65, 32)" in refused("import", hf)
     (hf / "config.json").unlink()
     assert "has no config.json" in refused("import", hf)
 
@@ -382,7 +536,7 @@ def test_init_from_refuses_what_does_not_fit(
         check_init_from(config.updated({"seq_len": 128, "global_batch_tokens": 1536}), manifest)
     with raises_line(ConfigError, "num_heads=4", "set num_heads to 2"):
         check_init_from(config.updated({"num_heads": 4}), manifest)
-    with raises_line(CheckpointError, "h.1.attn.c_attn.bias", "configuration it was trained with"):
+    with raises_line(ConfigError, "num_layers=1", "set num_layers to 2"):
         check_init_from(config.updated({"num_layers": 1}), manifest)
     for source in (exported[1], exported[1] / "model.safetensors"):
         hugging_face = config.updated({"init_from": str(source)})
@@ -412,10 +566,13 @@ def test_training_starts_from_imported_weights_with_a_shorter_context(
 
 
 @pytest.mark.models
-def test_lm_eval_runs_on_an_export(exported: tuple[GPT, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, UNTIED], ids=["gpt2", "qwen3"])
+def test_lm_eval_runs_on_an_export(sizes: dict[str, Any], tmp_path: Path) -> None:
+    write_checkpoint(Location.of(tmp_path / "run"), **sizes)
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf_home"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", "sentences"]
-    command += ["--model_args", f"pretrained={exported[1]}", "--batch_size", "32"]
+    command += ["--model_args", f"pretrained={exported}", "--batch_size", "32"]
     command += ["--include_path", "examples/lm_eval", "--output_path", str(tmp_path / "results")]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240

@@ -22,10 +22,9 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
-from raytrain_gpt.config.schema import OptimSection
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.storage.location import Location
 
@@ -48,9 +47,9 @@ def write_checkpoints(arguments: list[str], go: Connection, said: Connection) ->
     args = parser.parse_args(arguments)
     say = said.send
     torch.set_num_threads(1)
-    model = GPT(SHAPE)
+    model = GPT2(SHAPE)
     model.init_weights(0)
-    optimizer = build_optimizer(model, OptimSection())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     go.recv()
     if args.world_size > 1:
         dist.init_process_group(

@@ -11,7 +11,8 @@ from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.storage.location import Location
@@ -30,7 +31,7 @@ def small_config(seq_len: int) -> Config:
 def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
     """A checkpoint whose weights are drawn from its step; returns its directory."""
     config, tokenizer = small_config(seq_len), load_tokenizer("bytes")
-    model = GPT(GPTShape.of(config, tokenizer.n_vocab))
+    model = GPT2(GPTShape.of(config, tokenizer.n_vocab))
     model.init_weights(step)
     with torch.no_grad():
         model.wte.weight.mul_(20)  # else all tokens are equally likely, and a text ends at any

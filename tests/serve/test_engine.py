@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.generate import DecodingBatch
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve.engine import Engine, Job, QueueFull, Weights
 
@@ -19,8 +20,11 @@ TOKENIZER = load_tokenizer("bytes")
 SHAPE = GPTShape(num_layers=1, num_heads=2, embd_size=16, seq_len=64, vocab_size=257)
 
 
-def weights(seed: int) -> Weights:
-    model = GPT(SHAPE)
+QWEN3 = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48)
+
+
+def weights(seed: int, shape: GPTShape = SHAPE) -> Weights:
+    model = new_model(shape)
     model.init_weights(seed)
     return Weights("small", seed, None, 0, model, TOKENIZER, "hash")
 
@@ -51,9 +55,10 @@ async def tokens_of(taken: Job) -> list[int | None]:
             return tokens
 
 
-def test_many_jobs_in_few_places_are_each_as_if_alone() -> None:
+@pytest.mark.parametrize("shape", [SHAPE, QWEN3], ids=["gpt2", "qwen3"])
+def test_many_jobs_in_few_places_are_each_as_if_alone(shape: GPTShape) -> None:
     async def run() -> None:
-        own = weights(1)
+        own = weights(1, shape)
         engine = Engine(own, asyncio.get_running_loop(), max_batch=3, max_queue=100)
         jobs = [job(own, 5 + index % 7, index) for index in range(20)]
         for one in jobs:

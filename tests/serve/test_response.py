@@ -7,7 +7,8 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve.engine import Weights
 from raytrain_gpt.serve.protocol import ApiError
@@ -25,7 +26,7 @@ def weights(longest_token: bytes) -> Weights:
     tokenizer = tiktoken.Encoding(
         "small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
-    model = GPT(GPTShape(1, 2, 16, CONTEXT_TOKENS, 258))
+    model = GPT2(GPTShape(1, 2, 16, CONTEXT_TOKENS, 258))
     return Weights("small", 1, None, 0, model, tokenizer, "hash")
 
 

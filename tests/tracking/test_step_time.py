@@ -77,6 +77,17 @@ def test_time_on_a_cpu_goes_to_the_innermost_operator() -> None:
     assert own["aten::_log_softmax"] == ("loss", 8)
 
 
+def test_products_of_muon_are_the_optimizers() -> None:
+    step_of_muon = (
+        note("Optimizer.step#Muon.step", 10, 40),
+        span("aten::baddbmm", 15, 35, args={"External id": 1}),
+    )
+    assert spent_ms(use_of(note(STEP_SPAN, 0, 50), *step_of_muon)) == {"optimizer": 30, "rest": 20}
+    on_gpu = kernel("nvjet_tst_128x256", 20, 45, 1)
+    use = use_of(note(STEP_SPAN, 0, 50), *step_of_muon, on_gpu)
+    assert spent_ms(use) == {"optimizer": 25, "rest": 25}
+
+
 def test_compiled_code_is_what_its_operators_are() -> None:
     use = use_of(
         note(STEP_SPAN, 0, 100),

@@ -9,12 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
@@ -23,7 +21,6 @@ from raytrain_gpt.storage.lease import LEASE_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.local_mode import LocalRun
 from raytrain_gpt.train.worker import Worker, train_worker
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
 from tests.runs import MakeConfig, Straight, assert_same, events, steps
@@ -65,6 +62,7 @@ def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
     assert not list((run_dir / "checkpoints").glob("unfinished*"))
 
 
+@pytest.mark.faults
 def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
@@ -86,6 +84,7 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     assert_same(summary.run_dir.path, straight(0))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_first(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, number: int
@@ -126,6 +125,7 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
     assert any(line.startswith("going on from step 10") for line in lines)
 
 
+@pytest.mark.faults
 def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
     """As in `train … | head`: nothing trains on unseen."""
     config = make_config(num_workers=0, run_name="local-console")
@@ -134,7 +134,8 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
         if line.startswith("step 25/50 | val loss"):  # evaluations are sent at once
             raise BrokenPipeError
 
-    with pytest.raises(Interrupted, match="at step 30, saved"):
+    # Step 30 waits for the stop, which may come before it.
+    with pytest.raises(Interrupted, match=r"at step (2[5-9]|30), saved"):
         train(config, log, gated(Faults(stop_step=30)))
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("console", "recorder"))]
@@ -147,11 +148,6 @@ def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
         return train(make_config(num_workers=0, max_steps=3, run_name="local-loop"), print)
 
     assert asyncio.run(cell()).step == 3
-
-
-def test_memory_that_caches_files_is_free_for_training() -> None:
-    here = LocalRun.resources(SimpleNamespace(_cpus=1))  # type: ignore[arg-type]
-    assert here.nodes[0].memory_bytes > 0.7 * estimate_available_memory()
 
 
 def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> None:
@@ -176,25 +172,29 @@ def test_another_number_of_threads_is_no_other_run(
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
 
 
+@pytest.mark.models
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_processes_of_torchrun_are_ranks(
-    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
+    straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, optimizer: str
 ) -> None:
     """They train on what one process trains on, and leave together when rank 0 is done."""
-    config = make_config(run_name="torchrun")
+    config = make_config(run_name=f"torchrun-{optimizer}", optimizer=optimizer)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "local mode: 2 processes" in out
-    run_dir = Path(config.run.storage_path, "torchrun")
+    run_dir = Path(config.run.storage_path, config.run.run_name)
     (began,) = events(run_dir, "attempt")
     assert began["num_workers"] == 2
-    one = steps(straight(0).run_dir.path)
-    for row, expected in zip(steps(run_dir), one, strict=True):
+    alone = config.updated({"run_name": f"{optimizer}-alone"})
+    one = straight(0) if optimizer == "adamw" else train(alone, print)
+    for row, expected in zip(steps(run_dir), steps(one.run_dir.path), strict=True):
         assert row["data/order_hash"] == expected["data/order_hash"]
         assert abs(row["train/loss"] - expected["train/loss"]) < 1e-4
 
 
+@pytest.mark.faults
 def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
@@ -228,6 +228,7 @@ def test_some_variables_of_torchrun_are_one_line(
         train(make_config(num_workers=0, run_name="some-variables"), print)
 
 
+@pytest.mark.models
 def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
     make_config: MakeConfig, start: Start
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, decided
-from raytrain_gpt.config.schema import ClusterSection, Config
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.errors import Interrupted
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,

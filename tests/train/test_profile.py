@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytrain_gpt.config.schema import STEPS_BEFORE_PROFILE, OptimSection
+from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE, OptimSection
+from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
@@ -48,7 +49,7 @@ def tokens() -> Iterator[MicroBatch]:
 
 def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
     """Ten steps of a tiny model, with a profile of some of them."""
-    model = GPT(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
+    model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
     profile = StepProfile(profile_steps, 0, MAX_STEPS, CPU, take)
     results = train_steps(

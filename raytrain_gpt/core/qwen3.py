@@ -1,0 +1,155 @@
+"""Qwen3: rotary positions, RMSNorm, norms of queries and keys, gated MLP, grouped heads, no biases.
+
+Source: Qwen Team, "Qwen3 Technical Report" (2025); modules are called as in transformers. Rotary positions:
+Su et al., "RoFormer" (2021). Shapes: B sequences, T tokens, D channels, H heads, K of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain_gpt.core.attention import Attend, causal_attention
+from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
+
+RMS_NORM_EPS = 1e-6
+
+
+class RMSNorm(nn.RMSNorm):
+    """Of the last dimension, in the type of what it gets (Zhang, Sennrich, 2019)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, eps=RMS_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, size) -> (…, size)."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), RMS_NORM_EPS)
+
+
+class Qwen3Attention(nn.Module):
+    """Self-attention of all heads; its norms are the block's, so that it has matrices only."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.head_size = shape.head_size
+        self.dropout = shape.dropout
+        kv_size = shape.num_kv_heads * shape.head_size
+        self.q_proj = nn.Linear(shape.embd_size, shape.embd_size, bias=False)
+        self.k_proj = nn.Linear(shape.embd_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.embd_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(shape.embd_size, shape.embd_size, bias=False)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        q, k, v = (
+            project(x).unflatten(2, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, H, T, D/H), keys and values (B, K, T, D/H)
+        out: Tensor = self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
+        return F.dropout(out, self.dropout, self.training)
+
+
+class Qwen3MLP(nn.Module):
+    """A linear map gated by another one, and one back (Shazeer, "GLU Variants", 2020)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.gate_proj = nn.Linear(shape.embd_size, shape.mlp_size, bias=False)
+        self.up_proj = nn.Linear(shape.embd_size, shape.mlp_size, bias=False)
+        self.down_proj = nn.Linear(shape.mlp_size, shape.embd_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = F.silu(self.gate_proj(x)) * self.up_proj(x)  # (B, T, mlp_size)
+        return F.dropout(self.down_proj(x), self.dropout, self.training)
+
+
+class Qwen3Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.embd_size)
+        self.q_norm = RMSNorm(shape.head_size)
+        self.k_norm = RMSNorm(shape.head_size)
+        self.attn = Qwen3Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.embd_size)
+        self.mlp = Qwen3MLP(shape)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+
+        def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(self.q_norm(q), self.k_norm(k), v)
+
+        x = x + self.attn(self.input_layernorm(x), attend_normed)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Qwen3(GPT):
+    """The language model; for the arguments see `GPT`."""
+
+    def __init__(
+        self,
+        shape: GPTShape,
+        activation_checkpointing: str = "none",
+        document_end: int | None = None,
+    ) -> None:
+        super().__init__(shape, activation_checkpointing, document_end)
+        self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
+        self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
+        self.ln_f = RMSNorm(shape.embd_size)
+        if not shape.tied_embeddings:
+            self.lm_head = nn.Linear(shape.embd_size, shape.padded_vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the head, (V, D)."""
+        return self.wte.weight if self.shape.tied_embeddings else self.lm_head.weight
+
+    def init_weights(self, seed: int) -> None:
+        """Std 0.02; what a block adds and the head of its own begin with zeros."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, module in self.named_modules():
+            if name.endswith(("o_proj", "down_proj", "lm_head")):
+                nn.init.zeros_(module.weight)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD, generator=generator)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Token embeddings; positions are in the attention."""
+        out: Tensor = self.wte(ids)  # (B, T, D)
+        return out
+
+    def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
+        """Attention of queries and keys that are rotated by their positions."""
+        dropout = self.shape.dropout if self.training else 0.0
+        half = self.shape.head_size // 2
+        exponents = torch.arange(half, device=positions.device) / half
+        frequencies = 1 / self.shape.rope_theta**exponents  # radians per position
+        angles = positions[..., None] * frequencies  # (B, T, D/2H) or (T, D/2H)
+        if positions.dim() == 2:
+            angles = angles[:, None]  # the same for all heads
+        cos, sin = angles.cos(), angles.sin()
+
+        def of(attend: Attend | None) -> Attend:
+            def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                q, k = (_rotated(x, cos, sin).to(v.dtype) for x in (q, k))
+                if attend is None:
+                    return causal_attention(q, k, v, dropout)
+                return attend(q, k, v)
+
+            return attend_rotated
+
+        return of
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channel i and i + D/2H of every head, turned: (B, H, T, D/H) -> (B, H, T, D/H)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

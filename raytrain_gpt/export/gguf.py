@@ -1,0 +1,153 @@
+"""Export to one GGUF file, which llama.cpp and the programs built on it load.
+
+Names and types are those that llama.cpp reads; its package `gguf` knows the format. `Linear` stores (out, in)
+as llama.cpp does, and a file without a head has a tied one. Source: ggml, "GGUF", and llama.cpp's
+`llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tiktoken
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
+from raytrain_gpt.data.tokenizer import EOT
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
+from raytrain_gpt.evaluate.inference import open_checkpoint
+from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN, merges_of, printable
+from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
+from raytrain_gpt.format import Log
+from raytrain_gpt.storage.location import Location, force_to_disk, is_url
+
+_TENSORS = {
+    "wte": "token_embd",
+    "wpe": "position_embd",
+    "ln_f": "output_norm",
+    "lm_head": "output",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "attn.q_proj": "attn_q",
+    "attn.k_proj": "attn_k",
+    "attn.v_proj": "attn_v",
+    "attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Module of ours, in a block or not -> llama.cpp's name."""
+
+
+def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
+    """Write and return a file that llama.cpp loads, with the tokenizer in it.
+
+    Args:
+        path: A checkpoint or a run.
+        out: A new local file.
+        dtype: Of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or the file exists.
+        ConfigError: `out` is a URL.
+        DataError: llama.cpp would read texts as other tokens.
+    """
+    if is_url(str(out)):
+        raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
+    place = Location.of(out)
+    if place.path.exists():
+        raise CheckpointError(f"{place} exists; set --out to a new file")
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"))
+    writer = GGUFWriter(None, model.shape.architecture)
+    writer.add_name(config.run.run_name)
+    _add_sizes(writer, model.shape)
+    _add_tokenizer(writer, encoding)
+    _add_tensors(writer, model, dtype)
+    with staging_dir(place) as directory:
+        file = directory / place.name
+        writer.write_header_to_file(file)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        force_to_disk(file)
+        file.rename(place.path)
+    log(
+        f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
+    )
+    return place.path
+
+
+def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
+    writer.add_context_length(shape.seq_len)
+    writer.add_embedding_length(shape.embd_size)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.mlp_size)
+    writer.add_head_count(shape.num_heads)
+    if shape.architecture == "gpt2":
+        writer.add_layer_norm_eps(1e-5)
+        return
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_size)
+    writer.add_value_length(shape.head_size)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(RMS_NORM_EPS)
+
+
+def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
+    """The tokenizer, as byte pairs that are merged in words cut by GPT-2's pattern.
+
+    llama.cpp refuses a vocabulary without merges, as `bytes` is; the one that it gets then never applies,
+    since words are cut into single bytes first.
+    """
+    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
+    merges = merges_of(ranks)
+    is_complete = all(len(token) == 1 or token in merges for token in ranks)
+    if not is_complete or (merges and encoding._pat_str != GPT2_PATTERN):
+        raise DataError(
+            f"tokenizer {encoding.name} does not merge byte pairs in words cut by GPT-2's pattern, all that "
+            "llama.cpp reads as tiktoken does; use --format hf"
+        )
+    tokens = [f"[UNUSED_{i}]" for i in range(encoding.n_vocab)]
+    types = [TokenType.UNUSED] * encoding.n_vocab
+    for token, i in ranks.items():
+        tokens[i], types[i] = printable(token), TokenType.NORMAL
+    for text, i in special.items():
+        tokens[i], types[i] = text, TokenType.CONTROL
+    pairs = [f"{printable(left)} {printable(right)}" for left, right in merges.values()]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(pairs or [f"{EOT} {EOT}"])
+    writer.add_bos_token_id(encoding.eot_token)
+    writer.add_eos_token_id(encoding.eot_token)
+    writer.add_add_bos_token(False)
+
+
+def _add_tensors(writer: GGUFWriter, model: GPT, dtype: DType) -> None:
+    is_bf16 = dtype == "bf16"
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16 if is_bf16 else LlamaFileType.ALL_F32)
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        block = ""
+        if module.startswith("h."):
+            _, number, module = module.split(".", 2)
+            block = f"blk.{number}."
+        theirs = f"{block}{_TENSORS[module]}.{kind}"
+        if module in ("wte", "lm_head"):
+            tensor = tensor[: model.shape.vocab_size]
+        if is_bf16 and tensor.dim() == 2 and module != "wpe":
+            values = tensor.to(torch.bfloat16).view(torch.uint8).numpy()
+            writer.add_tensor(theirs, values, raw_dtype=GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(theirs, tensor.float().numpy())

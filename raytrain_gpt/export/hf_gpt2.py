@@ -1,0 +1,121 @@
+"""GPT-2 as transformers has it: `config.json`, and the names and layout of the tensors.
+
+The names are the same except for the prefix `transformer.`, which the files of the released models lack.
+transformers stores the four matrices of a block as (in, out) in a `Conv1D`, `Linear` stores (out, in); the
+three parts of `c_attn` are in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.errors import CheckpointError
+
+NAME = "GPT-2"
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_PREFIX = "transformer."
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""Buffers in files of older versions of transformers."""
+_LAYER = re.compile(r"h\.(\d+)\.")
+_HEAD_SIZE = 64
+"""Channels per head in all released sizes."""
+
+
+def config_of(shape: GPTShape) -> dict[str, Any]:
+    """What `config.json` says of a shape."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": shape.vocab_size,
+        "n_positions": shape.seq_len,
+        "n_ctx": shape.seq_len,
+        "n_embd": shape.embd_size,
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        **dict.fromkeys(_DROPOUTS, shape.dropout),
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    }
+
+
+def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Key -> values of a GPT-2 as this package has it, the default of transformers first."""
+    return {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "layer_norm_epsilon": (1e-5,),
+        "n_inner": (None, 4 * int(content.get("n_embd", 0))),
+    }
+
+
+def shape_of(content: dict[str, Any]) -> GPTShape:
+    """The shape in a `config.json`; dropout is 0 unless its three probabilities agree."""
+    dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
+    return GPTShape(
+        num_layers=int(content["n_layer"]),
+        num_heads=int(content["n_head"]),
+        embd_size=int(content["n_embd"]),
+        seq_len=int(content["n_positions"]),
+        vocab_size=int(content["vocab_size"]),
+        dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,
+    )
+
+
+def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Name and layout in transformers."""
+    return _PREFIX + name, tensor.T if name.endswith(_CONV1D) else tensor
+
+
+def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    """Name and layout here; None for what is no parameter."""
+    name = name.removeprefix(_PREFIX)
+    if _MASKS.fullmatch(name):
+        return None
+    return name, tensor.T if name.endswith(_CONV1D) and tensor.dim() == 2 else tensor
+
+
+def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None) -> GPTShape:
+    """The shape of a file of weights without a configuration, without dropout.
+
+    Args:
+        where: Where the tensors come from, for messages.
+        num_heads: None: one per 64 channels.
+
+    Raises:
+        CheckpointError: they are no GPT-2's, or num_heads does not fit.
+    """
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in hf.items()}
+    sizes = {}
+    for name in ("wte.weight", "wpe.weight"):
+        if name not in tensors or tensors[name].dim() != 2 or not tensors[name].numel():
+            names = ", ".join(sorted(tensors)[:3])
+            raise CheckpointError(
+                f"{where} has no matrix {name}, as GPT-2's weights have (it has {names}, …); give other "
+                "models as a directory with config.json"
+            )
+        sizes[name] = tensors[name].shape
+    (vocab_size, embd_size), (seq_len, _) = sizes.values()
+    layers = {match[1] for match in map(_LAYER.match, tensors) if match}
+    if num_heads is None:
+        if embd_size % _HEAD_SIZE:
+            raise CheckpointError(
+                f"{where} has {embd_size} channels, which are not heads of {_HEAD_SIZE}; set --num_heads"
+            )
+        num_heads = embd_size // _HEAD_SIZE
+    if num_heads < 1 or embd_size % num_heads:
+        raise CheckpointError(
+            f"num_heads={num_heads} does not divide the {embd_size} channels of {where}; set --num_heads"
+        )
+    return GPTShape(len(layers), num_heads, embd_size, seq_len, vocab_size)

@@ -1,0 +1,98 @@
+"""Qwen3 as transformers has it: `config.json`, and the names of the tensors, whose layout is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
+
+NAME = "Qwen3"
+_RENAMED = {
+    "model.embed_tokens.": "wte.",
+    "model.layers.": "h.",
+    "model.norm.": "ln_f.",
+    ".self_attn.q_norm.": ".q_norm.",
+    ".self_attn.k_norm.": ".k_norm.",
+    ".self_attn.": ".attn.",
+}
+"""Part of a name in transformers -> here."""
+
+
+def config_of(shape: GPTShape) -> dict[str, Any]:
+    """What `config.json` says of a shape; rotary positions as new versions read it, and as old ones do."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.seq_len,
+        "hidden_size": shape.embd_size,
+        "intermediate_size": shape.mlp_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": RMS_NORM_EPS,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": shape.dropout,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+
+
+def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Key -> values of a Qwen3 as this package has it, the default of transformers first."""
+    kinds = content.get("layer_types") or []
+    return {
+        "hidden_act": ("silu",),
+        "rms_norm_eps": (RMS_NORM_EPS,),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "layer_types": (None, [kind for kind in kinds if kind == "full_attention"]),
+        "rope_scaling": (None,),
+        "rope_parameters": (None, {"rope_theta": _rope_theta(content), "rope_type": "default"}),
+        "head_dim": (int(content["hidden_size"]) // int(content["num_attention_heads"]),),
+    }
+
+
+def _rope_theta(content: dict[str, Any]) -> float:
+    return float((content.get("rope_parameters") or content).get("rope_theta", 10_000.0))
+
+
+def shape_of(content: dict[str, Any]) -> GPTShape:
+    """The shape in a `config.json`."""
+    return GPTShape(
+        num_layers=int(content["num_hidden_layers"]),
+        num_heads=int(content["num_attention_heads"]),
+        embd_size=int(content["hidden_size"]),
+        seq_len=int(content["max_position_embeddings"]),
+        vocab_size=int(content["vocab_size"]),
+        dropout=float(content.get("attention_dropout", 0.0)),
+        architecture="qwen3",
+        num_kv_heads=int(content["num_key_value_heads"] or 0),
+        mlp_size=int(content["intermediate_size"]),
+        tied_embeddings=bool(content.get("tie_word_embeddings", False)),
+        rope_theta=_rope_theta(content),
+    )
+
+
+def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Name in transformers."""
+    for theirs, ours in _RENAMED.items():
+        name = name.replace(ours, theirs, 1)
+    return name, tensor
+
+
+def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    """Name here."""
+    for theirs, ours in _RENAMED.items():
+        name = name.replace(theirs, ours, 1)
+    return name, tensor

@@ -1,0 +1,232 @@
+"""Muon: the steps of torch's own, AdamW's for all other weights, and no step for a broken gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core import muon
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.loss_scale import LossScale
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.muon import MOMENTUM_BUFFER, num_flops, orthogonal
+from raytrain_gpt.core.optim import build_optimizer, update
+from tests.core.test_optim import all_equal, put_gradients
+
+MUON = OptimSection(optimizer="muon", weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
+GPT2_SHAPE = GPTShape(num_layers=3, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
+SHAPES = {
+    "gpt2": GPT2_SHAPE,
+    "qwen3": replace(
+        GPT2_SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
+    ),
+}
+"""With square, tall and wide matrices."""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=SHAPES)
+def make(request: pytest.FixtureRequest) -> Callable[[], GPT]:
+    """Makes a model of each architecture in turn, always with the same weights."""
+
+    def made() -> GPT:
+        model = new_model(SHAPES[request.param])
+        model.init_weights(0)
+        return model
+
+    return made
+
+
+def optimizer_of(model: GPT, dtype: torch.dtype = torch.float32) -> torch.optim.AdamW:
+    return build_optimizer(model, MUON, dtype)
+
+
+def matrices(model: GPT) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.h.parameters() if parameter.dim() == 2]
+
+
+def take_step(model: GPT, optimizer: torch.optim.AdamW, seed: int, scale: float = 1.0) -> None:
+    put_gradients(model, seed, scale)
+    update(optimizer, list(model.parameters()), 0.01, MUON.grad_clip)
+
+
+def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
+    """Copies of all weights and of all that the optimizer keeps."""
+    tensors: list[Tensor] = list(model.parameters())
+    for parameter in model.parameters():
+        tensors += optimizer.state[parameter].values()
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def trained_with_torchs(model: GPT, num_steps: int) -> None:
+    """The matrices of the blocks trained with `torch.optim.Muon`, clipped by hand.
+
+    Queries, keys and values of GPT-2 are matrices of their own.
+    """
+    thirds = {
+        parameter: [torch.nn.Parameter(part.clone()) for part in parameter.detach().chunk(3)]
+        for name, parameter in model.h.named_parameters()
+        if name.endswith("c_attn.weight")
+    }
+    reference = torch.optim.Muon(
+        [part for parameter in matrices(model) for part in thirds.get(parameter, [parameter])],
+        weight_decay=MUON.weight_decay,
+        momentum=0.95,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for step in range(num_steps):
+        norm = put_gradients(model, step, 1.0)
+        for group in reference.param_groups:
+            group["lr"] = 1e-3 * (step + 1)
+        for parameter in matrices(model):
+            assert parameter.grad is not None
+            parameter.grad *= min(1.0, MUON.grad_clip / norm)
+            for part, gradient in zip(
+                thirds.get(parameter, []), parameter.grad.chunk(3), strict=False
+            ):
+                part.grad = gradient
+        reference.step()
+    for parameter, parts in thirds.items():
+        parameter.data = torch.cat([*parts])
+
+
+@pytest.mark.parametrize(("dtype", "num_steps", "close"), [
+    (torch.float32, 50, 2e-6), (torch.bfloat16, 5, 0.02)
+])  # fmt: skip
+def test_steps_are_those_of_torchs_muon(
+    make: Callable[[], GPT],
+    dtype: torch.dtype,
+    num_steps: int,
+    close: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's iterates in bf16 only; for ours in fp32 it is made to do so in float64."""
+    ours, theirs = make(), make()
+    optimizer = optimizer_of(ours, dtype)
+    for step in range(num_steps):
+        put_gradients(ours, step, 1.0)
+        update(optimizer, list(ours.parameters()), 1e-3 * (step + 1), MUON.grad_clip)
+    with monkeypatch.context() as patch:
+        if dtype == torch.float32:
+            patch.setattr(Tensor, "bfloat16", Tensor.double)
+        trained_with_torchs(theirs, num_steps)
+    started = make()
+    for a, b, start in zip(matrices(ours), matrices(theirs), matrices(started), strict=True):
+        assert (a - b).norm() < close * (b - start).norm()
+
+
+def test_all_but_the_blocks_matrices_get_exactly_adamws_steps(make: Callable[[], GPT]) -> None:
+    ours, theirs = make(), make()
+    optimizers = (
+        optimizer_of(ours),
+        build_optimizer(theirs, MUON.model_copy(update={"optimizer": "adamw"})),
+    )
+    for step in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            take_step(model, optimizer, step)
+    by_muon = {id(parameter) for parameter in matrices(ours)}
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b) == (id(a) not in by_muon)
+    kept = [set(optimizers[0].state[p]) == {MOMENTUM_BUFFER} for p in matrices(ours)]
+    assert kept == [True] * len(by_muon) != []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["h.1.mlp", "h.0.attn", "ln_f.weight", "wte.weight"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_broken_gradient_changes_nothing(
+    make: Callable[[], GPT], bad: float, place: str, steps_before: int
+) -> None:
+    broken, unbroken = make(), make()
+    optimizers = [optimizer_of(model) for model in (broken, unbroken)]
+    for step in range(steps_before):
+        for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
+            take_step(model, optimizer, step)
+    weights = [parameter.detach().clone() for parameter in broken.parameters()]
+
+    put_gradients(broken, 50, 1.0)
+    spoilt = next(p for name, p in broken.named_parameters() if name.startswith(place))
+    assert spoilt.grad is not None
+    spoilt.grad.view(-1)[3] = bad
+    norm = update(optimizers[0], list(broken.parameters()), 0.01, MUON.grad_clip)
+    assert not math.isfinite(norm.item())
+    assert all_equal([*broken.parameters()], weights)
+
+    for model, optimizer in zip((broken, unbroken), optimizers, strict=True):
+        take_step(model, optimizer, 99)
+    assert all_equal(state_of(broken, optimizers[0]), state_of(unbroken, optimizers[1]))
+
+
+def test_a_loss_scale_changes_no_bit(make: Callable[[], GPT]) -> None:
+    plain, scaled = make(), make()
+    optimizers = optimizer_of(plain), optimizer_of(scaled)
+    for step in range(3):
+        take_step(plain, optimizers[0], step)
+        put_gradients(scaled, step, 1024.0)
+        scale = LossScale(CPU, 1024.0)
+        update(optimizers[1], list(scaled.parameters()), 0.01, MUON.grad_clip, scale)
+    assert all_equal(state_of(plain, optimizers[0]), state_of(scaled, optimizers[1]))
+
+
+def test_without_a_gradient_weights_only_decay(make: Callable[[], GPT]) -> None:
+    model = make()
+    before = [matrix.detach().clone() for matrix in matrices(model)]
+    take_step(model, optimizer_of(model), 0, scale=0.0)
+    for matrix, start in zip(matrices(model), before, strict=True):
+        torch.testing.assert_close(matrix.detach(), start * (1 - 0.01 * MUON.weight_decay))
+
+
+def test_gradients_are_dropped_after_an_update(make: Callable[[], GPT]) -> None:
+    model = make()
+    take_step(model, optimizer_of(model), 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_many_matrices_are_stacked_changes_no_bit(
+    make: Callable[[], GPT], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So weights do not depend on which rank has which matrices."""
+    states = []
+    for limit in (muon.STACK_ELEMENTS, 2 * 96 * 32, 1):
+        monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
+        model = make()
+        optimizer = optimizer_of(model, dtype)
+        for step in range(3):
+            take_step(model, optimizer, step)
+        states.append(state_of(model, optimizer))
+    assert all_equal(states[0], states[1])
+    assert all_equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("elements", [1, 1000, muon.STACK_ELEMENTS // 2, 3 * muon.STACK_ELEMENTS])
+def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elements: int) -> None:
+    found = muon.num_at_once(elements, num_ranks)
+    assert found % num_ranks == 0
+    assert found == num_ranks or found * elements <= muon.STACK_ELEMENTS
+    assert found > 0
+
+
+@pytest.mark.parametrize("shape", [(24, 72), (72, 24)])
+def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+    stack = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonal(stack))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    assert torch.equal(orthogonal(torch.zeros(2, *shape)), torch.zeros(2, *shape))
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)])
+def test_operations_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counted:
+        orthogonal(torch.randn(5, *shape))
+    assert counted.get_total_flops() == 5 * num_flops(*shape)

@@ -1,0 +1,263 @@
+"""GGUF files, judged by llama.cpp itself: the same tokens, probabilities and continuations."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import torch
+import xllamacpp
+from gguf import GGUFReader
+from torch import Tensor
+
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.data.tokenizer import EOT, load_tokenizer, make_encoding
+from raytrain_gpt.errors import CheckpointError, DataError
+from raytrain_gpt.export import huggingface
+from raytrain_gpt.export.gguf import export_gguf
+from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN
+from raytrain_gpt.storage.location import Location
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+SEQ_LEN = 160
+QWEN3 = {"architecture": "qwen3", "num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "qwen3": QWEN3,
+    "qwen3-untied": {**QWEN3, "tied_embeddings": False},
+}
+TEXT = "To be, or not to be: that is the question."
+TEXTS = [
+    TEXT,
+    "It's  the 1st naïve 日本 model,\n\n isn't it?\t",
+    " \t\r\n\r\n  \n 12345 ½ Ⅳ ٣ n\u0303 \u00a0\u3000\u2028 we'LL 🏳️‍🌈 \n ",
+    f"{EOT}x {EOT}{EOT}",
+    "".join(map(chr, [*range(256), *range(256, 0x3000, 7)])),
+]
+
+
+def write_checkpoint(place: Path, model: str, encoding: tiktoken.Encoding) -> GPT:
+    """A checkpoint with weights so large that choices are clear; returns its model."""
+    made = new_model(GPTShape(2, 4, 64, SEQ_LEN, encoding.n_vocab, **MODELS[model]))
+    torch.manual_seed(1)
+    for name, parameter in made.named_parameters():
+        is_scale = parameter.dim() == 1 and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=float(is_scale), std=0.15)
+    with torch.no_grad():
+        # llama.cpp gives no probabilities before a character is complete: ASCII is the likeliest.
+        made.head_weight[128:257] *= 0.1
+        made.head_weight[encoding.n_vocab :] = 9.0  # padding that must not be there
+    huggingface._write(made, encoding, Location.of(place), "random")
+    return made.eval()
+
+
+def bf16_matrices(model: GPT) -> None:
+    """Round what a file in bf16 rounds."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and name != "wpe.weight":
+                parameter.copy_(parameter.bfloat16())
+
+
+@torch.no_grad()
+def log_probabilities(model: GPT, ids: list[int]) -> Tensor:
+    """Of the token after each: (T, vocabulary)."""
+    return model.logits(torch.tensor([ids]))[0, :, : model.shape.vocab_size].log_softmax(-1)
+
+
+class LlamaCpp:
+    """llama.cpp's server with one model; its cache of keys and values is fp32, fp16 by default."""
+
+    def __init__(self, file: Path) -> None:
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.n_ctx = SEQ_LEN
+        params.cpuparams.n_threads = 1
+        params.warmup = params.fit_params = False
+        params.verbosity = 1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.server = xllamacpp.Server(params)
+
+    def ask(self, path: str, **content: object) -> Any:
+        """The answer of an endpoint."""
+        address = self.server.listening_address.removeprefix("http://")
+        connection = http.client.HTTPConnection(address)
+        connection.request("POST", path, json.dumps(content), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
+    def tokens(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is a special token."""
+        found: list[int] = self.ask("/tokenize", content=text, parse_special=False)["tokens"]
+        return found
+
+    def log_probabilities(self, prompt: list[int], size: int) -> Tensor:
+        """Of the token after the prompt: (size,)."""
+        answer = self.ask("/completion", prompt=prompt, n_predict=1, n_probs=size, temperature=0)
+        (drawn,) = answer["completion_probabilities"]
+        found = torch.full((size,), torch.nan)
+        for token in drawn["top_logprobs"]:
+            found[token["id"]] = token["logprob"]
+        return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_what_the_model_computes(
+    name: str, dtype: str, run_cli: RunCli, tmp_path: Path
+) -> None:
+    """Probabilities of all tokens after each of a text, and a greedy continuation of 100 tokens.
+
+    llama.cpp's GELU has a table in fp16, and its products of bf16 matrices round the other factor, too.
+    """
+    encoding = load_tokenizer("bytes")
+    model = write_checkpoint(tmp_path / "checkpoint", name, encoding)
+    file = tmp_path / "new" / "book.gguf"
+    argv = ("export", tmp_path / "checkpoint", "--format", "gguf", "--dtype", dtype, "--out", file)
+    code, out, errors = run_cli(*argv)
+    assert (code, errors) == (0, "")
+    assert f"next: llama-completion -m {file} " in out
+    assert [path.name for path in file.parent.iterdir()] == ["book.gguf"]
+    limit = {"gpt2": 2e-3}.get(name, 1e-4)
+    if dtype == "bf16":
+        bf16_matrices(model)
+        limit = 0.1
+    llama = LlamaCpp(file)
+    ids = encoding.encode_ordinary(TEXT)
+    assert llama.tokens(TEXT) == ids
+    expected = log_probabilities(model, ids)
+    found = torch.stack([llama.log_probabilities(ids[:end], 257) for end in range(1, len(ids) + 1)])
+    assert (found - expected).abs().max() <= limit
+
+    drawn = llama.ask(
+        "/completion",
+        prompt=TEXT,
+        n_predict=100,
+        temperature=0,
+        ignore_eos=True,
+        return_tokens=True,
+    )["tokens"]
+    assert len(drawn) == 100
+    choices = log_probabilities(model, ids + drawn)[len(ids) - 1 : -1]
+    behind = choices.amax(-1) - choices[torch.arange(100), drawn]
+    assert behind.max() <= 2 * limit  # the best one, or as good
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_llama_cpp_reads_texts_as_the_tokenizer_does(
+    name: str, tokenizer: str, tmp_path: Path
+) -> None:
+    encoding = load_tokenizer(tokenizer)
+    write_checkpoint(tmp_path / "checkpoint", name, encoding)
+    llama = LlamaCpp(export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "bf16", print))
+    for text in TEXTS:
+        assert llama.tokens(text) == encoding.encode_ordinary(text), text
+    assert llama.ask("/tokenize", content=EOT, add_special=True)["tokens"] == [encoding.eot_token]
+
+
+def test_a_generation_ends_where_the_model_ends_its_text(tmp_path: Path) -> None:
+    encoding = load_tokenizer("bytes")
+    model = write_checkpoint(tmp_path / "whole", "qwen3-untied", encoding)
+    with torch.no_grad():
+        model.ln_f.weight.fill_(1.0)
+        model.head_weight[encoding.eot_token] = 10 * model.hidden(torch.tensor([[84]]))[0, 0]
+    huggingface._write(model, encoding, Location.of(tmp_path / "ending"), "random")
+    llama = LlamaCpp(export_gguf(tmp_path / "ending", tmp_path / "a.gguf", "fp32", print))
+    answer = llama.ask("/completion", prompt=[84], n_predict=9, temperature=0)
+    assert (answer["stop_type"], answer["content"]) == ("eos", "")
+
+
+def test_what_a_file_says(tmp_path: Path) -> None:
+    """Matrices are bf16, vectors and positions fp32; texts end at one id, whatever it is called."""
+    write_checkpoint(tmp_path / "checkpoint", "gpt2", load_tokenizer("bytes"))
+    reader = GGUFReader(export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "bf16", print))
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert {name for name, kind in types.items() if kind == "BF16"} == {
+        "token_embd.weight",
+        *(
+            f"blk.{block}.{part}.weight"
+            for block in range(2)
+            for part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+        ),
+    }
+    assert {*types.values()} == {"BF16", "F32"}
+    for end in ("bos", "eos"):
+        assert reader.fields[f"tokenizer.ggml.{end}_token_id"].contents() == 256
+    assert reader.fields["general.name"].contents() == "imported"
+
+
+def test_ids_that_the_vocabulary_skips_are_unused(tmp_path: Path) -> None:
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = make_encoding("gaps", GPT2_PATTERN, {**ranks, b"ab": 260}, {EOT: 258, "<|x|>": 263})
+    model = write_checkpoint(tmp_path / "checkpoint", "qwen3", encoding)
+    file = export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
+    llama = LlamaCpp(file)
+    assert llama.tokens("abba") == [260, 98, 97]
+    assert llama.ask("/tokenize", content="a<|x|>")["tokens"] == [97, 263]
+    expected = log_probabilities(model, [260])
+    assert torch.allclose(llama.log_probabilities([260], 264), expected[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "token"), [(r"(?s).", b"ab"), (GPT2_PATTERN, b"abc")], ids=["pattern", "merges"]
+)
+def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
+    pattern: str, token: bytes, tmp_path: Path, raises_line: Any
+) -> None:
+    ranks = {bytes([i]): i for i in range(256)} | {token: 257}
+    encoding = make_encoding("odd", pattern, ranks, {EOT: 256})
+    write_checkpoint(tmp_path / "checkpoint", "qwen3", encoding)
+    with raises_line(DataError, "tokenizer odd", "GPT-2's pattern", "use --format hf"):
+        export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
+    taken = tmp_path / "taken.gguf"
+    taken.touch()
+    for out, words in (
+        (taken, f"{taken} exists; set --out to a new file"),
+        (tmp_path, "exists; set --out to a new file"),
+        (taken / "below", "cannot write"),
+        ("s3://bucket/a.gguf", "export to a local file"),
+    ):
+        code, _, errors = run_cli("export", tmp_path / "run", "--format", "gguf", "--out", out)
+        assert (code, errors.count("\n")) == (2, 1), errors
+        assert words in errors
+    code, _, errors = run_cli("export", tmp_path / "run", "--format", "onnx", "--out", "a")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "format='onnx': must be 'hf' or 'gguf'" in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.gguf"]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond a size, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [100, 50_000])
+def test_a_full_disk_leaves_nothing_behind(size: int, tmp_path: Path, raises_line: Any) -> None:
+    """Neither in the names nor in the tensors."""
+    write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
+    with largest_file(size), raises_line(CheckpointError, "cannot write", "free space"):
+        export_gguf(tmp_path / "run", tmp_path / "out" / "a.gguf", "fp32", print)
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,148 @@
+"""A run of the other architecture, with all of its fields: as a run of GPT-2 in everything around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.evaluate.inference import evaluate_checkpoint, open_checkpoint, sample_checkpoint
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.preflight import check_init_from
+from tests.conftest import RaisesLine
+from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
+
+QWEN3 = {
+    "architecture": "qwen3",
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 96,
+    "tied_embeddings": False,
+    "rope_theta": 5000.0,
+    "document_mask": True,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(make_config: MakeConfig) -> RunSummary:
+    """A run of 30 steps."""
+    return train(make_config(run_name="qwen3", max_steps=30, **QWEN3), print)
+
+
+def test_it_learns_and_is_evaluated_as_trained(whole: RunSummary) -> None:
+    rows = steps(whole.run_dir)
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+    _, metrics = evaluate_checkpoint(str(whole.run_dir), print)
+    in_training = {row["step"]: row["val/loss"] for row in evaluations(whole.run_dir)}
+    assert metrics["val/loss"] == pytest.approx(in_training[metrics["step"]], rel=1e-5)
+    (text,) = sample_checkpoint(
+        str(whole.run_dir), "To be", print, num_samples=1, max_new_tokens=40
+    )
+    assert text.startswith("To be")
+
+
+def test_resumed_it_ends_with_the_same_bits(
+    whole: RunSummary, make_config: MakeConfig, storage: Path
+) -> None:
+    copy = restarted_from(whole, 20, storage, "qwen3-resumed")
+    lines: list[str] = []
+    train(make_config(run_name="qwen3-resumed", max_steps=30, **QWEN3), lines.append)
+    assert any(line.startswith("going on from step 20") for line in lines)
+    assert_same(copy, whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile": True},
+        {"activation_checkpointing": "selective"},
+        {"dropout": 0.1, "activation_checkpointing": "full", "precision": "bf16"},
+        {"tied_embeddings": True, "num_kv_heads": None, "mlp_size": None, "precision": "fp16"},
+    ],
+    ids=str,
+)
+def test_every_way_of_training_learns(
+    make_config: MakeConfig, whole: RunSummary, changes: dict[str, object]
+) -> None:
+    name = "qwen3-" + "-".join(changes)
+    fields = {**QWEN3, "max_steps": 30, "checkpoint_every_steps": 30, **changes}
+    found = steps(train(make_config(run_name=name, **fields), print).run_dir)
+    expected = steps(whole.run_dir)
+    near = 1e-3 if len(changes) == 1 else 0.2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=near)
+
+
+def test_another_run_starts_from_it(
+    whole: RunSummary, make_config: MakeConfig, dataset: Path, raises_line: RaisesLine
+) -> None:
+    start = {**QWEN3, "init_from": str(whole.run_dir), "seq_len": 16}
+    still = {"peak_lr": 1e-9, "min_lr": 1e-9, "max_steps": 1, "weight_decay": 0.0}
+    summary = train(make_config(run_name="from-qwen3", **start, **still), print)
+    assert whole.checkpoint is not None
+    _, _, theirs, _, _ = open_checkpoint(whole.checkpoint.path)
+    _, _, ours, _, _ = open_checkpoint(summary.run_dir)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "wanted"),
+    [
+        ("num_heads", 2, 4),
+        ("num_layers", 3, 2),
+        ("embd_size", 64, 32),
+        ("num_kv_heads", None, 2),
+        ("mlp_size", None, 96),
+        ("tied_embeddings", True, "false"),
+        ("rope_theta", 10_000.0, 5000.0),
+    ],
+)
+def test_a_start_from_another_shape_is_refused_by_the_field_that_differs(
+    name: str,
+    ours: object,
+    wanted: object,
+    whole: RunSummary,
+    make_config: MakeConfig,
+    dataset: Path,
+    raises_line: RaisesLine,
+) -> None:
+    config = make_config(**{**QWEN3, "init_from": str(whole.run_dir), name: ours})
+    with raises_line(ConfigError, f"{name}=", str(whole.run_dir), f"set {name} to {wanted}"):
+        check_init_from(config, read_manifest(dataset))
+
+
+def test_gpt2_does_not_start_from_it(
+    whole: RunSummary, make_config: MakeConfig, dataset: Path, raises_line: RaisesLine
+) -> None:
+    config = make_config(num_heads=4, init_from=str(whole.run_dir))
+    with raises_line(ConfigError, "architecture=gpt2", "set architecture to qwen3"):
+        check_init_from(config, read_manifest(dataset))
+
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_kv_heads=3"], ["num_kv_heads=3 does not divide num_heads=4", "nearest:"]),
+        (["--num_heads=32"], ["embd_size=32 in num_heads=32 is an odd number"]),
+        (["--architecture=llama"], ["architecture='llama': must be 'gpt2' or 'qwen3'"]),
+        (["--architecture=gpt2"], ["num_kv_heads=2 does not go with architecture=gpt2"]),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_one_line(
+    flags: list[str], words: list[str], run_cli: RunCli
+) -> None:
+    fields = [f"--{name}={value}" for name, value in QWEN3.items() if f"--{name}" not in flags[0]]
+    code, _, errors = run_cli("train", "--embd_size=32", *fields, *flags)
+    assert (code, errors.count("\n")) == (2, 1), errors
+    for word in words:
+        assert word in errors
