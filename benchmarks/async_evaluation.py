@@ -24,7 +24,7 @@ from typing import Any
 from made_data import stdlib_dataset
 
 from raytrain_gpt.checkpoint.evaluation_result import EVALUATION_FILE
-from raytrain_gpt.config.load import load_preset
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.format import amount
 from raytrain_gpt.tracking.run_files import read_rows
@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         stdlib_dataset(Path(work, "data"))
-        config = load_preset("quickstart").updated(
+        config = Config().updated(
             {
                 **{name: getattr(args, name) for name in ("num_layers", "embd_size", "seq_len")},
                 "num_heads": args.num_layers,

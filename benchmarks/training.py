@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.tracking.run_files import Row, read_rows
@@ -24,7 +23,7 @@ STEPS_TOGETHER = 5
 def quiet_config(
     steps: int, shape: GPTShape, batch_sequences: int, work: Path, run_name: str, **changes: Any
 ) -> Config:
-    """The quickstart's configuration for a run of another model that only trains, on `work/data`.
+    """A run that only trains, in fp32 on `work/data`: GPT-2 and AdamW, unless `changes` say otherwise.
 
     An evaluation of few tokens and a checkpoint, which every run has at its end, come after the last
     step. Unless `changes` say otherwise, one worker takes the whole batch at once.
@@ -44,11 +43,12 @@ def quiet_config(
         "eval_tokens": shape.seq_len,
         "checkpoint_every_steps": steps,
         "num_samples": 0,
+        "precision": "fp32",
         "data_path": str(work / "data"),
         "storage_path": str(work),
         "run_name": run_name,
     }
-    return load_preset("quickstart").updated({**values, **changes})
+    return Config().updated({**values, **changes})
 
 
 def run_rows(config: Config) -> list[Row]:

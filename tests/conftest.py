@@ -20,7 +20,6 @@ from hypothesis import settings
 from ray._private import ray_constants
 
 from raytrain_gpt import cli
-from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.storage.location import Location
@@ -233,7 +232,7 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
     def make(**changes: object) -> Config:
         values = {**SMALL, "data_path": str(dataset), "storage_path": str(storage), **changes}
         values.setdefault("mlflow_uri", None)
-        return load_preset("quickstart").updated(values)
+        return Config().updated(values)
 
     return make
 

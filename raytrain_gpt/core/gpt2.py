@@ -75,13 +75,8 @@ class Block(nn.Module):
 class GPT2(GPT):
     """The language model; for the arguments see `GPT`."""
 
-    def __init__(
-        self,
-        shape: GPTShape,
-        activation_checkpointing: str = "none",
-        document_end: int | None = None,
-    ) -> None:
-        super().__init__(shape, activation_checkpointing, document_end)
+    def make_layers(self, shape: GPTShape) -> None:
+        """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))

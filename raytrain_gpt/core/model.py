@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -164,8 +165,8 @@ def default_mlp_size(architecture: str, embd_size: int) -> int:
     return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
 
 
-class GPT(nn.Module):
-    """A language model: an architecture gives it `embed`, `positioned`, its blocks and their weights.
+class GPT(nn.Module, ABC):
+    """A language model; an architecture says what it is made of.
 
     Args:
         activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
@@ -196,6 +197,11 @@ class GPT(nn.Module):
         keep = partial(_policy, shape.embd_size)
         # Here, since a model that is compiled takes it for a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
+        self.make_layers(shape)
+
+    @abstractmethod
+    def make_layers(self, shape: GPTShape) -> None:
+        """Set `wte`, `h`, `ln_f` and what else there is, in the order of a token's way through them."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -207,17 +213,17 @@ class GPT(nn.Module):
         """Where the weights are."""
         return self.wte.weight.device
 
+    @abstractmethod
     def init_weights(self, seed: int) -> None:
         """Initialise all weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """What the first block gets: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
         """How the blocks' attention knows positions, int64 (B, T) or (T,), in this architecture."""
-        raise NotImplementedError
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""

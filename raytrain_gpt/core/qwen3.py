@@ -94,13 +94,8 @@ class Qwen3Block(nn.Module):
 class Qwen3(GPT):
     """The language model; for the arguments see `GPT`."""
 
-    def __init__(
-        self,
-        shape: GPTShape,
-        activation_checkpointing: str = "none",
-        document_end: int | None = None,
-    ) -> None:
-        super().__init__(shape, activation_checkpointing, document_end)
+    def make_layers(self, shape: GPTShape) -> None:
+        """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
         self.ln_f = RMSNorm(shape.embd_size)

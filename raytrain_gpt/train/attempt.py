@@ -38,6 +38,8 @@ WATCH_EVERY_S = 2.0
 STACKS_WITHIN_S = 5.0
 START_WITHIN_S = 300.0
 """Longest time until every rank's process has reported; their resources come within 60 s or not at all."""
+END_WITHIN_S = 120.0
+"""Longest time from the ranks' leaving to the end of `fit()`, before its controller counts as hung."""
 TORCH_TIMEOUT_S = 600
 """Longest wait in a collective of torch. Its default, 30 minutes, is how long the surviving ranks of a dead
 one would hang before Ray Train sees them fail."""
@@ -107,6 +109,8 @@ class Attempt:
         self.recorder: RecorderHandle
         self._asked_to_stop = self._hung = self._is_training = False
         self._begun_at = self._watched_at = time.monotonic()
+        self._left_at: float | None = None
+        self._controller_hung = False
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
     def run(self) -> End:
@@ -159,7 +163,7 @@ class Attempt:
             # The recorder is dead; the workers notice by their heartbeats and exit.
             thread.join(TORCH_TIMEOUT_S)
             raised.append(error)
-        return raised[0] if raised else None
+        return raised[0] if raised and not self._controller_hung else None
 
     def _take(self, news: str | Row) -> None:
         if isinstance(news, str):
@@ -183,6 +187,11 @@ class Attempt:
             remove_orphaned_groups()  # this attempt may be waiting for what a dead one holds
             self._is_training = self.recorder.ask("is_training")
             self._watch_start(now)
+        if self._left_at is None and self.recorder.ask("outcome") is not None:
+            self._left_at = now
+        if self._left_at is not None:
+            self._watch_end(now - self._left_at)
+            return
         timeout_s = self.spec.plan.config.cluster.hang_timeout_s
         if timeout_s and not self._hung and self.recorder.ask("stalled_s") > timeout_s:
             self._hung = True
@@ -200,6 +209,13 @@ class Attempt:
         if num_started < world_size:
             self._hung = True
             self.log(f"{num_started} of {world_size} workers started within {START_WITHIN_S:g} s")
+            kill_controllers()
+
+    def _watch_end(self, since_left_s: float) -> None:
+        """End a controller of Ray Train that hangs after its workers have saved and left."""
+        if since_left_s >= END_WITHIN_S and not self._controller_hung:
+            self._controller_hung = True
+            self.log(f"Ray Train has not ended {END_WITHIN_S:g} s after its workers left; ending it")
             kill_controllers()
 
     def _dump_stacks(self, timeout_s: float) -> None:

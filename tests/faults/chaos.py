@@ -24,7 +24,6 @@ from pathlib import Path
 
 import psutil
 
-from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.tracking.goodput import goodput
 from raytrain_gpt.tracking.run_files import read_rows
@@ -109,7 +108,7 @@ class Chaos:
             "mlflow_uri": None,
             "hang_timeout_s": 60,
         }
-        return load_preset("quickstart").updated({**SMALL, **values})
+        return Config().updated({**SMALL, **values})
 
     def command(self, config: Config, act: Callable[[int], None]) -> tuple[int | None, float]:
         """Give a command and act while it goes on: its exit code, None if it hangs; and its seconds."""

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 
-from .gates import Faults, Gate, command
+from .gates import Faults, Gate, command, wait_until
 from .processes import descendants
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,14 @@ class Command:
     def ends(self, within_s: float = 120) -> int:
         """Its exit code, once it ends."""
         return self.process.wait(within_s)
+
+    def prints(self, text: str) -> None:
+        """Wait until it has printed a text."""
+        try:
+            wait_until(lambda: text in self.output or self.process.poll() is not None, repr(text))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it printed:\n{self.output}") from None
+        assert text in self.output, self.output
 
     def reaches(self, gate: Gate) -> int:
         """Wait until one of its ranks is at a gate; that rank's process id."""

@@ -124,7 +124,7 @@ def test_the_last_evaluation_is_done_by_the_next_command(
 
     stopped = start(config, faults, environment(cluster))
     task = stopped.reaches(evaluating)
-    wait_until(lambda: "waiting for the evaluation of step 50" in stopped.output, "the last wait")
+    stopped.prints("waiting for the evaluation of step 50")
     stopped.process.send_signal(signal.SIGTERM)
     assert stopped.ends() == 130, stopped.output
     assert "the same command evaluates step 50" in stopped.output

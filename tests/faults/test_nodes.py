@@ -75,7 +75,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     command.reaches(grows)
     assert has_ended(orphan)
     nodes.add_node(num_cpus=1)
-    wait_until(lambda: "more workers are possible" in command.output, "the wish to grow")
+    command.prints("more workers are possible")
     grows.open()
     node = node_of(nodes, command.reaches(drained))
     accepted, why = GcsClient(address=nodes.address).drain_node(
@@ -113,7 +113,7 @@ def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     command = start(config, Faults((dies,)), {"RAY_ADDRESS": nodes.address})
     orphan = command.reaches(dies)
     kill_raylet_of(nodes, orphan)
-    wait_until(lambda: "waiting for nodes: 2 workers are needed" in command.output, "the wait")
+    command.prints("waiting for nodes: 2 workers are needed")
     wait_until(lambda: has_ended(orphan), "the end of the worker without a node")
     dies.open()
     nodes.add_node(num_cpus=1)

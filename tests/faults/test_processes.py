@@ -101,6 +101,30 @@ def test_a_killed_actor_of_the_run_is_replaced(
     assert_same(run_dir, straight(3))
 
 
+def test_a_controller_that_hangs_behind_the_last_step_is_ended(
+    straight: Straight,
+    make_config: MakeConfig,
+    gate: Callable[..., Gate],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run of its own: its controller is frozen."""
+    monkeypatch.setattr(attempt, "END_WITHIN_S", 3.0)
+    place, others = gate(0, 50), set(own("ray::TrainController"))
+
+    def freeze() -> None:
+        place.reached()
+        (pid,) = set(own("ray::TrainController")) - others
+        os.kill(pid, signal.SIGSTOP)
+        place.open()
+
+    config = make_config(num_workers=1, run_name="frozen-controller")
+    run_dir, lines = train_while(config, Faults((place,)), freeze)
+    assert "Ray Train has not ended 3 s after its workers left; ending it" in lines
+    assert_same(run_dir, straight(1))
+    assert [row["event"] for row in events(run_dir, "failed", "finished")] == ["finished"]
+    assert set(own("ray::TrainController")) == others
+
+
 def without_rank_1_at_first(spec: WorkerSpec) -> None:
     """A train loop whose rank 1 says nothing in the first attempt."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
@@ -299,7 +323,7 @@ def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
     command = start(config, Faults((place,)), environment(cluster))
     command.reaches(place)
     command.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "saving a checkpoint first" in command.output, "the answer to the first")
+    command.prints("saving a checkpoint first")
 
     def interrupted() -> bool:
         command.process.send_signal(signal.SIGINT)

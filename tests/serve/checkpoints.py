@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
-from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
@@ -25,7 +24,7 @@ def small_config(seq_len: int) -> Config:
     """Two layers, bytes as tokens."""
     model = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": seq_len}
     run = {"global_batch_tokens": 4 * seq_len, "micro_batch_sequences": 4, "run_name": RUN_NAME}
-    return load_preset("quickstart").updated({**model, **run})
+    return Config().updated({**model, **run})
 
 
 def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
