@@ -10,7 +10,7 @@ product itself in local mode, takes half the peer's steps, and changes one thing
 - `linear`: the learning rate falls linearly to zero over the whole run;
 - `zeros`: a head of its own, and the head and what blocks add begin with zeros: the modern recipe.
 
-All evaluate on the whole validation split, and evaluations do not count as time. Each is a process of its
+All evaluate on the same tokens, and evaluations do not count as time. Each is a process of its
 own.
 
     python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
@@ -88,7 +88,7 @@ CORPORA = {
     "stdlib": Corpus(
         "gpt2",
         {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 128}
-        | {"global_batch_tokens": 2048, "micro_batch_sequences": 16},
+        | {"global_batch_tokens": 1024, "micro_batch_sequences": 8, "eval_tokens": 65_536},
         steps=1000,
         peer_lr=4e-3,
         muon_lr=8e-3,
