@@ -254,7 +254,7 @@ def peer_curve(config: Config) -> Iterator[list[float]]:
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     spec, device, size = IngestSpec(config, data, 1), torch.device("cpu"), config.batch_sequences
     chunks = rank_chunks(rows_in_process(spec, train_section.max_steps, 0), spec, 0)
     val = next(chunks)
