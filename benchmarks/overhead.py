@@ -7,7 +7,8 @@ All train a GPT of the same sizes on batches of the same size with the same numb
 - `local`: `raytrain-gpt train` in one process, without Ray;
 - `run`: the same with one worker, on a Ray cluster of its own;
 - `transformers`: the bare loop around `GPT2LMHeadModel` with PyTorch's own attention;
-- `run_bf16`, `local_bf16`: in bf16, the latter because `precision` is auto.
+- `run_bf16`, `local_bf16`: in bf16, the latter because `precision` is auto;
+- `local_muon`, `local_muon_bf16`: with Muon instead of AdamW.
 
 Each is a process of its own, they take turns, and a ratio is of two next to each other, so that a noisy
 machine disturbs all alike. Of every process the median of means of five steps counts, as a run reports
@@ -15,6 +16,7 @@ five at a time, without the first ones.
 
     python benchmarks/overhead.py [--rounds 5] [--compile] [--precision bf16] [--threads 2] …
     python benchmarks/overhead.py --ways local_bf16 plain      # bf16 against fp32
+    python benchmarks/overhead.py --ways local_muon local --sequences 16
 
 Prints one JSON object last: tokens/s of all, ratios with their medians, how far a process's steps are
 apart, and the part of a run's steps that waited for data.
@@ -53,12 +55,17 @@ from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import INIT_STD, GPTShape
 from raytrain_gpt.format import amount
 
-WAYS = ("bare", "plain", "local", "run", "transformers", "run_bf16", "local_bf16")
+WAYS = (
+    *("bare", "plain", "local", "run", "transformers"),
+    *("run_bf16", "local_bf16", "local_muon", "local_muon_bf16"),
+)
 RUNS = {
     "run": {},
     "run_bf16": {"precision": "bf16"},
     "local": {"num_workers": 0},
     "local_bf16": {"num_workers": 0, "precision": "auto"},
+    "local_muon": {"num_workers": 0, "optimizer": "muon"},
+    "local_muon_bf16": {"num_workers": 0, "optimizer": "muon", "precision": "auto"},
 }
 """Way -> what its configuration has instead."""
 PAIRS = (
@@ -71,6 +78,8 @@ PAIRS = (
     ("run", "transformers"),
     ("bare", "transformers"),
     ("run_bf16", "run"),
+    ("local_muon", "local"),
+    ("local_muon_bf16", "local_bf16"),
 )
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -88,8 +88,8 @@ CORPORA = {
     "stdlib": Corpus(
         "gpt2",
         {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 128}
-        | {"global_batch_tokens": 1024, "micro_batch_sequences": 8, "eval_tokens": 65_536},
-        steps=1000,
+        | {"global_batch_tokens": 1024, "micro_batch_sequences": 8, "eval_tokens": 16_384},
+        steps=600,
         peer_lr=4e-3,
         muon_lr=8e-3,
     ),
