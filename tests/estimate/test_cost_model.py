@@ -124,9 +124,9 @@ def test_the_quickstarts_data_has_bytes_before_it_is_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _, found = answer(load_preset("quickstart"), Facts(), print)
-    assert found.num_parameters == 850_688
+    assert found.num_parameters == 836_992
     _, found = answer(load_preset("quickstart").updated({"data_path": "other"}), Facts(), print)
-    assert found.num_parameters == 850_688 + (50_304 - 320) * 128
+    assert found.num_parameters == 836_992 + 2 * (50_304 - 320) * 128
 
 
 def test_sharding_makes_room_for_larger_models() -> None:

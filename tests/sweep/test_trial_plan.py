@@ -105,7 +105,7 @@ def test_trials_share_the_base_the_overrides_and_what_the_sweep_decides() -> Non
         load_preset("quickstart").field_values(), base_config(sweep).field_values()
     )
     assert changed == {
-        "peak_lr": "0.003 -> 0.005",
+        "peak_lr": "0.008 -> 0.005",
         "max_steps": "250 -> 40",
         "eval_every_steps": "125 -> 2",
         "checkpoint_every_steps": "125 -> 2",
@@ -202,13 +202,13 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         ),
         (
             {"peak_lr": {"grid": [1e-3, 1e-4]}},
-            {},
+            {"overrides": {"min_lr": 3e-4}},
             ["peak_lr=1e-4 is not possible", "min_lr=0.0003 is above peak_lr=0.0001"],
         ),
         (
             {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "schedule * 2"}},
             {},
-            ["uses schedule='cosine'", "not a number"],
+            ["uses schedule='wsd'", "not a number"],
         ),
         (
             {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "1 / dropout"}},
@@ -255,7 +255,8 @@ def test_what_optuna_may_come_to_is_tried_out_before(
     space: dict[str, Any], words: list[str], raises_line
 ) -> None:
     with raises_line(ConfigError, "a trial with", *words):
-        check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
+        sweep = sweep_of(space, searcher="optuna", num_trials=2, overrides={"min_lr": 3e-4})
+        check_sweep(sweep, num_workers=1)
 
 
 def test_a_large_space_is_tried_out_in_part() -> None:
@@ -273,7 +274,7 @@ def test_a_large_space_is_tried_out_in_part() -> None:
 
 def test_what_pbt_may_come_to_is_tried_out_before(raises_line) -> None:
     space = {"peak_lr": {"uniform": [1e-4, 1e-2]}}
-    sweep = sweep_of(space, num_trials=2, scheduler=PBT)
+    sweep = sweep_of(space, num_trials=2, scheduler=PBT, overrides={"min_lr": 3e-4})
     assert all(trial["peak_lr"] > 3e-4 for trial in planned_trials(sweep))
     with raises_line(ConfigError, "peak_lr=1e-4", "min_lr=0.0003 is above peak_lr=0.0001"):
         check_sweep(sweep, num_workers=1)
