@@ -215,7 +215,9 @@ class Attempt:
         """End a controller of Ray Train that hangs after its workers have saved and left."""
         if since_left_s >= END_WITHIN_S and not self._controller_hung:
             self._controller_hung = True
-            self.log(f"Ray Train has not ended {END_WITHIN_S:g} s after its workers left; ending it")
+            self.log(
+                f"Ray Train has not ended {END_WITHIN_S:g} s after its workers left; ending it"
+            )
             kill_controllers()
 
     def _dump_stacks(self, timeout_s: float) -> None:

@@ -242,7 +242,10 @@ def test_every_batch_divides_over_the_workers(raises_line) -> None:
 @pytest.mark.parametrize(
     ("space", "words"),
     [
-        ({"peak_lr": {"loguniform": [1e-4, 1e-2]}}, ["min_lr=0.0003 is above peak_lr=0.0001"]),
+        (
+            {"peak_lr": {"loguniform": [1e-4, 1e-2]}, "min_lr": {"choice": [3e-4]}},
+            ["min_lr=0.0003 is above peak_lr=0.0001"],
+        ),
         (
             {"min_lr": {"uniform": [0, 5e-3]}, "peak_lr": {"uniform": [1e-3, 1e-2]}},
             ["min_lr=0.005 is above peak_lr=0.001"],
@@ -255,8 +258,7 @@ def test_what_optuna_may_come_to_is_tried_out_before(
     space: dict[str, Any], words: list[str], raises_line
 ) -> None:
     with raises_line(ConfigError, "a trial with", *words):
-        sweep = sweep_of(space, searcher="optuna", num_trials=2, overrides={"min_lr": 3e-4})
-        check_sweep(sweep, num_workers=1)
+        check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
 
 
 def test_a_large_space_is_tried_out_in_part() -> None:
