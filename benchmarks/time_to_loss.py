@@ -56,9 +56,6 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 
-EVALUATIONS = 20
-"""Of every arm."""
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -67,6 +64,7 @@ class Corpus:
     Attributes:
         sizes: Fields of the configuration that all arms have.
         steps: Of the peer.
+        evaluations: Of every arm.
     """
 
     tokenizer: str
@@ -74,6 +72,7 @@ class Corpus:
     steps: int
     peer_lr: float
     muon_lr: float
+    evaluations: int = 20
 
 
 CORPORA = {
@@ -87,11 +86,12 @@ CORPORA = {
     ),
     "stdlib": Corpus(
         "gpt2",
-        {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 128}
-        | {"global_batch_tokens": 1024, "micro_batch_sequences": 8, "eval_tokens": 16_384},
-        steps=600,
+        {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
+        | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
+        steps=400,
         peer_lr=4e-3,
         muon_lr=8e-3,
+        evaluations=10,
     ),
 }
 MUON = {"optimizer": "muon"}
@@ -210,7 +210,7 @@ def arm_config(args: argparse.Namespace, arm: str, seed: int, rate: float, work:
         "min_lr": rate / 10,
         "warmup_steps": corpus.steps // 20,
         "max_steps": steps,
-        "eval_every_steps": steps // EVALUATIONS,
+        "eval_every_steps": steps // corpus.evaluations,
         "checkpoint_every_steps": steps,
         "num_samples": 0,
         "seed": seed,
