@@ -82,20 +82,9 @@ class GPTShape:
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """The shape a configuration asks for with a tokenizer's vocabulary."""
-        m = config.model
-        return cls(
-            m.num_layers,
-            m.num_heads,
-            m.embd_size,
-            config.data.seq_len,
-            vocab_size,
-            m.dropout,
-            m.architecture,
-            m.num_kv_heads or 0,
-            m.mlp_size or 0,
-            m.tied_embeddings,
-            m.rope_theta,
-        )
+        known = cls.__dataclass_fields__
+        values = {name: value for name, value in config.field_values().items() if name in known}
+        return cls(vocab_size=vocab_size, **values)
 
     @property
     def fields(self) -> dict[str, Any]:
