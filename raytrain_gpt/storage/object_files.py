@@ -43,8 +43,7 @@ class RetriedReader:
         """Up to `num_bytes` from `offset`; may be called by many threads at a time."""
 
         def read() -> bytes:
-            content: bytes = self._source.read_at(num_bytes, offset)
-            return content
+            return bytes(self._source.read_at(num_bytes, offset))
 
         return retried(read, "read", self._url, self._retry_for_s)
 
