@@ -20,7 +20,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -262,8 +261,7 @@ class Draft:
 
 def _written(file: Path, write: Callable[[Path], object]) -> FileEntry:
     write(file)
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    force_to_disk(file)
     return FileEntry(file.stat().st_size, Location.of(file).sha256())
 
 

@@ -8,7 +8,6 @@ an object store may keep it after a rollback, is ignored.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.rows import is_row
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import Location, force_to_disk
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -64,8 +63,6 @@ def write_evaluation_result(
         return
     # Location.write_text would create the directory again if it was removed.
     unfinished = directory.path / f"{EVALUATION_FILE}.unfinished"
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    unfinished.write_text(text, "utf-8")
+    force_to_disk(unfinished)
     unfinished.replace(directory.path / EVALUATION_FILE)

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_gpt.core.attention import Attend, causal_attention
+from raytrain_gpt.core.attention import Attend
 from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
 
 
 class Attention(nn.Module):
-    """Causal self-attention of all heads."""
+    """Self-attention of all heads."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -27,15 +27,12 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(shape.embd_size, 3 * shape.embd_size)
         self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
 
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); without `attend`: causal attention among the T tokens."""
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
         b, t, d = x.shape
         qkv = self.c_attn(x).view(b, t, 3, self.num_heads, -1)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
-        if attend is None:
-            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        else:
-            y = attend(q, k, v)  # (B, H, T, D/H)
+        y = attend(q, k, v)  # (B, H, T, D/H)
         out: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, d))
         return F.dropout(out, self.dropout, self.training)
 
@@ -65,8 +62,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(shape.embd_size)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, attend: Attend | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D), with the attention of `Attention.forward`."""
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
         x = x + self.attn(self.ln_1(x), attend)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
@@ -98,6 +95,6 @@ class GPT2(GPT):
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 
-    def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
+    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
         """Attention as it is: the embeddings have the positions."""
         return lambda attend: attend

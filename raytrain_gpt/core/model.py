@@ -27,6 +27,7 @@ from raytrain_gpt.core.attention import (
     SPARSE_MIN_HEAD_SIZE,
     Attend,
     block_sparse_attention,
+    causal_attention,
     document_starts,
     masked_attention,
 )
@@ -82,20 +83,9 @@ class GPTShape:
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
         """The shape a configuration asks for with a tokenizer's vocabulary."""
-        m = config.model
-        return cls(
-            m.num_layers,
-            m.num_heads,
-            m.embd_size,
-            config.data.seq_len,
-            vocab_size,
-            m.dropout,
-            m.architecture,
-            m.num_kv_heads or 0,
-            m.mlp_size or 0,
-            m.tied_embeddings,
-            m.rope_theta,
-        )
+        known = cls.__dataclass_fields__
+        values = {name: value for name, value in config.field_values().items() if name in known}
+        return cls(vocab_size=vocab_size, **values)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -176,7 +166,7 @@ class GPT(nn.Module, ABC):
 
     Attributes:
         wte: Embedding of the tokens.
-        h: Blocks, (B, T, D) -> (B, T, D), given an `Attend` or None.
+        h: Blocks, (B, T, D) -> (B, T, D), given an `Attend`.
         ln_f: The last norm.
     """
 
@@ -222,17 +212,18 @@ class GPT(nn.Module, ABC):
         """What the first block gets: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
 
     @abstractmethod
-    def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
+    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
         """How the blocks' attention knows positions, int64 (B, T) or (T,), in this architecture."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""
         positions = torch.arange(ids.shape[1], device=ids.device)
-        attend = None
+        dropout = self.shape.dropout if self.training else 0.0
+        attend: Attend = partial(causal_attention, dropout=dropout)
         if self.document_end is not None:
             starts = document_starts(ids, self.document_end)  # (B, T)
             positions = positions - starts
-            attend = self._attend_within(starts)
+            attend = self._attend_within(starts, dropout)
         attend = self.positioned(positions)(attend)
         x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
         for block in self.h:
@@ -240,7 +231,7 @@ class GPT(nn.Module, ABC):
         out: Tensor = self.ln_f(x)
         return out
 
-    def _run_block(self, block: nn.Module, x: Tensor, attend: Attend | None) -> Tensor:
+    def _run_block(self, block: nn.Module, x: Tensor, attend: Attend) -> Tensor:
         """The output of a block; what is recomputed does not change the gradients.
 
         `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor the
@@ -258,7 +249,7 @@ class GPT(nn.Module, ABC):
         )
         return again
 
-    def _attend_within(self, starts: Tensor) -> Attend:
+    def _attend_within(self, starts: Tensor, dropout: float) -> Attend:
         """The attention of all blocks, by a fused kernel if a GPU trains and there is one for this model.
 
         Selective checkpointing keeps outputs of single operators, and cannot see into a compiled kernel.
@@ -267,13 +258,12 @@ class GPT(nn.Module, ABC):
         if (
             self.training
             and starts.is_cuda
-            and shape.dropout == 0
+            and dropout == 0
             and self.activation_checkpointing != "selective"
             and shape.head_size >= SPARSE_MIN_HEAD_SIZE
             and starts.shape[1] > SPARSE_BLOCK_TOKENS
         ):
             return block_sparse_attention(starts)
-        dropout = shape.dropout if self.training else 0.0
         return masked_attention(starts, autocast_dtype(self.wte.weight), dropout)
 
     def hidden_after(

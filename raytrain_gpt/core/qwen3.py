@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_gpt.core.attention import Attend, causal_attention
+from raytrain_gpt.core.attention import Attend
 from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
 
 RMS_NORM_EPS = 1e-6
@@ -121,9 +121,8 @@ class Qwen3(GPT):
         out: Tensor = self.wte(ids)  # (B, T, D)
         return out
 
-    def positioned(self, positions: Tensor) -> Callable[[Attend | None], Attend | None]:
+    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
         """Attention of queries and keys that are rotated by their positions."""
-        dropout = self.shape.dropout if self.training else 0.0
         half = self.shape.head_size // 2
         exponents = torch.arange(half, device=positions.device) / half
         frequencies = 1 / self.shape.rope_theta**exponents  # radians per position
@@ -132,11 +131,9 @@ class Qwen3(GPT):
             angles = angles[:, None]  # the same for all heads
         cos, sin = angles.cos(), angles.sin()
 
-        def of(attend: Attend | None) -> Attend:
+        def of(attend: Attend) -> Attend:
             def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 q, k = (_rotated(x, cos, sin).to(v.dtype) for x in (q, k))
-                if attend is None:
-                    return causal_attention(q, k, v, dropout)
                 return attend(q, k, v)
 
             return attend_rotated

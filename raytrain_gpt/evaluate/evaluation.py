@@ -121,13 +121,8 @@ class Evaluation:
         e = self._config.eval
         eot = self._tokenizer.eot_token
         prompt = self._tokenizer.encode_ordinary(e.sample_prompt) or [eot]
-        options = SamplingOptions(
-            max_new_tokens=e.max_new_tokens,
-            temperature=e.temperature,
-            top_k=e.top_k,
-            seed=self._config.train.seed,
-            stop_at_eot=False,
-        )
+        sampling = e.model_dump(include={"max_new_tokens", "temperature", "top_k"})
+        options = SamplingOptions(**sampling, seed=self._config.train.seed, stop_at_eot=False)
         with self._autocast():
             drawn = sample_tokens(self._model, eot, [prompt] * e.num_samples, options)
         texts = [e.sample_prompt + text_of(self._tokenizer, one.tokens) for one in drawn]

@@ -29,7 +29,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.storage.location import Location, Place, cache_directory
 
 NUM_ENDINGS = 4
@@ -124,10 +124,8 @@ def read_examples(place: Place) -> list[Example]:
         DataError: it cannot be read or is not as published; says which line.
     """
     path = Location.of(place)
-    try:
+    with damage_as(DataError, f"HellaSwag {path}"):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read HellaSwag {path}: {error.strerror or error}") from None
     return _parsed(content, str(path))
 
 

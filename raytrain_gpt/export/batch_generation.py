@@ -34,7 +34,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
-from raytrain_gpt.errors import ClusterError, DataError
+from raytrain_gpt.errors import ClusterError, DataError, damage_as
 from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
 from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.location import Location, Place
@@ -95,10 +95,8 @@ def _check_out(out: Location, source: Location) -> None:
 
 def _prompt_lines(source: Location) -> Iterator[str]:
     """The lines with prompts; raises a DataError for the first line that is not one."""
-    try:
+    with damage_as(DataError, source):
         content = source.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {source}: {error.strerror or error}") from None
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue

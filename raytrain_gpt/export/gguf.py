@@ -1,8 +1,8 @@
 """Export to one GGUF file, which llama.cpp and the programs built on it load.
 
-Names and types are those that llama.cpp reads; its package `gguf` knows the format. `Linear` stores (out, in)
-as llama.cpp does, and a file without a head has a tied one. Source: ggml, "GGUF", and llama.cpp's
-`llama-vocab.cpp`.
+Names and types are those that llama.cpp reads; its package `gguf` knows the format, and llama.cpp's names for
+those of transformers. `Linear` stores (out, in) as llama.cpp does, and a file without a head has a tied one.
+Source: ggml, "GGUF", and llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -12,41 +12,19 @@ from pathlib import Path
 import tiktoken
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+from gguf.constants import MODEL_ARCH
+from gguf.tensor_mapping import get_tensor_name_map
 
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.qwen3 import RMS_NORM_EPS
 from raytrain_gpt.data.tokenizer import EOT
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.inference import open_checkpoint
+from raytrain_gpt.export.hf_config import ARCHITECTURES
 from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN, merges_of, printable
 from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
-
-_TENSORS = {
-    "wte": "token_embd",
-    "wpe": "position_embd",
-    "ln_f": "output_norm",
-    "lm_head": "output",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "attn.q_proj": "attn_q",
-    "attn.k_proj": "attn_k",
-    "attn.v_proj": "attn_v",
-    "attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Module of ours, in a block or not -> llama.cpp's name."""
 
 
 def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
@@ -137,16 +115,14 @@ def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
 def _add_tensors(writer: GGUFWriter, model: GPT, dtype: DType) -> None:
     is_bf16 = dtype == "bf16"
     writer.add_file_type(LlamaFileType.MOSTLY_BF16 if is_bf16 else LlamaFileType.ALL_F32)
+    architecture = model.shape.architecture
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], model.shape.num_layers)
     for name, tensor in model.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        block = ""
-        if module.startswith("h."):
-            _, number, module = module.split(".", 2)
-            block = f"blk.{number}."
-        theirs = f"{block}{_TENSORS[module]}.{kind}"
-        if module in ("wte", "lm_head"):
+        module, _, kind = ARCHITECTURES[architecture].to_hf(name, tensor)[0].rpartition(".")
+        theirs = f"{names[module]}.{kind}"
+        if name in ("wte.weight", "lm_head.weight"):
             tensor = tensor[: model.shape.vocab_size]
-        if is_bf16 and tensor.dim() == 2 and module != "wpe":
+        if is_bf16 and tensor.dim() == 2 and name != "wpe.weight":
             values = tensor.to(torch.bfloat16).view(torch.uint8).numpy()
             writer.add_tensor(theirs, values, raw_dtype=GGMLQuantizationType.BF16)
         else:

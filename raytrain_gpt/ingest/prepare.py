@@ -10,6 +10,7 @@ import errno
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -154,28 +155,23 @@ class _Progress:
         self._task_bytes = [
             sum(piece.text_bytes for piece in plan.pieces[first:stop]) for first, stop in plan.tasks
         ]
-        self._done_bytes = self._new_bytes = 0
-        self._documents = self._new_documents = self._tokens = self._new_tokens = 0
+        self._done, self._new = Counter[str](), Counter[str]()
         self._started = self._shown = time.monotonic()
 
     def add(self, task: int, documents: int, tokens: int = 0) -> None:
         """Count a task that is done."""
-        self._done_bytes += self._task_bytes[task]
-        self._documents += documents
-        self._tokens += tokens
+        amounts = {"bytes": self._task_bytes[task], "documents": documents, "tokens": tokens}
+        self._done.update(amounts)
         if task not in self._done_before:
-            self._new_bytes += self._task_bytes[task]
-            self._new_documents += documents
-            self._new_tokens += tokens
-        now, total = time.monotonic(), sum(self._task_bytes)
-        if now - self._shown < PROGRESS_EVERY_S or self._done_bytes >= total:
+            self._new.update(amounts)
+        now, total, done = time.monotonic(), sum(self._task_bytes), self._done["bytes"]
+        if now - self._shown < PROGRESS_EVERY_S or done >= total:
             return
         self._shown, seconds = now, now - self._started
         eta = ""
-        if self._new_bytes:
-            left_s = (total - self._done_bytes) * seconds / self._new_bytes
-            eta = f" | eta {duration(left_s)}"
-        self._log(f"{self._what} {self._done_bytes / total:4.0%} | {self._amounts(seconds)}{eta}")
+        if new := self._new["bytes"]:
+            eta = f" | eta {duration((total - done) * seconds / new)}"
+        self._log(f"{self._what} {done / total:4.0%} | {self._amounts(seconds)}{eta}")
 
     def end(self) -> None:
         """Log the totals."""
@@ -184,12 +180,10 @@ class _Progress:
         self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
 
     def _amounts(self, seconds: float) -> str:
-        amounts = [("documents", self._documents, self._new_documents)]
-        if self._tokens:
-            amounts.append(("tokens", self._tokens, self._new_tokens))
+        names = ["documents", "tokens"] if self._done["tokens"] else ["documents"]
         return " | ".join(
-            f"{amount(all_of)} {name}, {amount(round(new / seconds))}/s"
-            for name, all_of, new in amounts
+            f"{amount(self._done[name])} {name}, {amount(round(self._new[name] / seconds))}/s"
+            for name in names
         )
 
 

@@ -110,13 +110,8 @@ class CompletionRequest(Strict, strict=True):
     @property
     def options(self) -> SamplingOptions:
         """How tokens are drawn."""
-        return SamplingOptions(
-            max_new_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        same = self.model_dump(include={"temperature", "top_k", "top_p", "seed"})
+        return SamplingOptions(max_new_tokens=self.max_tokens, **same)
 
 
 def parse_request(body: bytes) -> CompletionRequest:

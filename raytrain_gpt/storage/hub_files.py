@@ -68,8 +68,7 @@ class HubFiles:
         def fetch(start: int, stop: int) -> bytes:
             with self._lock, _plain_errors(path):
                 file.seek(start)
-                content: bytes = file.read(stop - start)
-                return content
+                return bytes(file.read(stop - start))
 
         return RangedFile(int(file.size), fetch)
 

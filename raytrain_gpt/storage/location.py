@@ -249,8 +249,7 @@ class Location:
         if self.is_local:
             return regular(self.path).read_bytes()
         with self.open() as file:
-            content: bytes = file.read()
-        return content
+            return bytes(file.read())
 
     def read_text(self) -> str:
         """The content of a UTF-8 file."""

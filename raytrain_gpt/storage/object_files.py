@@ -7,7 +7,6 @@ object that never arrived looks written (pyarrow 25).
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,8 +42,7 @@ class RetriedReader:
         """Up to `num_bytes` from `offset`; may be called by many threads at a time."""
 
         def read() -> bytes:
-            content: bytes = self._source.read_at(num_bytes, offset)
-            return content
+            return bytes(self._source.read_at(num_bytes, offset))
 
         return retried(read, "read", self._url, self._retry_for_s)
 
@@ -85,30 +83,24 @@ class RetriedReader:
         self._source.close()
 
 
-class _SpooledWriter:
-    """Collects a file on the local disk and uploads it when it is closed."""
+class _Upload:
+    """Collects an object in memory and puts it when it is closed; abandoned, it puts nothing."""
 
-    def __init__(self, put: Callable[[Path], None]) -> None:
-        self._put = put
-        # Removed by close(), or with this object if writing was abandoned.
-        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+    def __init__(self, put: Callable[[pa.Buffer], None]) -> None:
+        self._put, self._content = put, bytearray()
         self.closed = False
 
     def write(self, content: bytes) -> int:
-        return self._file.write(content)
+        self._content += content
+        return len(content)
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing: an object is stored whole."""
 
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self._file.flush()
-        try:
-            self._put(Path(self._file.name))
-        finally:
-            self._file.close()
+        if not self.closed:
+            self.closed = True
+            self._put(pa.py_buffer(self._content))
 
 
 @dataclass(frozen=True)
@@ -188,7 +180,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def open_output_stream(
         self, path: str, metadata: dict[str, str] | None = None
     ) -> pa.NativeFile:
-        return pa.PythonFile(_SpooledWriter(lambda file: self.put(file, path)), mode="w")
+        return pa.PythonFile(_Upload(lambda content: self.put_bytes(content, path)), mode="w")
 
     def open_append_stream(
         self, path: str, metadata: dict[str, str] | None = None

@@ -136,8 +136,7 @@ class WebFiles:
                         f"{without_query(f'{self._scheme}://{path}')} changed while it was read "
                         f"(it had {size} bytes); start again"
                     )
-                content: bytes = response.read()
-                return content
+                return bytes(response.read())
 
         return RangedFile(size, fetch)
 

@@ -30,10 +30,7 @@ VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
-_SAME_AS_INIT_FROM = (
-    *("architecture", "num_layers", "num_heads", "embd_size"),
-    *QWEN3_FIELDS,
-)
+_SAME_AS_INIT_FROM = ("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS)
 
 
 def check_data(ingest: IngestSpec) -> None:
