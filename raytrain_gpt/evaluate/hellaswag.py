@@ -264,30 +264,21 @@ def ending_losses(
     return summed, summed / scored.sum(1)
 
 
-@dataclass(frozen=True)
-class ChoiceScore:
-    """How many examples were answered correctly.
+def choice_metrics(examples: int, correct: int, correct_norm: int) -> dict[str, float | int]:
+    """Accuracies (fractions) with their standard errors, and the number of examples.
 
-    Attributes:
+    The standard error is that of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1)).
+
+    Args:
         correct: Examples whose right ending has the smallest summed loss.
         correct_norm: Examples whose right ending has the smallest loss per token.
     """
-
-    examples: int
-    correct: int
-    correct_norm: int
-
-    def metrics(self) -> dict[str, float | int]:
-        """Accuracies (fractions) with their standard errors, and the number of examples."""
-        acc, acc_norm = self.correct / self.examples, self.correct_norm / self.examples
-        return {
-            "acc": acc,
-            "acc_norm": acc_norm,
-            "acc_stderr": self._stderr(acc),
-            "acc_norm_stderr": self._stderr(acc_norm),
-            "examples": self.examples,
-        }
-
-    def _stderr(self, accuracy: float) -> float:
-        """Standard error of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1))."""
-        return math.sqrt(accuracy * (1 - accuracy) / max(1, self.examples - 1))
+    acc, acc_norm = correct / examples, correct_norm / examples
+    stderrs = [math.sqrt(p * (1 - p) / max(1, examples - 1)) for p in (acc, acc_norm)]
+    return {
+        "acc": acc,
+        "acc_norm": acc_norm,
+        "acc_stderr": stderrs[0],
+        "acc_norm_stderr": stderrs[1],
+        "examples": examples,
+    }
