@@ -130,10 +130,7 @@ def tune(options: TuneOptions) -> None:
 class RunsOptions(JsonOptions):
     """Which runs are shown."""
 
-    action: Annotated[
-        Literal["list", "show", "checkpoints", "report"],
-        Metavar("list|show|checkpoints|report", positional=True),
-    ]
+    action: Annotated[Literal["list", "show", "checkpoints", "report"], Metavar(positional=True)]
     """list: all runs; show: one; checkpoints: those of one; report: a page that compares some."""
     runs: Annotated[list[str], Metavar("RUN", positional=True)] = Field(default_factory=list)
     """Name or directory of a run."""
