@@ -52,6 +52,11 @@ class JsonOptions(Options):
     as_json: bool = Field(False, alias="json")
     """Print one JSON object last."""
 
+    def say_json(self, facts: dict[str, Any]) -> None:
+        """Print the object, if it is asked for."""
+        if self.as_json:
+            say(json.dumps(facts))
+
 
 class ConfigOptions(Options):
     """A configuration: a preset or file, and flags for single fields."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,8 +51,7 @@ def estimate(options: EstimateFlags) -> None:
     for line in lines(config, found):
         say(line)
     say(f"next: {options.train_command()}")
-    if options.as_json:
-        say(json.dumps(found.as_json()))
+    options.say_json(found.as_json())
 
 
 class TrainOptions(ConfigOptions):
