@@ -29,7 +29,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import DataError
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, Place, cache_directory
 
 NUM_ENDINGS = 4
@@ -124,10 +124,8 @@ def read_examples(place: Place) -> list[Example]:
         DataError: it cannot be read or is not as published; says which line.
     """
     path = Location.of(place)
-    try:
+    with failure_as(DataError, f"cannot read HellaSwag {path}"):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read HellaSwag {path}: {error.strerror or error}") from None
     return _parsed(content, str(path))
 
 
@@ -197,13 +195,9 @@ def downloaded() -> Location:
             "and give its path instead of download"
         ) from None
     _parsed(content, URL)
-    try:
+    advice = "; set XDG_CACHE_HOME to a directory that can be written, or give a file instead of download"
+    with failure_as(DataError, f"cannot keep HellaSwag in {cache}", advice):
         place.write_bytes(content)
-    except OSError as error:
-        raise DataError(
-            f"cannot keep HellaSwag in {cache}: {error.strerror}; set XDG_CACHE_HOME to a directory "
-            "that can be written, or give a file instead of download"
-        ) from None
     return place
 
 
