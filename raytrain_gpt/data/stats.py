@@ -86,15 +86,16 @@ def count_dataset(
         id_counts = np.zeros(manifest.vocab_size, np.int64)
         documents: Counter[int] = Counter()
         begun = 0  # tokens since the last eot: a document may go on in the next row group
-        for shard, index, num_tokens in manifest.row_groups(split):
-            tokens = read_row_group(directory, manifest, shard, index)
-            id_counts += np.bincount(tokens, minlength=manifest.vocab_size)
-            ends = np.flatnonzero(tokens == manifest.eot_token)
-            lengths = np.diff(ends, prepend=-1 - begun)
-            documents.update(lengths.tolist())
-            begun += num_tokens - int(lengths.sum())
-            done += num_tokens
-            progress(done, total)
+        for shard in manifest.split_shards(split):
+            for index in range(-(-shard.tokens // manifest.row_group_tokens)):
+                tokens = read_row_group(directory, manifest, shard, index)
+                id_counts += np.bincount(tokens, minlength=manifest.vocab_size)
+                ends = np.flatnonzero(tokens == manifest.eot_token)
+                lengths = np.diff(ends, prepend=-1 - begun)
+                documents.update(lengths.tolist())
+                begun += len(tokens) - int(lengths.sum())
+                done += len(tokens)
+                progress(done, total)
         if begun:
             documents[begun] += 1
         pairs = np.array(sorted(documents.items()), np.int64).reshape(-1, 2)
