@@ -81,6 +81,18 @@ def damage_as(kind: type[UserError], file: object, advice: str = "") -> Iterator
         raise kind(f"{file} is damaged ({kept}){advice}") from None
 
 
+@contextlib.contextmanager
+def failure_as(
+    kind: type[UserError], what: str, advice: str = "", *more: type[Exception]
+) -> Iterator[None]:
+    """Inside, an OSError, or one of `more`, is an error that says what failed, why, and the way out."""
+    kinds: tuple[type[Exception], ...] = (OSError, *more)
+    try:
+        yield
+    except kinds as error:
+        raise kind(f"{what}: {reason(error)}{advice}") from None
+
+
 def reason(error: Exception) -> str:
     """Why something failed, on one line: the system's words, else the message, else the error's type.
 

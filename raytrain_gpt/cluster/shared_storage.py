@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.errors import ClusterError, RaytrainGptError
+from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import size
 from raytrain_gpt.storage.location import Location
 
@@ -61,13 +61,9 @@ def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location
         ClusterError: this process cannot write there.
     """
     probe = parent / f".probe-{uuid.uuid4().hex}"
-    try:
+    advice = "; set storage_path to a directory that every node can write"
+    with failure_as(ClusterError, f"the driver cannot write storage_path {storage_path}", advice):
         (probe / DRIVER_FILE).write_text(probe.name)
-    except OSError as error:
-        raise ClusterError(
-            f"the driver cannot write storage_path {storage_path}: {error.strerror or error}; set "
-            "storage_path to a directory that every node can write"
-        ) from None
     try:
         yield probe
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -34,8 +33,7 @@ def doctor(options: DoctorOptions) -> None:
     found = examine(config, options.tokenizer, options.bench, say)
     fix = "do what the FAIL lines say, then run this again"
     say(f"next: {options.train_command() if found.ok else fix}")
-    if options.as_json:
-        say(json.dumps(found.as_json()))
+    options.say_json(found.as_json())
     sys.exit(0 if found.ok else 1)
 
 

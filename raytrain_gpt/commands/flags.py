@@ -34,7 +34,8 @@ SECTIONS: Groups = {
 class Metavar:
     """Marks a field: what stands for its value in the help, and whether it is an argument, not a flag."""
 
-    text: str
+    text: str = ""
+    """Empty: as its type says."""
     positional: bool = False
 
 
@@ -50,6 +51,11 @@ class JsonOptions(Options):
 
     as_json: bool = Field(False, alias="json")
     """Print one JSON object last."""
+
+    def say_json(self, facts: dict[str, Any]) -> None:
+        """Print the object, if it is asked for."""
+        if self.as_json:
+            say(json.dumps(facts))
 
 
 class ConfigOptions(Options):
@@ -146,7 +152,7 @@ def _add(
     """Add a flag or an argument, which is absent from the parsed arguments unless it is given."""
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = next((one for one in field.metadata if isinstance(one, Metavar)), None)
-    kind = mark.text if mark else _kind(field.annotation)
+    kind = mark.text if mark and mark.text else _kind(field.annotation)
     how: dict[str, Any] = {"metavar": kind}
     if mark and mark.positional:
         if typing.get_origin(field.annotation) is list:

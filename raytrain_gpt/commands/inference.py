@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -53,8 +52,7 @@ def evaluate(options: EvalOptions) -> None:
     how = options.model_dump(exclude={"checkpoint", "as_json"})
     path, metrics = evaluate_checkpoint(options.checkpoint, say, **how)
     _say_metrics(path, metrics)
-    if options.as_json:
-        say(json.dumps({"checkpoint": str(path), **metrics}))
+    options.say_json({"checkpoint": str(path), **metrics})
 
 
 def _say_metrics(path: Location, metrics: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,8 +51,7 @@ def estimate(options: EstimateFlags) -> None:
     for line in lines(config, found):
         say(line)
     say(f"next: {options.train_command()}")
-    if options.as_json:
-        say(json.dumps(found.as_json()))
+    options.say_json(found.as_json())
 
 
 class TrainOptions(ConfigOptions):
@@ -130,10 +128,7 @@ def tune(options: TuneOptions) -> None:
 class RunsOptions(JsonOptions):
     """Which runs are shown."""
 
-    action: Annotated[
-        Literal["list", "show", "checkpoints", "report"],
-        Metavar("list|show|checkpoints|report", positional=True),
-    ]
+    action: Annotated[Literal["list", "show", "checkpoints", "report"], Metavar(positional=True)]
     """list: all runs; show: one; checkpoints: those of one; report: a page that compares some."""
     runs: Annotated[list[str], Metavar("RUN", positional=True)] = Field(default_factory=list)
     """Name or directory of a run."""

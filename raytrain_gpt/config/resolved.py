@@ -43,12 +43,6 @@ class FittedCluster(SizedCluster):
         return self.gpus_per_worker if self.use_gpu else 0.0
 
     @property
-    def worker_resources(self) -> dict[str, float]:
-        """What Ray reserves for a worker."""
-        gpus = {"GPU": self.gpus_per_worker} if self.use_gpu else {}
-        return {"CPU": self.cpus_per_worker, **gpus}
-
-    @property
     def least_workers(self) -> int:
         """The fewest workers that the run goes on with."""
         return self.min_workers or self.num_workers

@@ -109,16 +109,11 @@ class Config(Strict):
         )
 
 
-def _collect_fields() -> dict[str, tuple[str, FieldInfo]]:
-    fields: dict[str, tuple[str, FieldInfo]] = {}
-    for section, of_section in Config.model_fields.items():
-        for name, field in cast(type[Strict], of_section.annotation).model_fields.items():
-            assert name not in fields, f"field {name} is in two sections"
-            fields[name] = (section, field)
-    return fields
-
-
-FIELDS = _collect_fields()
+FIELDS: dict[str, tuple[str, FieldInfo]] = {
+    name: (section, field)
+    for section, of_section in Config.model_fields.items()
+    for name, field in cast(type[Strict], of_section.annotation).model_fields.items()
+}
 """Field name -> (section, pydantic field with default and description)."""
 
 _STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

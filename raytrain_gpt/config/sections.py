@@ -57,6 +57,14 @@ class SafeSection(Strict):
     """A section all of whose fields are SAFE."""
 
 
+def _check_divides(name: str, value: int, whole: str, number: int) -> None:
+    if number % value:
+        raise ValueError(
+            f"{name}={value} does not divide {whole}={number}; "
+            f"nearest: {name} {nearest(divisors(number), value)}"
+        )
+
+
 class ModelSection(Strict):
     """The architecture and its sizes."""
 
@@ -82,16 +90,8 @@ class ModelSection(Strict):
     """Checkpoint whose weights a new run starts from; null: random initialization."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> ModelSection:
-        if self.embd_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide embd_size={self.embd_size}; "
-                f"nearest: num_heads {nearest(divisors(self.embd_size), self.num_heads)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_architecture(self) -> ModelSection:
+    def _is_possible(self) -> ModelSection:
+        _check_divides("num_heads", self.num_heads, "embd_size", self.embd_size)
         if self.architecture == "gpt2":
             for name in QWEN3_FIELDS:
                 default = type(self).model_fields[name].default
@@ -105,11 +105,8 @@ class ModelSection(Strict):
                 f"embd_size={self.embd_size} in num_heads={self.num_heads} is an odd number of channels a "
                 "head, which rotary positions turn in pairs; set num_heads to one that leaves an even number"
             )
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"nearest: num_kv_heads {nearest(divisors(self.num_heads), self.num_kv_heads)}"
-            )
+        if self.num_kv_heads is not None:
+            _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         return self
 
 

@@ -12,7 +12,7 @@ from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
 from raytrain_gpt.data.stats import SplitStats, count_dataset, facts, histogram_edges
 from raytrain_gpt.data.tokenizer import read_tokenizer
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.storage.location import Location
 
@@ -92,10 +92,8 @@ def dataset_stats(
     say(f"dataset {directory} | tokenizer {manifest.tokenizer}, {manifest.vocab_size} ids")
     for split, one in found.items():
         _say_split(split, one, say)
-    try:
+    with failure_as(DataError, f"cannot write {picture}", "; choose another --png"):
         picture.write_bytes(lengths_picture(stats, edges))
-    except OSError as error:
-        raise DataError(f"cannot write {picture}: {reason(error)}; choose another --png") from None
     say(f"picture {picture}")
     return {
         "path": str(directory),

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_gpt.data.bad_documents import BadDocuments
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
@@ -96,15 +96,14 @@ def read_documents(
 
 def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
     try:
-        yield Document(0, path.read_bytes().decode("utf-8"))
+        with failure_as(DataError, f"cannot read {path}"):
+            yield Document(0, path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         bad.add(path, f"byte {error.start}", "not UTF-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
-    try:
+    with failure_as(DataError, f"cannot read {path}"):
         if path.is_local and compression is None:
             return path.path.open("rb")
         file = path.open()
@@ -113,8 +112,6 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
                 file = pa.BufferedInputStream(file, _READ_BYTES)
             file = pa.CompressedInputStream(file, compression)
         return io.BufferedReader(file, _READ_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {reason(error)}") from None
 
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:

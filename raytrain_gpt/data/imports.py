@@ -22,7 +22,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.documents import SourcePiece
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as, reason
 from raytrain_gpt.storage.location import Location
 
 COLUMNS = ("input_ids", "tokens")
@@ -64,13 +64,10 @@ def read_layout(path: Location, size: int) -> Layout:
     Raises:
         DataError: it is of no known kind, or truncated.
     """
-    try:
-        with path.open() as file:
-            if path.name.endswith(".npy"):
-                return _npy_layout(path, file, size)
-            return _bin_layout(path, file.read(min(size, HEADER_BYTES)), size)
-    except OSError as error:
-        raise DataError(f"cannot read source {path}: {reason(error)}") from None
+    with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
+        if path.name.endswith(".npy"):
+            return _npy_layout(path, file, size)
+        return _bin_layout(path, file.read(min(size, HEADER_BYTES)), size)
 
 
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
@@ -179,19 +176,16 @@ def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChun
 def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     dtype = np.dtype(piece.ids)
     step = _CHUNK_IDS * dtype.itemsize
-    try:
-        with piece.location.open() as file:
-            for start in range(piece.start, piece.stop, step):
-                wanted = min(step, piece.stop - start)
-                content = file.read_at(wanted, start)
-                if len(content) != wanted:
-                    raise DataError(
-                        f"{piece.location} ends at byte {start + len(content)} instead of {piece.stop}: it "
-                        "changed while it was read; start again"
-                    )
-                yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
-    except OSError as error:
-        raise DataError(f"cannot read {piece.location}: {reason(error)}") from None
+    with failure_as(DataError, f"cannot read {piece.location}"), piece.location.open() as file:
+        for start in range(piece.start, piece.stop, step):
+            wanted = min(step, piece.stop - start)
+            content = file.read_at(wanted, start)
+            if len(content) != wanted:
+                raise DataError(
+                    f"{piece.location} ends at byte {start + len(content)} instead of {piece.stop}: it "
+                    "changed while it was read; start again"
+                )
+            yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
 
 
 def _parquet_chunks(piece: SourcePiece) -> Iterator[IdChunk]:

@@ -106,14 +106,6 @@ class Manifest(BaseModel):
         """Tokens in a split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
-    def row_groups(self, split: Split) -> list[tuple[Shard, int, int]]:
-        """(shard, index inside it, tokens) of every row group of a split, in manifest order."""
-        return [
-            (shard, i, min(self.row_group_tokens, shard.tokens - i * self.row_group_tokens))
-            for shard in self.split_shards(split)
-            for i in range(-(-shard.tokens // self.row_group_tokens))
-        ]
-
     def row_group_sequences(self, split: Split, seq_len: int) -> NDArray[np.int64]:
         """Whole sequences in every row group of a split, int64 (row groups,)."""
         tokens, counts = self._row_group_counts(split)

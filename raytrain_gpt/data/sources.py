@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
 
@@ -81,10 +81,8 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     find = _local_pieces
     if is_url(source):
         find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
-    try:
+    with failure_as(DataError, f"cannot read source {without_query(source)}"):
         yield from find(source, text_field)
-    except OSError as error:
-        raise DataError(f"cannot read source {without_query(source)}: {reason(error)}") from None
 
 
 def _local_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
@@ -227,13 +225,11 @@ def _id_pieces(whole: SourcePiece, layout: Layout, in_parts: bool) -> Iterator[S
 
 def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iterator[SourcePiece]:
     path = whole.location
-    try:
+    what = f"source {path} is not a parquet file"
+    with failure_as(DataError, what, "; download it again", pa.ArrowException):
         with path.open() as file:
             metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
-    except (OSError, pa.ArrowException) as error:
-        why = reason(error)
-        raise DataError(f"source {path} is not a parquet file: {why}; download it again") from None
     if twice := [name for name in (text_field, *COLUMNS) if schema.names.count(name) > 1]:
         raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one of them")
     ids = id_column(schema, text_field)

@@ -16,7 +16,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
-from raytrain_gpt.data.tokenizer import Tokens, text_of, token_bytes
+from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.storage.location import Place
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -83,42 +83,24 @@ def count_dataset(
     total, done = sum(shard.tokens for shard in manifest.shards), 0
     found: dict[Split, SplitStats] = {}
     for split in SPLITS:
-        counter = _Counter(manifest.vocab_size, manifest.eot_token)
-        for shard, index, num_tokens in manifest.row_groups(split):
-            counter.add(read_row_group(directory, manifest, shard, index))
-            done += num_tokens
-            progress(done, total)
-        found[split] = counter.stats()
+        id_counts = np.zeros(manifest.vocab_size, np.int64)
+        documents: Counter[int] = Counter()
+        begun = 0  # tokens since the last eot: a document may go on in the next row group
+        for shard in manifest.split_shards(split):
+            for index in range(-(-shard.tokens // manifest.row_group_tokens)):
+                tokens = read_row_group(directory, manifest, shard, index)
+                id_counts += np.bincount(tokens, minlength=manifest.vocab_size)
+                ends = np.flatnonzero(tokens == manifest.eot_token)
+                lengths = np.diff(ends, prepend=-1 - begun)
+                documents.update(lengths.tolist())
+                begun += len(tokens) - int(lengths.sum())
+                done += len(tokens)
+                progress(done, total)
+        if begun:
+            documents[begun] += 1
+        pairs = np.array(sorted(documents.items()), np.int64).reshape(-1, 2)
+        found[split] = SplitStats(pairs[:, 0], pairs[:, 1], id_counts)
     return found
-
-
-class _Counter:
-    """Counts a split row group by row group; a document may go on in the next one."""
-
-    def __init__(self, vocab_size: int, eot_token: int) -> None:
-        self._eot_token = eot_token
-        self._id_counts = np.zeros(vocab_size, np.int64)
-        self._lengths: Counter[int] = Counter()
-        self._open = 0
-        """Tokens since the last `eot`."""
-
-    def add(self, tokens: Tokens) -> None:
-        self._id_counts += np.bincount(tokens, minlength=len(self._id_counts))
-        ends = np.flatnonzero(tokens == self._eot_token)
-        if len(ends) == 0:
-            self._open += len(tokens)
-            return
-        lengths = np.diff(ends, prepend=-1)
-        lengths[0] += self._open
-        self._open = len(tokens) - 1 - int(ends[-1])
-        values, counts = np.unique(lengths, return_counts=True)
-        self._lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-    def stats(self) -> SplitStats:
-        if self._open:
-            self._lengths[self._open] += 1
-        pairs = np.array(sorted(self._lengths.items()), np.int64).reshape(-1, 2)
-        return SplitStats(pairs[:, 0], pairs[:, 1], self._id_counts)
 
 
 def histogram_edges(longest: int) -> NDArray[np.int64]:

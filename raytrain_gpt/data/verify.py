@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, read_row_group, repair_advice
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
-from raytrain_gpt.errors import DataError, reason
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, Place
 
 CHECK_THREADS = 16
@@ -54,11 +54,9 @@ def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: boo
         raise DataError(f"shard {path} is missing; {mend}") from None
     if size != shard.file_bytes:
         raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {mend}")
-    try:
-        with path.open() as file:
-            metadata = pq.read_metadata(file)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"shard {path} is not a parquet file: {reason(error)}; {anew}") from None
+    what = f"shard {path} is not a parquet file"
+    with failure_as(DataError, what, f"; {anew}", pa.ArrowException), path.open() as file:
+        metadata = pq.read_metadata(file)
     field = metadata.schema.to_arrow_schema()
     if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
         raise DataError(

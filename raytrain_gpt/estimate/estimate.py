@@ -1,4 +1,4 @@
-"""The `estimate` command: facts are gathered, and the estimate is printed as lines."""
+"""The `estimate` command: facts are gathered or measured, and the estimate is printed as lines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import torch
 
+from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, bf16_pays, gpu_spec, gpu_specs_matching
 from raytrain_gpt.data.locations import data_is_there, data_of
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.doctor.bench import forecast
+from raytrain_gpt.doctor.rank_probe import ask_ranks
+from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, duration, size
-from raytrain_gpt.train.launch import expected_vocab_size
-from raytrain_gpt.train.preflight import absolute_paths
+from raytrain_gpt.ingest.ray_dataset import IngestSpec
+from raytrain_gpt.train import preflight
+from raytrain_gpt.train.launch import cluster_for, expected_vocab_size
+from raytrain_gpt.train.memory_fit import fit_memory
 
 SPEED_SOURCES = {
     "probe": "measured by the probe",
@@ -38,13 +44,11 @@ def answer(
     vocab_size = given.vocab_size or expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
-        from raytrain_gpt.estimate.speed_probe import probe_speed
-
-        plan, tokens_per_s, device_name = probe_speed(config, log)
+        plan, tokens_per_s, device_name = _probe_speed(config, log)
         config, num_workers = plan.config, plan.world_size
         gpu = gpu or gpu_spec(device_name)
     else:
-        config = absolute_paths(config)
+        config = preflight.absolute_paths(config)
     train_tokens = given.train_tokens
     if train_tokens is None and data_is_there(config):
         train_tokens = data_of(config).split_tokens("train")
@@ -62,6 +66,34 @@ def answer(
         tokens_per_s=tokens_per_s,
     )
     return config, estimate(config, facts)
+
+
+def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
+    """Time steps of a configuration's own loop on its own data; nothing trained is kept.
+
+    Returns:
+        The plan that was timed, tokens/s over all workers, and the name of rank 0's device.
+
+    Raises:
+        UserError: the configuration, data or cluster cannot be used.
+        TrainingFailed: the steps did not finish, for example for lack of memory.
+        Interrupted: Ctrl+C or SIGTERM.
+    """
+    stopped = StopSignals("interrupted; nothing is left behind")
+    with stopped, cluster_for(config, log) as (fitted, world_size, data):
+        plan = fit_memory(fitted, world_size, data.vocab_size, log)
+        ingest = IngestSpec(fitted, data, world_size)
+        preflight.check_data(ingest)
+        preflight.check_compile(fitted)
+        log(f"timing steps on {world_size} workers")
+        group = ask_ranks(fitted, world_size, ingest, plan)
+    if group.bench is None or group.devices is None:
+        raise TrainingFailed(
+            f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
+            "raytrain-gpt doctor"
+        )
+    tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
+    return plan, tokens_per_s, group.devices[0].device
 
 
 def _device(text: str) -> GpuSpec:

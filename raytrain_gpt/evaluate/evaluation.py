@@ -19,7 +19,7 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
-from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, ChoiceScore, ending_losses
+from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Evaluation:
         if self._feed is not None:
             metrics |= self._validated(self._feed, progress)
         if self._choices is not None:
-            score = self._scored(self._choices, progress).metrics()
+            score = self._scored(self._choices, progress)
             metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
             metrics["hellaswag/cut"] = self._choices.num_cut
         return metrics
@@ -86,12 +86,12 @@ class Evaluation:
                 metrics |= {f"val/loss/{name}": alone.loss, f"val/tokens/{name}": alone.tokens}
         return metrics
 
-    def _scored(self, choices: Choices, progress: Callable[[], None]) -> ChoiceScore:
+    def _scored(self, choices: Choices, progress: Callable[[], None]) -> dict[str, float | int]:
         own = torch.zeros(3, dtype=torch.int64)
         for _, labels, *chosen in self.answers(choices, progress):
             right = [(endings == labels).sum() for endings in chosen]
             own += torch.stack([torch.tensor(len(labels)), *right])
-        return ChoiceScore(*self._collectives.summed(own).tolist())
+        return choice_metrics(*self._collectives.summed(own).tolist())
 
     def answers(
         self, choices: Choices, progress: Callable[[], None] = lambda: None

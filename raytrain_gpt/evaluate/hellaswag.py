@@ -29,7 +29,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.errors import DataError, damage_as
+from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, Place, cache_directory
 
 NUM_ENDINGS = 4
@@ -124,7 +124,7 @@ def read_examples(place: Place) -> list[Example]:
         DataError: it cannot be read or is not as published; says which line.
     """
     path = Location.of(place)
-    with damage_as(DataError, f"HellaSwag {path}"):
+    with failure_as(DataError, f"cannot read HellaSwag {path}"):
         content = path.read_bytes()
     return _parsed(content, str(path))
 
@@ -195,13 +195,9 @@ def downloaded() -> Location:
             "and give its path instead of download"
         ) from None
     _parsed(content, URL)
-    try:
+    advice = "; set XDG_CACHE_HOME to a directory that can be written, or give a file instead of download"
+    with failure_as(DataError, f"cannot keep HellaSwag in {cache}", advice):
         place.write_bytes(content)
-    except OSError as error:
-        raise DataError(
-            f"cannot keep HellaSwag in {cache}: {error.strerror}; set XDG_CACHE_HOME to a directory "
-            "that can be written, or give a file instead of download"
-        ) from None
     return place
 
 
@@ -262,30 +258,21 @@ def ending_losses(
     return summed, summed / scored.sum(1)
 
 
-@dataclass(frozen=True)
-class ChoiceScore:
-    """How many examples were answered correctly.
+def choice_metrics(examples: int, correct: int, correct_norm: int) -> dict[str, float | int]:
+    """Accuracies (fractions) with their standard errors, and the number of examples.
 
-    Attributes:
+    The standard error is that of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1)).
+
+    Args:
         correct: Examples whose right ending has the smallest summed loss.
         correct_norm: Examples whose right ending has the smallest loss per token.
     """
-
-    examples: int
-    correct: int
-    correct_norm: int
-
-    def metrics(self) -> dict[str, float | int]:
-        """Accuracies (fractions) with their standard errors, and the number of examples."""
-        acc, acc_norm = self.correct / self.examples, self.correct_norm / self.examples
-        return {
-            "acc": acc,
-            "acc_norm": acc_norm,
-            "acc_stderr": self._stderr(acc),
-            "acc_norm_stderr": self._stderr(acc_norm),
-            "examples": self.examples,
-        }
-
-    def _stderr(self, accuracy: float) -> float:
-        """Standard error of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1))."""
-        return math.sqrt(accuracy * (1 - accuracy) / max(1, self.examples - 1))
+    acc, acc_norm = correct / examples, correct_norm / examples
+    stderrs = [math.sqrt(p * (1 - p) / max(1, examples - 1)) for p in (acc, acc_norm)]
+    return {
+        "acc": acc,
+        "acc_norm": acc_norm,
+        "acc_stderr": stderrs[0],
+        "acc_norm_stderr": stderrs[1],
+        "examples": examples,
+    }

@@ -29,14 +29,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raytrain_gpt.errors import ClusterError, RaytrainGptError, reason
+from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
@@ -385,16 +385,10 @@ def _is_away(location: Location) -> bool:
     return location.is_local and not location.parent.exists()
 
 
-@contextmanager
-def _storage_errors(verb: str, location: Location, what: str) -> Iterator[None]:
-    """Turn an OSError into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ClusterError(
-            f"cannot {verb} {location} for {what}: {reason(error)}; give access to {location.parent}, "
-            "or use another directory"
-        ) from None
+def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
+    """Inside, an OSError becomes one line."""
+    advice = f"; give access to {location.parent}, or use another directory"
+    return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def worker_group(
         scaling_config=ray.train.ScalingConfig(
             num_workers=world_size,
             use_gpu=cluster.use_gpu,
-            resources_per_worker=cluster.worker_resources,
+            resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": cluster.num_gpus},
         ),
         run_config=ray.train.RunConfig(
             name=name,

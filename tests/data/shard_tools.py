@@ -78,6 +78,16 @@ def all_tokens(directory: Path, manifest: Manifest, split: Split) -> np.ndarray[
     return np.concatenate([pq.read_table(directory / s.path)["tokens"].to_numpy() for s in shards])
 
 
+def row_groups(manifest: Manifest, split: Split) -> list[tuple[Shard, int, int]]:
+    """(shard, index inside it, tokens) of every row group of a split, in manifest order."""
+    size = manifest.row_group_tokens
+    return [
+        (shard, index, min(size, shard.tokens - start))
+        for shard in manifest.split_shards(split)
+        for index, start in enumerate(range(0, shard.tokens, size))
+    ]
+
+
 def documents(directory: Path, manifest: Manifest, split: Split) -> list[bytes]:
     """The bytes of a split's documents, decoded with the tokenizer the dataset carries."""
     encoding = read_tokenizer(directory)

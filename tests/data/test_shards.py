@@ -19,7 +19,7 @@ from raytrain_gpt.data.shards import (
     read_row_group,
 )
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import files, write_dataset
+from tests.data.shard_tools import files, row_groups, write_dataset
 
 
 @pytest.mark.parametrize("vocab_size", [257, 2**16, 2**16 + 1, 200_019])
@@ -27,7 +27,7 @@ def test_row_groups_come_back_with_the_manifests_type(tmp_path: Path, vocab_size
     manifest = write_dataset(
         tmp_path / "d", train=[100, 33], row_group_tokens=33, vocab_size=vocab_size
     )
-    groups = manifest.row_groups("train")
+    groups = row_groups(manifest, "train")
     assert [size for _, _, size in groups] == [33, 33, 33, 1, 33]
     tokens = [read_row_group(tmp_path / "d", manifest, shard, i) for shard, i, _ in groups]
     assert {group.dtype for group in tokens} == {np.dtype(manifest.dtype)}
@@ -105,7 +105,7 @@ def test_a_row_group_has_the_sequences_that_fit_into_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("train", [[100], [0, 33, 0], [66, 0, 1, 34], [32, 500, 33], [0]])
 def test_row_groups_are_found_by_their_number(tmp_path: Path, train: list[int]) -> None:
     manifest = write_dataset(tmp_path / "d", train=train)
-    listed = manifest.row_groups("train")
+    listed = row_groups(manifest, "train")
     assert sum(size for _, _, size in listed) == sum(train)
     sequences = [(size - 1) // 4 for _, _, size in listed]
     assert manifest.row_group_sequences("train", 4).tolist() == sequences

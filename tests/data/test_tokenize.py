@@ -30,6 +30,7 @@ from tests.data.shard_tools import (
     files,
     made_text,
     prepare_here,
+    row_groups,
     write_jsonl,
     write_parquet,
 )
@@ -108,7 +109,7 @@ def test_the_manifest_says_what_is_in_the_shards(tmp_path: Path) -> None:
         assert hashlib.sha256(content).hexdigest() == shard.sha256
         metadata = pq.read_metadata(out / shard.path)
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        assert sizes == [size for s, _, size in manifest.row_groups(shard.split) if s == shard]
+        assert sizes == [size for s, _, size in row_groups(manifest, shard.split) if s == shard]
         check_shard(out, manifest, shard, content=True)
 
 

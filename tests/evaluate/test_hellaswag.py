@@ -23,8 +23,8 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.evaluate import hellaswag
 from raytrain_gpt.evaluate.hellaswag import (
     Choices,
-    ChoiceScore,
     Example,
+    choice_metrics,
     downloaded,
     encode_choices,
     ending_losses,
@@ -360,7 +360,7 @@ def test_dropout_is_off_and_no_gradient_is_kept(
 def test_the_standard_error_is_that_of_the_sample(correct: int, examples: int) -> None:
     answers = [1] * correct + [0] * (examples - correct)
     wanted = statistics.stdev(answers) / math.sqrt(examples) if examples > 1 else 0.0
-    metrics = ChoiceScore(examples, correct, examples - correct).metrics()
+    metrics = choice_metrics(examples, correct, examples - correct)
     assert metrics["acc"] == correct / examples
     assert metrics["acc_norm"] == pytest.approx(1 - correct / examples)
     assert metrics["acc_stderr"] == pytest.approx(wanted)
