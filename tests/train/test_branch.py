@@ -49,8 +49,8 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
 
 
 def test_a_cooldown_is_the_run_that_decayed(make_config: MakeConfig) -> None:
-    constant = make_config(run_name="stable", **WSD).updated({"max_steps": 200})
-    train(constant.updated({"max_steps": 60}).updated({"decay_fraction": 1e-6}), print)
+    constant = {**WSD, "decay_fraction": 1e-6, "max_steps": 60}
+    train(make_config(run_name="stable", **constant), print)
     run = train(make_config(run_name="cooldown", branch_from="stable@40", **WSD), print)
     decayed = train(make_config(run_name="decayed", **WSD), print)
     assert losses(run) == losses(decayed, above=40)
