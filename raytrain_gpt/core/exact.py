@@ -67,9 +67,8 @@ class ExactSum:
         sizes = [p.numel() for p in parameters]
         # Behind the gradients: the loss, and how many losses and micro-batches are out of range.
         self._sums = torch.zeros(sum(sizes) + 3, dtype=torch.int64, device=parameters[0].device)
-        *self._gradients, self._loss, self._bad_losses, self._bad = self._sums.split(
-            [*sizes, 1, 1, 1]
-        )
+        parts = torch.split(self._sums, [*sizes, 1, 1, 1])
+        *self._gradients, self._loss, self._bad_losses, self._bad = parts
 
     def number(self, micro_batch: int) -> int:
         """The number that a micro-batch of this rank has in the whole step."""
@@ -109,7 +108,6 @@ class ExactSum:
         unit = torch.where(self._bad > 0, math.nan, one).float()
         for parameter, total in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = (total.float() * unit).view_as(parameter)
-        loss = self._loss.double() * torch.where(self._bad_losses > 0, math.nan, one)
-        mean = loss[0].float()
+        loss: Tensor = self._loss.double() * torch.where(self._bad_losses > 0, math.nan, one)
         self._sums.zero_()
-        return mean
+        return loss.squeeze().float()
