@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_gpt.notebook import TrainedRun as TrainedRun
+    from raytrain_gpt.notebook import batch_at as batch_at
     from raytrain_gpt.notebook import train as train
 
 # Before torch is loaded, here and in Ray's workers. GNU OpenMP's threads wait for each other by spinning for
@@ -18,11 +19,11 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.1.0"
-__all__ = ["TrainedRun", "__version__", "train"]
+__all__ = ["TrainedRun", "__version__", "batch_at", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`train` when it is asked for: Ray's tasks import this package and need none of it."""
+    """`train` and others when they are asked for: Ray's tasks import this package and need none of it."""
     if name in __all__:
         from raytrain_gpt import notebook
 

@@ -54,6 +54,11 @@ def shell(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
+def look_at_batch(run_dir: object, batch: int) -> str:
+    """The command that shows what a bad step read, which a rollback may skip."""
+    return shell("raytrain-gpt", "data", "at", run_dir, "--batch", batch)
+
+
 def sample_command(place: object) -> str:
     """The command that shows what a run or checkpoint has learned."""
     return f'{shell("raytrain-gpt", "sample", place)} --prompt "Hello"'
@@ -105,7 +110,9 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
     return line
 
 
-def event_line(row: dict[str, Any], max_steps: int, spike_zscore: float) -> str | None:
+def event_line(
+    row: dict[str, Any], max_steps: int, spike_zscore: float, run_dir: object
+) -> str | None:
     """The console line of an event; None for those that say what is seen anyway.
 
     A step whose loss is fewer than `spike_zscore` deviations above the mean is marked for its gradient
@@ -120,7 +127,7 @@ def event_line(row: dict[str, Any], max_steps: int, spike_zscore: float) -> str 
         return f"{start} written in {write:.1f} s, training stood still {blocked * 1000:.0f} ms"
     if row["event"] in ("spike", "nonfinite"):
         loss, norm = number(row["loss"], ".4f"), number(row["grad_norm"], ".2f")
-        return f"{start} | loss {loss} | norm {norm} | batch {row['batch']}"
+        return f"{start} | loss {loss} | norm {norm} | {look_at_batch(run_dir, row['batch'])}"
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
     return None

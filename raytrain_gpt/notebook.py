@@ -19,12 +19,15 @@ import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import printable
+
+if TYPE_CHECKING:
+    from raytrain_gpt.train.trained_on import TrainedSequence
 
 SHOWN_LINES = 12
 _COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
@@ -125,6 +128,21 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         report=str(summary.run_dir / REPORT_FILE),
         metrics=rows,
     )
+
+
+def batch_at(run: str | Path, step: int, storage_path: str = "runs") -> list[TrainedSequence]:
+    """The sequences that a step of a run was trained on.
+
+    Args:
+        run: Its directory, or its name in `storage_path`.
+
+    Raises:
+        UserError: there is no such run or step, or its data is not there.
+    """
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.trained_on import RunData
+
+    return RunData(str(run), Location.of(storage_path)).sequences(step)
 
 
 def _log(config: Config) -> Log:

@@ -65,8 +65,9 @@ def test_one_is_no_plural() -> None:
 def test_only_a_high_loss_is_called_a_spike(loss_zscore: float | None, name: str) -> None:
     row: dict[str, Any] = {"step": 15, "event": "spike", "loss": 9.0, "grad_norm": 2.0, "batch": 3}
     row |= {"loss_zscore": loss_zscore, "grad_norm_zscore": 12.0}
-    line = event_line(row, 40, spike_zscore=6.0)
-    assert line == f"step 15/40 | {name} | loss 9.0000 | norm 2.00 | batch 3"
+    line = event_line(row, 40, 6.0, "runs/a b")
+    command = "raytrain-gpt data at 'runs/a b' --batch 3"
+    assert line == f"step 15/40 | {name} | loss 9.0000 | norm 2.00 | {command}"
 
 
 def test_a_command_to_copy_is_read_by_a_shell_as_it_was_meant() -> None:

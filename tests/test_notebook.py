@@ -44,7 +44,7 @@ def test_importing_the_package_is_cheap() -> None:
 def test_the_cell_shows_what_the_consoles_lines_say() -> None:
     display = RunDisplay("<run>", 5)
     assert "<svg" not in display._repr_html_()
-    spike = "step 15/40 | spike | loss 9.0000 | norm 2.00 | batch 3"
+    spike = "step 15/40 | spike | loss 9.0000 | norm 2.00 | raytrain-gpt data at a --batch 3"
     for line in ("<two>\nlines", step_line(STEP, 40), eval_line(EVALUATION, 40), spike):
         display.add(line)
     display.add(step_line({**STEP, "step": 30, "train/loss": 3.0}, 40))

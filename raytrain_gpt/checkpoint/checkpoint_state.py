@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from raytrain_gpt.data.order import Skipped
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -28,6 +28,7 @@ class CheckpointState:
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches left out after loss spikes.
         loss_scale: fp16's factor and the steps since it changed; None: another precision.
+        computed_by: What exact sums depend on besides the configuration; None: sums are not exact.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -45,6 +46,7 @@ class CheckpointState:
     num_workers: _Count
     skipped_batches: Skipped = ()
     loss_scale: tuple[float, int] | None = None
+    computed_by: dict[str, str] | None = None
     state_version: int = STATE_VERSION
 
     @property

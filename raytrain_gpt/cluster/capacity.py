@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.batch import micro_batches_per_step, shares_equally
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
@@ -168,6 +168,6 @@ def largest_world_size(config: FittedConfig, resources: Resources) -> int | None
     c = config.cluster
     room = resources.room_for(c.cpus_per_worker, c.num_gpus) - num_async_evaluations(config)
     for workers in range(min(c.num_workers, room), c.least_workers - 1, -1):
-        if config.batch_sequences % workers == 0:
+        if shares_equally(config, workers):
             return workers
     return None

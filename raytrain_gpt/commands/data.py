@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated, Literal
+
+from pydantic import Field
 
 from raytrain_gpt.commands.flags import JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import shell
+from raytrain_gpt.format import count, shell
 
 
 class PrepareOptions(Options):
@@ -41,11 +44,23 @@ class DataOptions(JsonOptions):
     """What is looked at."""
 
     action: Annotated[
-        Literal["show", "verify", "stats"], Metavar("show|verify|stats", positional=True)
+        Literal["show", "verify", "stats", "at", "find"],
+        Metavar("show|verify|stats|at|find", positional=True),
     ]
-    """show: contents; verify: check all bytes; stats: document lengths and tokens."""
-    directory: Annotated[str, Metavar("DIR", positional=True)]
-    """A dataset: directory or s3://bucket/prefix."""
+    """show: contents; verify: check all bytes; stats: document lengths and tokens; at: what a step of a run
+    was trained on; find: which steps of a run were trained on a text."""
+    what: Annotated[list[str], Metavar("DIR|RUN|TEXT RUN", positional=True)]
+    """A dataset: directory or s3://bucket/prefix; at: a run's name or directory; find: a text and a run."""
+    step: int | None = Field(None, ge=1)
+    """Step to look `at` (default: none)."""
+    batch: int | None = Field(None, ge=0)
+    """Global batch to look `at`, which a rollback may have skipped since (default: none)."""
+    worker: int | None = Field(None, ge=0)
+    """Only what this worker had `at` the step (default: all)."""
+    documents: bool = False
+    """Also number the documents `at` the step, which reads shards from their start."""
+    storage_path: str = "runs"
+    """Directory or s3:// URL of all runs."""
     png: Annotated[str | None, Metavar("FILE")] = None
     """Plot of `stats` (default: document_lengths.png in DIR)."""
 
@@ -76,13 +91,56 @@ def prepare(options: PrepareOptions) -> None:
 
 @command("data", DataOptions)
 def data(options: DataOptions) -> None:
-    """Show a dataset, verify all its bytes, or print its statistics."""
+    """Show a dataset, verify it, count it, or tell what a run's steps were trained on."""
+    wanted = 2 if options.action == "find" else 1
+    if len(options.what) != wanted:
+        names = {"at": "one RUN", "find": "a TEXT and a RUN"}.get(options.action, "one DIR")
+        raise ConfigError(
+            f"data {options.action} takes {names}, got {len(options.what)}; see: raytrain-gpt data --help"
+        )
+    {"at": _at, "find": _find}.get(options.action, _look_at)(options)
+
+
+def _at(options: DataOptions) -> None:
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.trained_on import RunData, described
+
+    if (options.step is None) == (options.batch is None):
+        raise ConfigError("data at takes --step N or --batch N; see: raytrain-gpt data --help")
+    run = RunData(options.what[0], Location.of(options.storage_path))
+    sequences = run.sequences(options.step, options.batch, options.worker, options.documents)
+    for sequence in sequences:
+        say(described(sequence))
+    if options.as_json:
+        facts = {"run": str(run.dir), "step": options.step, "batch": options.batch}
+        say(json.dumps({**facts, "sequences": [asdict(sequence) for sequence in sequences]}))
+
+
+def _find(options: DataOptions) -> None:
+    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.train.trained_on import RunData
+
+    text, name = options.what
+    run = RunData(name, Location.of(options.storage_path))
+    facts = run.find(text, say)
+    for step in facts["steps"]:
+        places = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]
+        say(f"step {step['step']}: {', '.join(places)}")
+    say(
+        f"{count(len(facts['steps']), 'step')} of {run.last_step} had it; in {count(facts['cut'], 'place')} "
+        "the end of a sequence cuts it, so that no step has it whole"
+    )
+    if options.as_json:
+        say(json.dumps({"run": str(run.dir), "text": text, **facts}))
+
+
+def _look_at(options: DataOptions) -> None:
     from raytrain_gpt.data.describe import PICTURE_FILE, dataset_stats, describe_dataset
     from raytrain_gpt.data.shards import read_manifest
     from raytrain_gpt.data.verify import check_shard, check_tokenizer
     from raytrain_gpt.storage.location import Location
 
-    directory = Location.of(options.directory)
+    directory = Location.of(options.what[0])
     manifest = read_manifest(directory)
     if options.action == "stats":
         picture = Location.of(options.png) if options.png else directory / PICTURE_FILE
@@ -97,7 +155,7 @@ def data(options: DataOptions) -> None:
             say(f"all {len(manifest.shards)} shards of {directory} are intact")
         described = describe_dataset(directory, manifest, say)
         facts = described | {"verified": options.action == "verify"}
-    say(_train_line(options.directory))
+    say(_train_line(options.what[0]))
     if options.as_json:
         say(json.dumps(facts))
 

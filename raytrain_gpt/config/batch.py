@@ -38,6 +38,12 @@ def micro_batches_per_step(config: Config, world_size: int) -> int:
     )
 
 
+def shares_equally(config: Config, world_size: int) -> bool:
+    """Whether a global batch divides over the workers: its sequences, its micro-batches if sums are exact."""
+    unit = config.train.micro_batch_sequences if config.train.exact else 1
+    return config.batch_sequences % (int(unit) * world_size) == 0
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` next to a value, as text; `none` if both are 0 or beyond 64 bits."""
     below = value // unit * unit
@@ -56,12 +62,12 @@ def nearest(valid: list[int], value: int) -> str:
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
-    """The micro-batch of a world size that may be below `num_workers`; `auto` stays.
+    """The micro-batch of a world size that may be below `num_workers`; `auto` stays, and so do exact sums'.
 
     The largest divisor of a worker's sequences per step that is not above `micro_batch_sequences`.
     """
     asked = config.train.micro_batch_sequences
-    if asked == "auto":
+    if asked == "auto" or config.train.exact:
         return asked
     worker_sequences = config.batch_sequences // world_size
     return max(m for m in divisors(worker_sequences) if m <= asked)

@@ -68,6 +68,15 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _one_beginning(self) -> Config:
+        if self.model.init_from and self.run.branch_from:
+            raise ValueError(
+                f"branch_from={self.run.branch_from} goes on with a run, init_from={self.model.init_from} "
+                "begins one with weights alone; set one of them to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_secrets(self) -> Config:
         values = self.field_values()
         for name, way_out in _URL_FIELDS.items():
@@ -119,7 +128,8 @@ FIELDS: dict[str, tuple[str, FieldInfo]] = {
 _STORE_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _URL_FIELDS = {
     **dict.fromkeys(
-        ("init_from", "data_path", "hellaswag_path", "storage_path", "s3_endpoint"), _STORE_KEYS
+        ("init_from", "branch_from", "data_path", "hellaswag_path", "storage_path", "s3_endpoint"),
+        _STORE_KEYS,
     ),
     "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
 }

@@ -170,6 +170,8 @@ class TrainSection(Strict):
     """auto: bf16 on GPUs and CPUs that have it, else fp32 (TF32 on GPUs); fp16 uses loss scaling."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"
     """ddp: a copy of the model on every worker; fsdp: weights, gradients and optimizer state are sharded."""
+    exact: bool = False
+    """Weights the same to the last bit at any number of workers: gradients are added up as integers."""
     compile: Annotated[bool, SAFE] = False
     """Compile the model with torch.compile."""
     activation_checkpointing: Annotated[Literal["none", "selective", "full", "auto"], SAFE] = "none"
@@ -184,6 +186,19 @@ class TrainSection(Strict):
     """Number of newest checkpoints to keep, in addition to the one with the best validation loss."""
     profile_steps: Annotated[int, SAFE] = Field(0, ge=0, le=10)
     """Steps to profile on rank 0 after warm-up; 0: off."""
+
+    @model_validator(mode="after")
+    def _can_be_exact(self) -> TrainSection:
+        for name, value, instead in (
+            ("parallel", "fsdp", "ddp"),
+            ("precision", "fp16", "bf16 or fp32"),
+            ("micro_batch_sequences", "auto", "a number, which decides the sums"),
+        ):
+            if self.exact and getattr(self, name) == value:
+                raise ValueError(
+                    f"exact=true does not go with {name}={value}; set {name} to {instead}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _profile_within_the_run(self) -> TrainSection:
@@ -285,6 +300,8 @@ class RunSection(SafeSection):
     """Directory of the run below storage_path; the same name resumes the run."""
     storage_path: str = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""
+    branch_from: str | None = None
+    """Checkpoint of another run, RUN@STEP or its directory, that a new run goes on from; null: none."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest good checkpoint; never: fail if the run already has one."""
     retry_for_s: float = Field(300.0, ge=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import random
 import re
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,17 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     spec = gpu_spec(device_name)
     return spec.bf16_flops if spec and precision in ("bf16", "fp16") else None
+
+
+def device_name(device: torch.device, in_detail: bool = False) -> str:
+    """What torch calls a GPU, else the device's type; in detail also what sort of CPU it is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if not in_detail:
+        return device.type
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    kind = found[1] if found else platform.machine()
+    return f"{kind} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def best_device() -> torch.device:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.optim import update
 from raytrain_gpt.core.parallel import gradients_synchronized
@@ -30,7 +31,8 @@ class StepResult:
 
     Attributes:
         step: Updates done, this one included.
-        loss: Mean loss of this rank's tokens before the update, nats per token, on the device.
+        loss: Mean loss before the update, nats per token, on the device: of this rank's tokens, or, if sums
+            are exact, of all.
         grad_norm: Global gradient norm before clipping, on the device.
         data_wait_s: Seconds spent waiting for micro-batches.
         loss_scale: Factor of the loss in the backward pass, on the device; None: none.
@@ -58,6 +60,7 @@ def train_steps(
     seed: int,
     rank: int,
     loss_scale: LossScale | None = None,
+    exact: ExactSum | None = None,
 ) -> Iterator[StepResult]:
     """Train from `first_step` updates done to `max_steps`, yielding after every update.
 
@@ -68,8 +71,10 @@ def train_steps(
         grad_clip: Largest global gradient norm.
         seed: Decides dropout together with step and rank, so no generator state need be saved.
         loss_scale: For fp16; None: no scaling.
+        exact: Sums that no number of ranks changes, of a model that is not wrapped; None: float sums.
     """
     parameters = list(model.parameters())
+    parts = micro_batches_per_step if exact is None else 1
     for step in range(first_step, max_steps):
         model.train()
         seed_step(seed, step, rank)
@@ -80,14 +85,19 @@ def train_steps(
             inputs, targets = next(micro_batches)  # (B, T) each
             data_wait_s += time.perf_counter() - waiting_since
             last = micro_batch == micro_batches_per_step - 1
+            if exact is not None:
+                seed_step(seed, step, exact.number(micro_batch))
             with gradients_synchronized(model, last):
                 with autocast():
-                    loss = model(inputs, targets) / micro_batches_per_step
+                    loss = model(inputs, targets) / parts
                 losses.append(loss.detach())
                 loss.backward(_factor_or_nan(losses, factor) if last else factor)
+            if exact is not None:
+                exact.add(losses[-1])
+        mean_loss = torch.stack(losses).sum() if exact is None else exact.finish()
         lr = learning_rate(step)
         grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale)
-        yield StepResult(step + 1, torch.stack(losses).sum(), lr, grad_norm, data_wait_s, factor)
+        yield StepResult(step + 1, mean_loss, lr, grad_norm, data_wait_s, factor)
 
 
 def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:

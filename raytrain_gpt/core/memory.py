@@ -93,7 +93,7 @@ class MemoryModel:
             which is not taken into account.
         num_shards: Ranks that share weights, gradients and moments; 1: every rank has all of them.
         evaluates: Whether the ranks evaluate, for which sharded weights are gathered into a whole copy.
-        optimizer: As in the configuration.
+        optimizer, exact: As in the configuration.
     """
 
     shape: GPTShape
@@ -102,20 +102,22 @@ class MemoryModel:
     num_shards: int = 1
     evaluates: bool = False
     optimizer: str = "adamw"
+    exact: bool = False
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
         """The memory of a configuration's training, with a shape that need not be its own."""
         num_shards = world_size if config.train.parallel == "fsdp" else 1
         evaluates = config.eval.eval_mode == "inline"
-        return cls(shape, bf16, config.train.compile, num_shards, evaluates, config.optim.optimizer)
+        train, optimizer = config.train, config.optim.optimizer
+        return cls(shape, bf16, train.compile, num_shards, evaluates, optimizer, train.exact)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
         """The memory for a micro-batch and a mode (`none`, `selective` or `full`)."""
         state = self.shape.num_parameters * _FP32_BYTES
         whole = TrainingMemory(
             weights=state,
-            gradients=state,
+            gradients=state * (3 if self.exact else 1),  # the integers are twice as long
             moments=moment_bytes(self.shape, self.optimizer),
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),

@@ -20,6 +20,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import (
     autocast_of,
+    device_name,
     matmul_dtype,
     peak_flops,
     resolve_precision,
@@ -87,7 +88,7 @@ def time_steps(
         timed_micro_batches=several,
         micro_batches=whole,
         timed_steps=steps,
-        peak_flops=peak_flops(torch.cuda.get_device_name(device) if cuda else "cpu", precision),
+        peak_flops=peak_flops(device_name(device), precision),
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
     )
 

@@ -18,9 +18,9 @@ from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
-from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.muon import num_flops
+from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemorySearch
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""

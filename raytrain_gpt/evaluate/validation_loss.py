@@ -66,7 +66,7 @@ def evaluation_sums(
         token_bytes: int64 (padded_vocab_size,), bytes of text of each id.
     """
     model.eval()
-    sums = []
+    sums = [torch.zeros(4, device=model.device)]
     for inputs, targets in micro_batches:
         with autocast():
             nats = model(inputs, targets, reduction="none").float()  # (B, T), 0 where ignored
@@ -74,7 +74,8 @@ def evaluation_sums(
         counted = (targets != IGNORED).sum()
         parts = [nats.sum(), counted, (nats * (lengths > 0)).sum(), lengths.sum()]
         sums.append(torch.stack([part.float() for part in parts]))
-    return torch.stack(sums).cpu().double().sum(0) if sums else torch.zeros(4, dtype=torch.float64)
+    # Multiples of 2^-20 add up without rounding in float64, up to 2^33 nats: in any order, on any rank.
+    return (torch.stack(sums).cpu().double() * 2**20).round().sum(0) / 2**20
 
 
 def eval_result(sums: Tensor) -> EvalResult:

@@ -22,7 +22,7 @@ from raytrain_gpt.format import number
 CARD_FILE = "README.md"
 IMPORT_EVENT = "import"
 _SECTIONS = ("model", "data", "optim", "train")
-_PATHS = {"init_from", "data_path"}
+_PATHS = {"init_from", "branch_from", "data_path"}
 _SCORES = ("val/", "hellaswag/")
 
 Rows = list[tuple[str, str]]

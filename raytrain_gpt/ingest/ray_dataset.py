@@ -63,12 +63,22 @@ class IngestSpec:
         return self.data.order(self.config.batch_sequences, self.seq_len, seed)
 
     def eval_ids(self) -> Ids:
-        """The validation sequences, padded with −1 to equal shares: int64 (1, world_size · share)."""
+        """The validation sequences in equal shares of whole micro-batches: int64 (1, world_size · share).
+
+        Each dataset's are padded with −1, so that a micro-batch is the same whichever rank evaluates it.
+        """
+        asked = self.config.train.micro_batch_sequences
+        micro = 1 if asked == "auto" else asked
         found = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
-        share = -(-len(found) // self.world_size)
-        ids = np.full((1, share * self.world_size), -1, np.int64)
-        ids[0, : len(found)] = found
-        return ids
+        ends = np.searchsorted(found, self.data.val_ends(self.seq_len))
+        parts = np.split(found, ends[:-1])
+        whole = np.concatenate([padded(part, micro) for part in parts])
+        return padded(whole, micro * self.world_size)[None]
+
+
+def padded(ids: Ids, multiple: int) -> Ids:
+    """Ids, int64 (n,), with −1 behind them to the next multiple."""
+    return np.concatenate([ids, np.full(-len(ids) % multiple, -1, np.int64)])
 
 
 @dataclass(frozen=True)

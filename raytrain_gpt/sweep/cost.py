@@ -13,7 +13,6 @@ from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemorySearch
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.format import amount, duration
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
@@ -27,6 +26,7 @@ from raytrain_gpt.sweep.trial_plan import (
     tied_values,
 )
 from raytrain_gpt.train.launch import expected_vocab_size
+from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemorySearch
 
 PROBE_S = 5.0
 """Duration of the speed measurement, which is at least one forward and backward pass."""

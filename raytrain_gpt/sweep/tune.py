@@ -34,7 +34,7 @@ SWEEP_FILE = "sweep.yaml"
 BASE_FILE = "base.yaml"
 MAY_CHANGE = frozenset({"max_concurrent_trials", "base", "overrides"})
 """Fields that may differ on `--resume`; for base and overrides, their configuration is compared."""
-HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from"}
+HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from", "branch_from"}
 """Fields that do not change the loss of any trial."""
 
 

@@ -141,7 +141,8 @@ class Recorder:
         for row in rows:
             line = None
             if "event" in row:
-                line = event_line(row, train.max_steps, self._config.spikes.spike_zscore)
+                zscore = self._config.spikes.spike_zscore
+                line = event_line(row, train.max_steps, zscore, self._sync.run_dir)
             elif "val/loss" in row:
                 line = eval_line(row, train.max_steps)
             elif row["step"] % train.log_every_steps == 0 or row["step"] == train.max_steps:

@@ -19,10 +19,19 @@ import jinja2
 import numpy as np
 
 from raytrain_gpt import __version__
+from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog, best_of
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import Log, amount, duration, number, short_duration, size
+from raytrain_gpt.format import (
+    Log,
+    amount,
+    duration,
+    look_at_batch,
+    number,
+    short_duration,
+    size,
+)
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.tracking.goodput import (
@@ -71,6 +80,7 @@ class RunStory:
             except ConfigError as error:
                 if tell:
                     tell(f"left out: the configuration of {self.dir}: {error}")
+        self.branch = read_branch(Location.of(sync.work_dir))
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
         self.best_checkpoint = best_of(self.checkpoints)
@@ -246,7 +256,7 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
     environment.filters |= {"draw": draw, "fixed": _fixed, "yaml": _yaml_text, "utc": _utc}
     environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
     environment.filters |= {"duration": duration, "short_duration": short_duration}
-    environment.filters |= {"event_text": event_text}
+    environment.filters |= {"event_text": event_text, "look_at": look_at_batch}
     html = environment.get_template("report_template.html").render(
         runs=runs,
         one="differing" not in more,

@@ -12,11 +12,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from raytrain_gpt.checkpoint.branch import BRANCH_FILE
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
 
-_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE)
+_PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, BRANCH_FILE)
 """What a resumed run reads; everything else follows from these or is only added to."""
 
 

@@ -15,6 +15,7 @@ from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
+from raytrain_gpt.core.exact import computed_by
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
@@ -139,6 +140,9 @@ class Checkpointing:
             num_workers=self._collectives.world_size,
             skipped_batches=position.skipped,
             loss_scale=loss_scale.state() if loss_scale else None,
+            computed_by=computed_by(self._setup.device, self._setup.precision)
+            if config.train.exact
+            else None,
         )
 
     def _report_to_ray(self, path: Location, state: CheckpointState) -> None:

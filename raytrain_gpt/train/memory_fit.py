@@ -28,10 +28,10 @@ from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
-from raytrain_gpt.core.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
+from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
 
 AUTO_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")

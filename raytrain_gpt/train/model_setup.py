@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -76,7 +77,9 @@ def set_up_training(
         else:
             load_model(directory, model, crop_context=resumed is None)
         prepared = prepare_model(model, config.train, precision, device)
-        optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), gradient_group())
+        # With exact sums each rank takes the whole step: dealt out it may have other bits.
+        sharing = None if config.train.exact else gradient_group()
+        optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.listed)
     saved_scale = resumed.state.loss_scale if resumed else None
@@ -105,7 +108,9 @@ def prepare_model(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """What the training loop runs: the model, wrapped or changed in place; all ranks call it.
+    """What the training loop runs: the model, wrapped or changed in place, as it is if sums are exact.
+
+    All ranks call it.
 
     Args:
         model: Whole, initialised or loaded, the same on all ranks.
@@ -114,6 +119,11 @@ def prepare_model(
     """
     if train.compile:
         model.compile()
+    if train.exact:
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        return model.to(device)
     if train.parallel == "ddp" or ray.train.get_context().get_world_size() == 1:
         replica: nn.Module = ray.train.torch.prepare_model(
             model,

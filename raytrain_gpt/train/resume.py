@@ -23,6 +23,7 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
 SKIPPED_FILE = "skipped.json"
+DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
 
 
 def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
@@ -53,7 +54,8 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
         for name, (section, field) in FIELDS.items()
     }
     changed = changed_fields(before, config.field_values())
-    refused = {name: change for name, change in changed.items() if name not in SAFE_ON_RESUME}
+    safe = SAFE_ON_RESUME - (DECIDES_EXACT_SUMS if config.train.exact else set())
+    refused = {name: change for name, change in changed.items() if name not in safe}
     for name, old, new in (
         ("data (manifest hash)", state.manifest_hash, data.hash),
         ("tokenizer (vocabulary hash)", state.vocab_hash, data.vocab_hash),

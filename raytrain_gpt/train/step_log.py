@@ -107,7 +107,8 @@ class StepLog:
         pending, self._pending = self._pending, []
         sums = [self._feed.take_hash_sums() for _ in pending]
         ranks = self._collectives
-        losses = ranks.summed(torch.stack([r.loss.float() for r in pending])) / ranks.world_size
+        # In float64 the mean of equal losses, which ranks with exact sums have, is that loss.
+        losses = ranks.summed(torch.stack([r.loss for r in pending]).double()) / ranks.world_size
         delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
         waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
         norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()

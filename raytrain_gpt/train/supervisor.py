@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 
+from raytrain_gpt.checkpoint.branch import branched
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.connection import cluster_resources
@@ -119,7 +120,7 @@ class Run:
                         return self._finished(resumed, lease, trained=False)
             else:
                 self.config = preflight.check_init_from(self.config, self.data)
-                resumed = self.origin
+                resumed = self.origin or branched(self.config, self.data, self.log)
             self._announce(ingest)
             self.output.write_config(self.config)
             self.rollback.read_skipped(resumed)

@@ -17,7 +17,8 @@ from raytrain_gpt.checkpoint.catalog import step_of
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import peak_flops, seed_everything
+from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
+from raytrain_gpt.core.exact import ExactSum, computed_by, differences
 from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
@@ -27,7 +28,7 @@ from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_p
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
-from raytrain_gpt.train.model_setup import set_up_training
+from raytrain_gpt.train.model_setup import gradient_group, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -140,7 +141,7 @@ class Worker:
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        name = device_name(device)
         self.log = StepLog(
             spec.ingest,
             spec.resumed,
@@ -164,6 +165,21 @@ class Worker:
             f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
             "sequences a step"
         )
+        if train.exact:
+            self._say_what_breaks_exact_sums()
+
+    def _say_what_breaks_exact_sums(self) -> None:
+        """They hold for one kind of device, number of threads and version in the whole run."""
+        own = computed_by(self.setup.device, self.setup.precision)
+        resumed = self.spec.resumed
+        before = resumed.state.computed_by if resumed and resumed.state.computed_by else own
+        others = [differences(before, other) for other in self.collectives.gathered(own)]
+        for rank, differing in enumerate(others):
+            if differing and self.collectives.rank == 0:
+                self.recorder.log(
+                    f"exact does not hold from step {self.step} on: {differing} on rank {rank}; the bits of "
+                    "the weights may be others than without the change"
+                )
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
@@ -194,7 +210,14 @@ class Worker:
     def steps(self) -> Iterator[StepResult]:
         """The results of all steps to come."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
-        if self.collectives.world_size > 1:
+        exact = None
+        if train.exact:
+            parameters, num = (
+                list(setup.raw_model.parameters()),
+                self.spec.plan.micro_batches_per_step,
+            )
+            exact = ExactSum(parameters, num, gradient_group())
+        elif self.collectives.world_size > 1:
             dummy = torch.zeros(
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
@@ -217,6 +240,7 @@ class Worker:
             seed=train.seed,
             rank=self.collectives.rank,
             loss_scale=setup.loss_scale,
+            exact=exact,
         )
         yield from self.profile.around(results)
 

@@ -226,7 +226,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
     passes(judge_sequences(given(good, other), ingest, range(3)), "2 ranks read 46 sequences")
     fails(
         judge_sequences(given(good, good), ingest, range(3)),
-        "sequences", "5 sequences of the validation", "more than once", "ranks 0, 1",
+        "sequences", "10 sequences of the validation", "more than once", "ranks 0, 1",
     )  # fmt: skip
     same = replace(other, train={**other.train, 1: good.train[1]})
     check = judge_sequences(given(good, same), ingest, range(3))

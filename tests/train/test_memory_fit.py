@@ -14,7 +14,6 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.cluster.capacity import Node, Resources
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.memory_search import MemoryFit
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
@@ -25,6 +24,7 @@ from raytrain_gpt.train.memory_fit import (
     fit_memory,
     kept_fit,
 )
+from raytrain_gpt.train.memory_search import MemoryFit
 from tests.checkpoint.test_catalog import state
 from tests.runs import MakeConfig, restarted_from, weights
 

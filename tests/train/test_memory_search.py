@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core import memory_search
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
-from raytrain_gpt.core.memory_search import (
+from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.train import memory_search
+from raytrain_gpt.train.memory_search import (
     ENOUGH_TOKENS,
     MODES,
     MOST_CPU_TOKENS,
     MemoryFit,
     MemorySearch,
 )
-from raytrain_gpt.core.model import GPTShape
 
 VOCAB_SIZE = 257
 CPU = torch.device("cpu")

@@ -1,0 +1,169 @@
+"""`branch_from`: a new run goes on from a checkpoint of another one, with changed settings.
+
+The checkpoint is copied into the new run with the new configuration, as if it had trained it; from there on
+the run resumes like any other, and needs the other run no more. Steps and the place in the data go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from pydantic import TypeAdapter
+
+from raytrain_gpt.checkpoint.catalog import (
+    CHECKPOINTS_DIR,
+    ROWS_FILE,
+    STATE_FILE,
+    Catalog,
+    Checkpoint,
+    read_checkpoint,
+)
+from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.config.schema import changed_fields, parse_config
+from raytrain_gpt.config.sections import QWEN3_FIELDS
+from raytrain_gpt.data.locations import location, run_location
+from raytrain_gpt.data.mixture import Mixture, check_vocabulary
+from raytrain_gpt.data.order import ORDER_VERSION
+from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
+from raytrain_gpt.format import Log
+from raytrain_gpt.parsing import parse_json
+from raytrain_gpt.storage.location import Location
+
+BRANCH_FILE = "branch.json"
+KEPT_FIELDS = (
+    *("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS),
+    *("seq_len", "global_batch_tokens", "optimizer"),
+)
+"""What the weights, the moments or the place in the data depend on."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run branched off.
+
+    Attributes:
+        checkpoint: That it goes on from.
+        step: Updates done before.
+        next_batch: The global batch that its first step reads.
+        changed: Field -> `old -> new`.
+    """
+
+    checkpoint: str
+    step: int
+    next_batch: int
+    changed: dict[str, str]
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        changes = (
+            ", ".join(f"{name} {change}" for name, change in self.changed.items()) or "nothing"
+        )
+        return f"branched from {self.checkpoint} at step {self.step}, changed: {changes}"
+
+
+def read_branch(directory: Location) -> Branch | None:
+    """What a run's directory says of where it branched off; None: it did not.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = directory / BRANCH_FILE
+    if not file.is_file():
+        return None
+    with damage_as(CheckpointError, file):
+        return TypeAdapter(Branch).validate_python(parse_json(file.read_bytes()))
+
+
+def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
+    """The first checkpoint of a run that branches off; None: it does not.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: a setting differs that a branch cannot change, or its steps are over.
+        DataError: the data has another tokenizer.
+    """
+    if config.run.branch_from is None:
+        return None
+    origin = find_origin(config, config.run.branch_from)
+    origin.verify()
+    state = origin.state
+    before = parse_config(state.config, str(origin.path)).field_values()
+    now = config.field_values()
+    for name in KEPT_FIELDS:
+        if before[name] != now[name]:
+            raise ConfigError(
+                f"{name}={now[name]}, {origin.path} has {before[name]}; a branch keeps it: set {name} to "
+                f"{before[name]}"
+            )
+    if state.step >= config.train.max_steps:
+        raise ConfigError(
+            f"max_steps={config.train.max_steps}, but {origin.path} has trained {state.step} steps; set "
+            f"max_steps above {state.step}"
+        )
+    check_vocabulary(data, state.vocab_hash, str(origin.path))
+    is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])
+    run_dir = run_location(config)
+    changed = changed_fields(before, now)
+    # What `auto` became is kept, as on a resume.
+    autos = ("micro_batch_sequences", "activation_checkpointing")
+    trained = config.updated({name: before[name] for name in autos if now[name] == "auto"})
+    own = {
+        "run_name",
+        "storage_path",
+        "branch_from",
+        *(name for name in autos if now[name] == "auto"),
+    }
+    branch = Branch(
+        checkpoint=str(origin.path),
+        step=state.step,
+        next_batch=state.next_batch,
+        changed={name: change for name, change in changed.items() if name not in own},
+    )
+    (run_dir / BRANCH_FILE).write_text(json.dumps(asdict(branch)) + "\n")
+    draft = Catalog(run_dir).draft(state.step, "branch")
+    with origin.files() as files:
+        names = origin.listed - {STATE_FILE, ROWS_FILE}
+        entries = {name: draft.add(name, partial(shutil.copyfile, files / name)) for name in names}
+    path = draft.commit(
+        replace(
+            state,
+            config=trained.model_dump(),
+            manifest_hash=data.hash,
+            order_version=ORDER_VERSION,
+            val_loss=origin.val_loss if is_same_data else None,
+            skipped_batches=state.skipped_batches if is_same_data else (),
+        ),
+        entries,
+        {ROWS_FILE: ""},
+    )
+    log(branch.line)
+    return read_checkpoint(path)
+
+
+def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
+    """The checkpoint of RUN@STEP, or at a path.
+
+    Raises:
+        CheckpointError: there is none; names the steps that there are.
+    """
+    run, _, step = asked.rpartition("@")
+    if not re.fullmatch(r"\d{1,15}", step) or not run:
+        path = location(config, asked)
+        if (path / STATE_FILE).is_file():
+            return read_checkpoint(path)
+        run, step = asked, ""
+    named = location(config, config.run.storage_path) / run
+    run_dir = named if (named / CHECKPOINTS_DIR).names() else location(config, run)
+    checkpoints = {c.state.step: c for c in Catalog(run_dir).complete()}
+    if step and int(step) in checkpoints:
+        return checkpoints[int(step)]
+    steps = ", ".join(map(str, checkpoints)) or "none"
+    raise CheckpointError(
+        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
+        "checkpoint's directory"
+    )

@@ -1,0 +1,260 @@
+"""What a run's steps were trained on, told from the run's files alone: `data at` and `data find`.
+
+A step reads a global batch, whose number follows from the steps before it and the batches that rollbacks
+skipped; the order tells the batch's sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from raytrain_gpt.checkpoint.branch import read_branch
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.load import load_config_file
+from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.mixture import WeightedDataset
+from raytrain_gpt.data.order import Ids, batches_to_read
+from raytrain_gpt.data.shards import read_row_group
+from raytrain_gpt.data.tokenizer import Tokens, bytes_of, read_tokenizer, text_of
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.format import Log, amount
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.goodput import read_attempts
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
+from raytrain_gpt.tracking.runs import find_run
+from raytrain_gpt.train.resume import Rollback
+
+SAY_EVERY_S = 10.0
+SHOWN_CHARACTERS = 100
+_NO_TEXT = b"\xff"
+"""For tokens that are not text: no UTF-8 has it, so nothing is found across documents."""
+
+
+@dataclass(frozen=True)
+class TrainedSequence:
+    """A sequence of a step.
+
+    Attributes:
+        id: Its number in the train split of all datasets.
+        dataset: Its dataset's name, as in metrics.
+        row: Row of the shard's parquet file at which it begins.
+        text: All of its tokens, the last target included.
+        document: Number of the document, in its dataset's train split, that it begins in; None: not asked.
+    """
+
+    id: int
+    dataset: str
+    shard: str
+    row: int
+    text: str
+    document: int | None = None
+
+
+class RunData:
+    """A run's steps and its data.
+
+    Args:
+        name: Of the run in `storage`, or its path.
+
+    Raises:
+        CheckpointError: there is no such run.
+        ConfigError: its configuration is damaged.
+        DataError: its dataset is missing, or another one is in its place.
+    """
+
+    def __init__(self, name: str, storage: Location) -> None:
+        sync = find_run(name, storage)
+        self.dir = sync.run_dir
+        self._config = load_config_file(sync.work_dir / CONFIG_FILE)
+        self._data = data_of(self._config)
+        self._seq_len = self._config.data.seq_len
+        self._order = self._data.order(
+            self._config.batch_sequences, self._seq_len, self._config.train.seed
+        )
+        newest = next(reversed(Catalog(self.dir).complete()), None)
+        if newest is not None and newest.state.manifest_hash != self._data.hash:
+            raise DataError(
+                f"run {self.dir} was trained on other data than {self._config.data.data_path} has now; put "
+                "the old dataset back in its place"
+            )
+        rollback = Rollback(self.dir, self._config.spikes.skip_before, print)
+        rollback.read_skipped(newest)
+        self._skipped = rollback.skipped
+        self._branch = read_branch(self.dir)
+        rows = read_rows(sync.work_dir)
+        self._attempts = read_attempts(rows)
+        self.last_step = max((row["step"] for row in rows if "train/loss" in row), default=0)
+        self._tokenizer = read_tokenizer(self._data.first.directory)
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """All steps of this run, each with the global batch that it read."""
+        step, first = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
+        for start, stop in batches_to_read(first, self.last_step - step, self._skipped):
+            for batch in range(start, stop):
+                step += 1
+                yield step, batch
+
+    def sequences(
+        self,
+        step: int | None,
+        batch: int | None = None,
+        worker: int | None = None,
+        documents: bool = False,
+    ) -> list[TrainedSequence]:
+        """What a step, or one worker in it, was trained on.
+
+        Args:
+            batch: Instead of a step: the global batch, which a rollback may have skipped since.
+            documents: Count the documents before each sequence, for which shards are read from their start.
+
+        Raises:
+            ConfigError: the run has no such step, or the step had no such worker.
+        """
+        ids = self._order.batch_ids(self.batch_of(step) if batch is None else batch)
+        if worker is not None:
+            ids = np.split(ids, self._workers(step, worker))[worker]
+        tokens, _ = self._data.read("train", self._seq_len, ids)
+        return [
+            self._described(sequence, own, documents)
+            for sequence, own in zip(ids.tolist(), tokens, strict=True)
+        ]
+
+    def batch_of(self, step: int | None) -> int:
+        """The global batch that a step read.
+
+        Raises:
+            ConfigError: the run has no such step.
+        """
+        first = self._branch.step if self._branch else 0
+        if step is None or not first < step <= self.last_step:
+            before = f"; those before are of {self._branch.checkpoint}" if self._branch else ""
+            raise ConfigError(
+                f"step {step}: run {self.dir} has trained steps {first + 1} to {self.last_step}{before}; set "
+                "--step to one of them"
+            )
+        return dict(self.batches())[step]
+
+    def _workers(self, step: int | None, worker: int) -> int:
+        """How many workers trained a step."""
+        num = next((a.row["num_workers"] for a in self._attempts if step in a.kept), None)
+        if num is None:
+            raise ConfigError(
+                f"--worker {worker}: which workers there were is told by a step; set --step"
+            )
+        if not 0 <= worker < num:
+            raise ConfigError(
+                f"--worker {worker}: step {step} had {num} workers; set it to 0 to {num - 1}"
+            )
+        return int(num)
+
+    def _described(self, sequence: int, tokens: Tokens, documents: bool) -> TrainedSequence:
+        ends = np.cumsum(self._data.num_sequences("train", self._seq_len))
+        at = int(np.searchsorted(ends, sequence, side="right"))
+        part = self._data.parts[at]
+        counts = part.manifest.row_group_sequences("train", self._seq_len)
+        in_part = sequence - int(ends[at - 1] if at else 0)
+        group_ends = np.cumsum(counts)
+        group = int(np.searchsorted(group_ends, in_part, side="right"))
+        ((shard, index),) = part.manifest.find_row_groups("train", np.array([group]))
+        in_group = (in_part - int(group_ends[group] - counts[group])) * self._seq_len
+        document = None
+        if documents:
+            document = self._documents_before(part, group, index, in_group)
+        return TrainedSequence(
+            id=sequence,
+            dataset=self._data.names[at],
+            shard=shard.path,
+            row=index * part.manifest.row_group_tokens + in_group,
+            text=text_of(self._tokenizer, tokens.tolist()),
+            document=document,
+        )
+
+    def _documents_before(
+        self, part: WeightedDataset, group: int, index: int, in_group: int
+    ) -> int:
+        """Documents of a split that end before a token of one of its row groups."""
+        manifest = part.manifest
+        found = manifest.find_row_groups("train", np.arange(group - index, group + 1))
+        shards = manifest.split_shards("train")
+        ended = sum(shard.documents for shard in shards[: shards.index(found[0][0])])
+        for shard, number in found:
+            tokens = read_row_group(part.directory, manifest, shard, number)
+            if number == index:
+                tokens = tokens[:in_group]
+            ended += int(np.count_nonzero(tokens == manifest.eot_token))
+        return ended
+
+    def find(self, text: str, say: Log) -> dict[str, Any]:
+        """Which steps had a text whole in one of their sequences.
+
+        Returns:
+            `steps`, each with its sequences, and `cut`: how often the text lies across two sequences or
+            row groups' ends, so that no step had it whole.
+
+        Raises:
+            ConfigError: the text is empty.
+        """
+        if not text:
+            raise ConfigError("the text to find is empty; give some words of it")
+        ids, cut = self._ids_with(text.encode(), say)
+        steps = []
+        for step, batch in self.batches():
+            hits = self._order.batch_ids(batch)
+            hits = hits[np.isin(hits, ids)]
+            if len(hits):
+                tokens, _ = self._data.read("train", self._seq_len, hits)
+                pairs = zip(hits.tolist(), tokens, strict=True)
+                found = [asdict(self._described(one, own, documents=False)) for one, own in pairs]
+                steps.append({"step": step, "sequences": found})
+        return {"steps": steps, "cut": cut}
+
+    def _ids_with(self, text: bytes, say: Log) -> tuple[Ids, int]:
+        """Ids of the sequences that have a text whole, and how often it is in none."""
+        tokenizer, size, said_at = self._tokenizer, self._seq_len, time.monotonic()
+        special = set(tokenizer._special_tokens.values())
+        table = [
+            _NO_TEXT if token in special else bytes_of(tokenizer, token)
+            for token in range(self._data.vocab_size)
+        ]
+        lengths = np.array([len(one) for one in table])
+        first_id = done = cut = 0
+        ids: list[int] = []
+        for part in self._data.parts:
+            counts = part.manifest.row_group_sequences("train", self._seq_len)
+            groups = part.manifest.find_row_groups("train", np.arange(len(counts)))
+            for (shard, index), count in zip(groups, counts.tolist(), strict=True):
+                tokens = read_row_group(part.directory, part.manifest, shard, index)
+                content = b"".join([table[token] for token in tokens.tolist()])
+                ends = np.cumsum(lengths[tokens])
+                at = content.find(text)
+                while at >= 0:
+                    begins = int(np.searchsorted(ends, at, side="right"))
+                    last = int(np.searchsorted(ends, at + len(text) - 1, side="right"))
+                    # A sequence's last token is also the first one of the next: two may have it.
+                    first = max(0, -(-(last - size) // size))
+                    having = range(first_id + first, first_id + min(begins // size + 1, count))
+                    ids += having
+                    cut += not having
+                    at = content.find(text, at + 1)
+                first_id += count
+                done += len(tokens)
+                if time.monotonic() - said_at > SAY_EVERY_S:
+                    said_at = time.monotonic()
+                    say(
+                        f"searched {amount(done)} of {amount(self._data.split_tokens('train'))} tokens"
+                    )
+        return np.unique(np.array(ids, np.int64)), cut
+
+
+def described(sequence: TrainedSequence) -> str:
+    """A sequence on one line, its text cut."""
+    document = "" if sequence.document is None else f", document {sequence.document}"
+    text = repr(sequence.text)
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
+    return f"sequence {sequence.id} | {where} | {shown}"

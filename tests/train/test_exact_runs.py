@@ -1,0 +1,47 @@
+"""Runs with exact sums: a function of configuration and data, whatever the number of workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train.launch import train
+from tests.runs import MakeConfig, Straight, evaluations, steps, weights
+
+EXACT = {"exact": True, "micro_batch_sequences": 1, "max_steps": 60, "dropout": 0.1}
+MODERN = {"architecture": "qwen3", "optimizer": "muon", "precision": "bf16"}
+
+
+def numbers(run: RunSummary) -> list[dict[str, Any]]:
+    """All that does not depend on the clock."""
+    rows: list[Row] = [*steps(run.run_dir), *evaluations(run.run_dir)]
+    return [{k: v for k, v in row.items() if k != "time" and "perf/" not in k} for row in rows]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("fields", "workers"), [({}, (2, 3, 4)), (MODERN, (3,))], ids=["gpt2", "qwen3-muon-bf16"]
+)
+def test_any_number_of_workers_has_the_same_bits_and_metrics(
+    make_config: MakeConfig, cluster: str, fields: dict[str, Any], workers: tuple[int, ...]
+) -> None:
+    """Runs of their own: no other is exact. One worker is in tests/faults/test_processes.py."""
+    name = "-".join(["exact", *fields.values()])
+    whole = train(make_config(**EXACT, **fields, run_name=name), print)
+    assert len(steps(whole.run_dir)) == 60
+    for num_workers in workers:
+        config = make_config(
+            **EXACT, **fields, num_workers=num_workers, run_name=f"{name}-{num_workers}"
+        )
+        run = train(config, print)
+        assert weights(run.run_dir) == weights(whole.run_dir), num_workers
+        assert numbers(run) == numbers(whole), num_workers
+
+
+@pytest.mark.ray
+def test_without_them_bits_differ(straight: Straight) -> None:
+    """Else the test above could not fail."""
+    assert len({weights(straight(num).run_dir) for num in (0, 2, 3)}) == 3

@@ -1,0 +1,194 @@
+"""What a step was trained on: told from the run's files, compared with what its rank was given."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_gpt import batch_at
+from raytrain_gpt.data.order import Ids
+from raytrain_gpt.data.shards import read_manifest
+from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.ingest.feed import RankChunk
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.summary import RunSummary
+from raytrain_gpt.train import worker as worker_module
+from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.step_log import StepLog
+from raytrain_gpt.train.trained_on import RunData
+from tests.data.shard_tools import prepare_here
+from tests.faults.gates import Faults, gated
+from tests.runs import MakeConfig
+
+RunCli = Callable[..., tuple[int, str, str]]
+Given = dict[int, list[int]]
+"""Step -> ids of its sequences, in the order of the batch."""
+
+PLANTED = "the planted sentence"
+SMALL_DATA = {"max_steps": 60, "seq_len": 32, "global_batch_tokens": 12 * 32, "embd_size": 16}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """What the only rank of the runs of a test is given, by steps; a step done again replaces the first."""
+    found: Given = {}
+    read: deque[Ids] = deque()
+    chunks, flush = worker_module.rank_chunks, StepLog.flush
+
+    def recorded_chunks(*args: Any) -> Iterator[RankChunk]:
+        read.clear()
+        for number, chunk in enumerate(chunks(*args)):
+            if number:  # the first one is for validation
+                read.extend(chunk.ids)
+            yield chunk
+
+    def recorded_flush(log: StepLog) -> Any:
+        for result in log._pending:
+            found[result.step] = read.popleft().tolist()
+        return flush(log)
+
+    monkeypatch.setattr(worker_module, "rank_chunks", recorded_chunks)
+    monkeypatch.setattr(StepLog, "flush", recorded_flush)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 400 short documents, every 40th of them with a sentence that no other has."""
+    root = tmp_path_factory.mktemp("stories")
+    lines = [
+        json.dumps({"text": f"story {n}: {'once ' * (n % 7)}{PLANTED * (n % 40 == 0)} end"})
+        for n in range(400)
+    ]
+    Path(root, "stories.jsonl").write_text("\n".join(lines))
+    prepare_here([str(root / "stories.jsonl")], root / "data", "bytes", val_fraction=0.1)
+    return root / "data"
+
+
+def told(run: RunSummary) -> Given:
+    """The same, told from the run's files."""
+    data = RunData(str(run.run_dir), run.run_dir)
+    return {step: [one.id for one in data.sequences(step)] for step in range(1, data.last_step + 1)}
+
+
+def test_of_a_plain_run_with_text_shard_row_and_document(
+    make_config: MakeConfig, stories: Path, given: Given
+) -> None:
+    run = train(make_config(run_name="told", data_path=str(stories), **SMALL_DATA), print)
+    assert told(run) == given
+    assert len(given) == 60
+    assert len({i for ids in given.values() for i in ids}) < 60 * 12, "epochs, too"
+
+    manifest, tokenizer = read_manifest(Location.of(stories)), read_tokenizer(stories)
+    for one in RunData("told", run.run_dir.parent).sequences(7, documents=True):
+        tokens = pq.read_table(stories / one.shard)["tokens"].to_numpy()
+        own = tokens[one.row : one.row + 33]
+        assert one.text == tokenizer.decode(own.tolist())
+        assert one.document == np.count_nonzero(tokens[: one.row] == manifest.eot_token)
+    assert batch_at("told", 7, str(run.run_dir.parent)) == batch_at(str(run.run_dir), 7)
+
+
+def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path, given: Given) -> None:
+    mixed = f"{stories}=0.3,{dataset}=0.7"
+    run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
+    assert told(run) == given
+    named = [one.dataset for one in RunData(str(run.run_dir), run.run_dir).sequences(5)]
+    assert set(named) == {stories.name, dataset.name}
+
+
+def test_after_a_rollback(make_config: MakeConfig, given: Given) -> None:
+    spiked = tuple(range(24, 34))
+    config = make_config(
+        run_name="told-rollback", spike_window_steps=16, spike_patience=len(spiked), skip_before=2
+    )
+    run = train(config, print, gated(Faults(spiked_batches=spiked)))
+    assert told(run) == given
+    data = RunData(str(run.run_dir), run.run_dir)
+    assert [data.batch_of(step) for step in (22, 23, 50)] == [21, 34, 61]
+    skipped = data.sequences(None, batch=24)
+    assert not {one.id for one in skipped} & {i for ids in given.values() for i in ids}
+
+
+def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
+    make_config: MakeConfig, stories: Path, run_cli: RunCli
+) -> None:
+    run = train(make_config(run_name="planted", data_path=str(stories), **SMALL_DATA), print)
+    data = RunData(str(run.run_dir), run.run_dir)
+    had = {
+        step: {one.id for one in data.sequences(step) if PLANTED in one.text}
+        for step in range(1, 61)
+    }
+    code, out, errors = run_cli("data", "find", PLANTED, run.run_dir, "--json")
+    assert (code, errors) == (0, "")
+    answer = json.loads(out.splitlines()[-1])
+    found = {one["step"]: {s["id"] for s in one["sequences"]} for one in answer["steps"]}
+    assert found == {step: ids for step, ids in had.items() if ids}
+    assert len(found) > 3
+    assert answer["cut"] > 0, "some lie across two sequences"
+    assert data.find("nobody wrote this", print) == {"steps": [], "cut": 0}
+
+
+def test_the_command_shows_and_tells(
+    make_config: MakeConfig, stories: Path, run_cli: RunCli, storage: Path
+) -> None:
+    train(make_config(run_name="shown", data_path=str(stories), **SMALL_DATA), print)
+    argv = ("data", "at", "shown", "--storage_path", storage)
+    code, out, _ = run_cli(*argv, "--step", 3, "--worker", 0, "--documents", "--json")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("sequence ")]
+    answer = json.loads(out.splitlines()[-1])
+    assert (answer["step"], len(answer["sequences"]), len(lines)) == (3, 12, 12)
+    for line, one in zip(lines, answer["sequences"], strict=True):
+        assert f"sequence {one['id']} | data {one['shard']} row {one['row']}, document" in line
+        assert repr(one["text"])[:20] in line
+
+    cases = {
+        ("--step", 61): "has trained steps 1 to 60; set --step to one of them",
+        ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 workers; set it to 0 to 0",
+        ("--batch", 3, "--worker", 0): "set --step",
+        (): "data at takes --step N or --batch N",
+        ("--step", 3, "--batch", 2): "data at takes --step N or --batch N",
+    }
+    for more, words in cases.items():
+        code, _, errors = run_cli(*argv, *more)
+        assert code == 2
+        assert words in errors
+        assert errors.count("\n") == 1
+    for argv, words in (
+        (("data", "find", "one"), "data find takes a TEXT and a RUN, got 1"),
+        (("data", "show", "a", "b"), "data show takes one DIR, got 2"),
+        (("data", "find", "", "shown", "--storage_path", storage), "the text to find is empty"),
+        (("data", "at", "nobody", "--step", 1, "--storage_path", storage), "no run nobody"),
+    ):
+        code, _, errors = run_cli(*argv)
+        assert code == 2
+        assert words in errors
+
+
+def test_other_data_in_the_place_of_the_runs_is_refused(
+    make_config: MakeConfig, tmp_path: Path, raises_line: Any
+) -> None:
+    """Else the steps would be told wrong."""
+    from raytrain_gpt.errors import DataError
+
+    for text in ("first ", "other "):
+        Path(tmp_path, "text.txt").write_text("".join(itertools.repeat(text, 3000)))
+        place = tmp_path / text.strip()
+        prepare_here([str(tmp_path / "text.txt")], place, "bytes", val_fraction=0.1)
+    data = tmp_path / "data"
+    (tmp_path / "first").rename(data)
+    run = train(
+        make_config(run_name="moved", data_path=str(data), **{**SMALL_DATA, "max_steps": 2}), print
+    )
+    data.rename(tmp_path / "away")
+    (tmp_path / "other").rename(data)
+    with raises_line(DataError, "was trained on other data", "put the old dataset back"):
+        RunData(str(run.run_dir), run.run_dir)
