@@ -171,7 +171,8 @@ def sample_checkpoint(
         ConfigError: num_samples or an option is out of range.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    check_num_samples(num_samples)
+    if num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
     how = SamplingOptions(**options)
     _, _, model, tokenizer, _ = open_checkpoint(path)
     ids = prompt_tokens(tokenizer, prompt)
@@ -179,12 +180,6 @@ def sample_checkpoint(
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
     return [prompt + text_of(tokenizer, one.tokens) for one in drawn]
-
-
-def check_num_samples(num_samples: int) -> None:
-    """Raise ConfigError if it is below 1."""
-    if num_samples < 1:
-        raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:

@@ -35,7 +35,7 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
-from raytrain_gpt.evaluate.inference import check_num_samples, open_checkpoint, prompt_tokens
+from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens
 from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.location import Location, Place
 
@@ -55,17 +55,16 @@ def sample_batch(
         prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
         out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
             their `finish_reasons` (`stop` or `length`); it appears when it is complete.
-        num_samples: Continuations per prompt.
+        num_samples: Continuations per prompt, at least 1.
         options: Fields of `SamplingOptions`.
 
     Raises:
-        ConfigError: num_samples or an option is out of range.
+        ConfigError: an option is out of range.
         DataError: a line is not a prompt, or `out` cannot be written.
         CheckpointError: there is no checkpoint, or it is damaged.
         ClusterError: the cluster has no free CPU.
         Interrupted: Ctrl+C or SIGTERM; nothing is written.
     """
-    check_num_samples(num_samples)
     sampling = SamplingOptions(**options)
     source, out = Location.of(prompts), Location.of(out)
     _check_out(out, source)
