@@ -89,7 +89,7 @@ CORPORA = {
         {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
         | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
         steps=400,
-        peer_lr=4e-3,
+        peer_lr=2e-3,
         muon_lr=8e-3,
         evaluations=10,
     ),
