@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
 from made_data import stdlib_dataset
-from training import VOCAB_SIZE, quiet_config, ratios, run_rows, step_times
-
-from raytrain_gpt.core.model import GPTShape
+from training import add_sizes, quiet_config, ratios, run_rows, shape_of, step_times
 
 SKIPPED = 5
 """First steps that do not count."""
@@ -31,17 +28,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help="of every run")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all workers")
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="fp32")
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--num_heads", type=int, default=6)
-    parser.add_argument("--embd_size", type=int, default=384)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8, help="of a step")
+    add_sizes(parser)
     parser.add_argument("--micro_batch_sequences", type=int, default=4)
     args = parser.parse_args()
-    sizes = (args.num_layers, args.num_heads, args.embd_size, args.seq_len)
-    shape = GPTShape(*sizes, VOCAB_SIZE)
+    shape = shape_of(args)
     found = {}
     with tempfile.TemporaryDirectory() as work:
         stdlib_dataset(Path(work, "data"))

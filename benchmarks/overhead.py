@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -41,18 +40,20 @@ from plain_gpt2 import PlainGPT, Sizes, train_plainly
 from torch import Tensor, nn
 from training import (
     VOCAB_SIZE,
+    add_sizes,
     data_wait_fraction,
     means,
     quiet_config,
     ratios,
     run_rows,
+    shape_of,
     spread,
     step_times,
 )
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.model import INIT_STD, GPTShape
+from raytrain_gpt.core.model import INIT_STD
 from raytrain_gpt.format import amount
 
 WAYS = (
@@ -96,7 +97,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         stdlib_dataset(Path(work, "data"))
         print(
-            f"{amount(shape(args).num_parameters)} parameters, {args.threads} threads", flush=True
+            f"{amount(shape_of(args).num_parameters)} parameters, {args.threads} threads",
+            flush=True,
         )
         for i in range(args.rounds):
             for way in (*args.ways[i % len(args.ways) :], *args.ways[: i % len(args.ways)]):
@@ -116,7 +118,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "num_parameters": shape(args).num_parameters,
+                "num_parameters": shape_of(args).num_parameters,
                 "precision": args.precision,
                 "compile": args.compile,
                 "threads": args.threads,
@@ -145,19 +147,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--num_heads", type=int, default=6)
-    parser.add_argument("--embd_size", type=int, default=384)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    add_sizes(parser)
     parser.add_argument("--loop", choices=set(WAYS) - set(RUNS), help="be this loop (used inside)")
     return parser.parse_args()
-
-
-def shape(args: argparse.Namespace) -> GPTShape:
-    """Sizes of all models."""
-    return GPTShape(args.num_layers, args.num_heads, args.embd_size, args.seq_len, VOCAB_SIZE)
 
 
 def tokens_per_s(args: argparse.Namespace, times: list[float]) -> float:
@@ -175,7 +167,7 @@ def run_config(args: argparse.Namespace, way: str, work: Path, number: int) -> C
     }
     name = f"{way}-{number}"
     changes = {**values, **RUNS[way]}
-    return quiet_config(args.steps, shape(args), args.sequences, work, name, **changes)
+    return quiet_config(args.steps, shape_of(args), args.sequences, work, name, **changes)
 
 
 def loop_times(args: argparse.Namespace) -> list[float]:
@@ -207,7 +199,7 @@ def loop_times(args: argparse.Namespace) -> list[float]:
 
 def plain_times(args: argparse.Namespace) -> list[float]:
     """Seconds of every step of the plain loop."""
-    sizes = shape(args)
+    sizes = shape_of(args)
     numbers = (sizes.num_layers, sizes.num_heads, sizes.embd_size, sizes.seq_len)
     model = PlainGPT(Sizes(*numbers, sizes.padded_vocab_size))
     for parameter in model.parameters():
@@ -239,7 +231,7 @@ def plain_times(args: argparse.Namespace) -> list[float]:
 
 def bare_model(args: argparse.Namespace) -> tuple[nn.Module, Loss]:
     """The product's own model."""
-    model = GPT2(shape(args))
+    model = GPT2(shape_of(args))
     model.init_weights(0)
     return model, model
 
@@ -250,7 +242,7 @@ def transformers_model(args: argparse.Namespace) -> tuple[nn.Module, Loss]:
 
     model = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=shape(args).padded_vocab_size,
+            vocab_size=shape_of(args).padded_vocab_size,
             n_positions=args.seq_len,
             n_embd=args.embd_size,
             n_layer=args.num_layers,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -23,16 +22,16 @@ from pathlib import Path
 
 from made_data import stdlib_dataset
 from training import (
-    VOCAB_SIZE,
+    add_sizes,
     data_wait_fraction,
     quiet_config,
     ratios,
     run_rows,
+    shape_of,
     step_times,
 )
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.model import GPTShape
 
 
 def main() -> None:
@@ -41,15 +40,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help="of every run")
     parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of all workers")
     parser.add_argument("--gpus", action="store_true", help="a GPU for every worker")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="fp32")
-    parser.add_argument("--num_layers", type=int, default=6)
-    parser.add_argument("--num_heads", type=int, default=6)
-    parser.add_argument("--embd_size", type=int, default=384)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8, help="of all workers")
+    add_sizes(parser)
     args = parser.parse_args()
     uneven = [n for n in args.workers if args.sequences % n or args.threads % n]
     if uneven:
@@ -90,10 +84,9 @@ def main() -> None:
 
 def run_config(args: argparse.Namespace, num_workers: int, work: Path, number: int) -> Config:
     """The configuration of a run."""
-    sizes = (args.num_layers, args.num_heads, args.embd_size, args.seq_len)
     return quiet_config(
         args.steps,
-        GPTShape(*sizes, VOCAB_SIZE),
+        shape_of(args),
         args.sequences,
         work,
         f"run-{num_workers}-{number}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -18,6 +19,22 @@ VOCAB_SIZE = 257
 """Of the tokenizer `bytes`."""
 STEPS_TOGETHER = 5
 """Steps that a run reports at a time, each with their mean."""
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The flags that `shape_of` reads, and what a step has."""
+    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--num_heads", type=int, default=6)
+    parser.add_argument("--embd_size", type=int, default=384)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=8, help="of a step, over all workers")
+    threads = os.cpu_count() or 1
+    parser.add_argument("--threads", type=int, default=threads, help="of all workers")
+
+
+def shape_of(args: argparse.Namespace) -> GPTShape:
+    """The sizes of a model."""
+    return GPTShape(args.num_layers, args.num_heads, args.embd_size, args.seq_len, VOCAB_SIZE)
 
 
 def quiet_config(

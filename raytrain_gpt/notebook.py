@@ -142,7 +142,7 @@ def batch_at(run: str | Path, step: int, storage_path: str = "runs") -> list[Tra
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.trained_on import RunData
 
-    return RunData(str(run), Location.of(storage_path)).sequences(step)
+    return RunData(str(run), Location.of(storage_path)).step(step)
 
 
 def _log(config: Config) -> Log:

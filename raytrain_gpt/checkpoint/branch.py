@@ -24,7 +24,7 @@ from raytrain_gpt.checkpoint.catalog import (
 )
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import changed_fields, parse_config
-from raytrain_gpt.config.sections import QWEN3_FIELDS
+from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_vocabulary
 from raytrain_gpt.data.order import ORDER_VERSION
@@ -34,10 +34,7 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 BRANCH_FILE = "branch.json"
-KEPT_FIELDS = (
-    *("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS),
-    *("seq_len", "global_batch_tokens", "optimizer"),
-)
+KEPT_FIELDS = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
 """What the weights, the moments or the place in the data depend on."""
 
 
@@ -90,7 +87,8 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     if config.run.branch_from is None:
         return None
     origin = find_origin(config, config.run.branch_from)
-    origin.verify()
+    if origin.path.is_local:  # from an object store it is verified when it is fetched
+        origin.verify()
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
@@ -108,34 +106,28 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     check_vocabulary(data, state.vocab_hash, str(origin.path))
     is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])
     run_dir = run_location(config)
-    changed = changed_fields(before, now)
-    # What `auto` became is kept, as on a resume.
-    autos = ("micro_batch_sequences", "activation_checkpointing")
-    trained = config.updated({name: before[name] for name in autos if now[name] == "auto"})
-    own = {
-        "run_name",
-        "storage_path",
-        "branch_from",
-        *(name for name in autos if now[name] == "auto"),
-    }
+    autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]
+    trained = config.updated({name: before[name] for name in autos})
+    own = {"run_name", "storage_path", "branch_from"}
+    changed = changed_fields(before, trained.field_values())
     branch = Branch(
         checkpoint=str(origin.path),
         step=state.step,
         next_batch=state.next_batch,
         changed={name: change for name, change in changed.items() if name not in own},
     )
-    (run_dir / BRANCH_FILE).write_text(json.dumps(asdict(branch)) + "\n")
     draft = Catalog(run_dir).draft(state.step, "branch")
     with origin.files() as files:
         names = origin.listed - {STATE_FILE, ROWS_FILE}
         entries = {name: draft.add(name, partial(shutil.copyfile, files / name)) for name in names}
+    (run_dir / BRANCH_FILE).write_text(json.dumps(asdict(branch)) + "\n")
     path = draft.commit(
         replace(
             state,
             config=trained.model_dump(),
             manifest_hash=data.hash,
             order_version=ORDER_VERSION,
-            val_loss=origin.val_loss if is_same_data else None,
+            val_loss=None,  # the run's best checkpoint is one that it evaluated itself
             skipped_batches=state.skipped_batches if is_same_data else (),
         ),
         entries,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Literal
 
@@ -43,10 +42,7 @@ class PrepareOptions(Options):
 class DataOptions(JsonOptions):
     """What is looked at."""
 
-    action: Annotated[
-        Literal["show", "verify", "stats", "at", "find"],
-        Metavar("show|verify|stats|at|find", positional=True),
-    ]
+    action: Annotated[Literal["show", "verify", "stats", "at", "find"], Metavar(positional=True)]
     """show: contents; verify: check all bytes; stats: document lengths and tokens; at: what a step of a run
     was trained on; find: which steps of a run were trained on a text."""
     what: Annotated[list[str], Metavar("DIR|RUN|TEXT RUN", positional=True)]
@@ -107,13 +103,21 @@ def _at(options: DataOptions) -> None:
 
     if (options.step is None) == (options.batch is None):
         raise ConfigError("data at takes --step N or --batch N; see: raytrain-gpt data --help")
+    if options.step is None and options.worker is not None:
+        raise ConfigError("data at takes --worker N with --step N; see: raytrain-gpt data --help")
     run = RunData(options.what[0], Location.of(options.storage_path))
-    sequences = run.sequences(options.step, options.batch, options.worker, options.documents)
+    facts: dict[str, int | None]
+    if options.step is not None:
+        sequences = run.step(options.step, options.worker, options.documents)
+        facts = {"step": options.step, "batch": run.batch_of(options.step)}
+    else:
+        assert options.batch is not None
+        sequences = run.batch(options.batch, options.documents)
+        facts = {"step": None, "batch": options.batch}
     for sequence in sequences:
         say(described(sequence))
-    if options.as_json:
-        facts = {"run": str(run.dir), "step": options.step, "batch": options.batch}
-        say(json.dumps({**facts, "sequences": [asdict(sequence) for sequence in sequences]}))
+    found = [asdict(sequence) for sequence in sequences]
+    options.say_json({"run": str(run.dir), **facts, "sequences": found})
 
 
 def _find(options: DataOptions) -> None:
@@ -130,8 +134,7 @@ def _find(options: DataOptions) -> None:
         f"{count(len(facts['steps']), 'step')} of {run.last_step} had it; in {count(facts['cut'], 'place')} "
         "the end of a sequence cuts it, so that no step has it whole"
     )
-    if options.as_json:
-        say(json.dumps({"run": str(run.dir), "text": text, **facts}))
+    options.say_json({"run": str(run.dir), "text": text, **facts})
 
 
 def _look_at(options: DataOptions) -> None:
@@ -156,8 +159,7 @@ def _look_at(options: DataOptions) -> None:
         described = describe_dataset(directory, manifest, say)
         facts = described | {"verified": options.action == "verify"}
     say(_train_line(options.what[0]))
-    if options.as_json:
-        say(json.dumps(facts))
+    options.say_json(facts)
 
 
 def _train_line(directory: str) -> str:

@@ -24,6 +24,12 @@ STEPS_BEFORE_PROFILE = 5
 QWEN3_FIELDS = ("num_kv_heads", "mlp_size", "tied_embeddings", "rope_theta")
 """Fields that `gpt2` does not have."""
 
+SHAPE_FIELDS = ("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS)
+"""What a checkpoint's weights fix."""
+
+AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
+"""Whose `auto` is decided by what fits in memory, and kept when a run goes on."""
+
 SAFE = "may change when a run goes on"
 """Marks a field that does not change the maths; every other one is refused on resume."""
 

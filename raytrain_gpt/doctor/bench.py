@@ -33,7 +33,7 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer, learning_rate
 from raytrain_gpt.format import duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
-from raytrain_gpt.train.model_setup import gradient_group, prepare_model
+from raytrain_gpt.train.model_setup import exact_sum, gradient_group, prepare_model
 
 BENCH_S = 10.0
 """What is timed takes about this long, unless its fewest steps take longer."""
@@ -132,9 +132,8 @@ def _timer(
     )
     raw_model.init_weights(train.seed)
     model = prepare_model(raw_model, train, precision, device, group)
-    optimizer = build_optimizer(
-        raw_model, optim, matmul_dtype(precision), group or gradient_group()
-    )
+    sharing = None if train.exact else group or gradient_group()
+    optimizer = build_optimizer(raw_model, optim, matmul_dtype(precision), sharing)
     feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
     settle_gradient_buckets(model, next(feed), autocast)
 
@@ -154,6 +153,7 @@ def _timer(
             seed=train.seed,
             rank=dist.get_rank(),
             loss_scale=loss_scale,
+            exact=exact_sum(raw_model, train, micro_batches, group),
         ):
             pass
         synchronize(device)

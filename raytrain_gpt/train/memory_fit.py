@@ -26,6 +26,7 @@ from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.batch import micro_batch_for
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
@@ -33,7 +34,6 @@ from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
 
-AUTO_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 """May change on resume; then another micro-batch may fit."""
 PROCESS_BYTES = 2**30
@@ -92,7 +92,7 @@ def fit_memory(
 def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
     """What became of each `auto`, for people."""
     micro_auto, mode_auto = (
-        " auto:" * (config.field_values()[name] == "auto") for name in AUTO_FIELDS
+        " auto:" * (config.field_values()[name] == "auto") for name in AUTO_MEMORY_FIELDS
     )
     return (
         f"micro_batch_sequences{micro_auto} {fit.sequences} of {config.batch_sequences // world_size}, "
@@ -104,8 +104,8 @@ def kept_fit(config: FittedConfig, world_size: int, state: CheckpointState) -> M
     """What the checkpoint was trained with; None if that no longer answers for this configuration."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
     same = all(before[name] == now[name] for name in OTHER_MEMORY_FIELDS)
-    same &= all(now[name] in ("auto", before[name]) for name in AUTO_FIELDS)
-    micro, mode = (before[name] for name in AUTO_FIELDS)
+    same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
+    micro, mode = (before[name] for name in AUTO_MEMORY_FIELDS)
     if not same or state.num_workers != world_size or config.batch_sequences // world_size % micro:
         return None
     return MemoryFit(micro, mode)

@@ -18,6 +18,7 @@ from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
+from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
@@ -99,6 +100,18 @@ def set_up_training(
 def gradient_group() -> dist.ProcessGroup | None:
     """The ranks that have the same gradients; None: this one alone."""
     return dist.group.WORLD if ray.train.get_context().get_world_size() > 1 else None
+
+
+def exact_sum(
+    model: GPT,
+    train: TrainSection,
+    micro_batches_per_step: int,
+    group: dist.ProcessGroup | None = None,
+) -> ExactSum | None:
+    """Exact sums of the ranks' gradients; None: they are not asked for. For `group` see `prepare_model`."""
+    if not train.exact:
+        return None
+    return ExactSum([*model.parameters()], micro_batches_per_step, group or gradient_group())
 
 
 def prepare_model(

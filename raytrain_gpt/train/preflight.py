@@ -11,7 +11,7 @@ from pathlib import Path
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
-from raytrain_gpt.config.sections import QWEN3_FIELDS
+from raytrain_gpt.config.sections import SHAPE_FIELDS
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
@@ -30,7 +30,6 @@ VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
-_SAME_AS_INIT_FROM = ("architecture", "num_layers", "num_heads", "embd_size", *QWEN3_FIELDS)
 
 
 def check_data(ingest: IngestSpec) -> None:
@@ -70,7 +69,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
             f"to at most {theirs.data.seq_len}"
         )
     shape, has = (GPTShape.of(of, data.vocab_size) for of in (config, theirs))
-    for name in _SAME_AS_INIT_FROM:
+    for name in SHAPE_FIELDS:
         if (ours := getattr(shape, name)) != (value := getattr(has, name)):
             value = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(

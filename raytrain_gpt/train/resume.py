@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
+from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
@@ -20,7 +21,6 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
-from raytrain_gpt.train.memory_fit import AUTO_FIELDS
 
 SKIPPED_FILE = "skipped.json"
 DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
@@ -72,7 +72,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     if state.step < config.train.max_steps:
         log(f"going on from step {state.step} ({resumed.path})")
     for name, change in changed.items():
-        if name not in AUTO_FIELDS or config.field_values()[name] != "auto":
+        if name not in AUTO_MEMORY_FIELDS or config.field_values()[name] != "auto":
             log(f"changed since then: {name} {change}")
 
 

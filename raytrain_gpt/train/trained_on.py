@@ -20,7 +20,7 @@ from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
-from raytrain_gpt.data.tokenizer import Tokens, bytes_of, read_tokenizer, text_of
+from raytrain_gpt.data.tokenizer import bytes_of, read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import Log, amount
 from raytrain_gpt.storage.location import Location
@@ -86,6 +86,9 @@ class RunData:
         rollback.read_skipped(newest)
         self._skipped = rollback.skipped
         self._branch = read_branch(self.dir)
+        self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
+        counts = [p.manifest.row_group_sequences("train", self._seq_len) for p in self._data.parts]
+        self._starts = [np.cumsum(own) - own for own in counts]
         rows = read_rows(sync.work_dir)
         self._attempts = read_attempts(rows)
         self.last_step = max((row["step"] for row in rows if "train/loss" in row), default=0)
@@ -93,101 +96,76 @@ class RunData:
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """All steps of this run, each with the global batch that it read."""
-        step, first = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
+        step, first = self._base
         for start, stop in batches_to_read(first, self.last_step - step, self._skipped):
             for batch in range(start, stop):
                 step += 1
                 yield step, batch
 
-    def sequences(
-        self,
-        step: int | None,
-        batch: int | None = None,
-        worker: int | None = None,
-        documents: bool = False,
-    ) -> list[TrainedSequence]:
-        """What a step, or one worker in it, was trained on.
-
-        Args:
-            batch: Instead of a step: the global batch, which a rollback may have skipped since.
-            documents: Count the documents before each sequence, for which shards are read from their start.
-
-        Raises:
-            ConfigError: the run has no such step, or the step had no such worker.
-        """
-        ids = self._order.batch_ids(self.batch_of(step) if batch is None else batch)
-        if worker is not None:
-            ids = np.split(ids, self._workers(step, worker))[worker]
-        tokens, _ = self._data.read("train", self._seq_len, ids)
-        return [
-            self._described(sequence, own, documents)
-            for sequence, own in zip(ids.tolist(), tokens, strict=True)
-        ]
-
-    def batch_of(self, step: int | None) -> int:
+    def batch_of(self, step: int) -> int:
         """The global batch that a step read.
 
         Raises:
             ConfigError: the run has no such step.
         """
-        first = self._branch.step if self._branch else 0
-        if step is None or not first < step <= self.last_step:
-            before = f"; those before are of {self._branch.checkpoint}" if self._branch else ""
+        before, first = self._base
+        if not before < step <= self.last_step:
+            others = f"; those before are of {self._branch.checkpoint}" if self._branch else ""
             raise ConfigError(
-                f"step {step}: run {self.dir} has trained steps {first + 1} to {self.last_step}{before}; set "
-                "--step to one of them"
+                f"step {step}: run {self.dir} has trained steps {before + 1} to {self.last_step}{others}; "
+                "set --step to one of them"
             )
-        return dict(self.batches())[step]
+        return batches_to_read(first, step - before, self._skipped)[-1][1] - 1
 
-    def _workers(self, step: int | None, worker: int) -> int:
-        """How many workers trained a step."""
-        num = next((a.row["num_workers"] for a in self._attempts if step in a.kept), None)
-        if num is None:
-            raise ConfigError(
-                f"--worker {worker}: which workers there were is told by a step; set --step"
-            )
-        if not 0 <= worker < num:
+    def step(
+        self, step: int, worker: int | None = None, documents: bool = False
+    ) -> list[TrainedSequence]:
+        """What a step, or one worker in it, was trained on; `documents` as in `batch`.
+
+        Raises:
+            ConfigError: the run has no such step, or the step had no such worker.
+        """
+        sequences = self.batch(self.batch_of(step), documents)
+        if worker is None:
+            return sequences
+        num = next(int(a.row["num_workers"]) for a in self._attempts if step in a.kept)
+        if worker >= num:
             raise ConfigError(
                 f"--worker {worker}: step {step} had {num} workers; set it to 0 to {num - 1}"
             )
-        return int(num)
+        share = len(sequences) // num
+        return sequences[worker * share : (worker + 1) * share]
 
-    def _described(self, sequence: int, tokens: Tokens, documents: bool) -> TrainedSequence:
-        ends = np.cumsum(self._data.num_sequences("train", self._seq_len))
-        at = int(np.searchsorted(ends, sequence, side="right"))
-        part = self._data.parts[at]
-        counts = part.manifest.row_group_sequences("train", self._seq_len)
-        in_part = sequence - int(ends[at - 1] if at else 0)
-        group_ends = np.cumsum(counts)
-        group = int(np.searchsorted(group_ends, in_part, side="right"))
-        ((shard, index),) = part.manifest.find_row_groups("train", np.array([group]))
-        in_group = (in_part - int(group_ends[group] - counts[group])) * self._seq_len
-        document = None
-        if documents:
-            document = self._documents_before(part, group, index, in_group)
-        return TrainedSequence(
-            id=sequence,
-            dataset=self._data.names[at],
-            shard=shard.path,
-            row=index * part.manifest.row_group_tokens + in_group,
-            text=text_of(self._tokenizer, tokens.tolist()),
-            document=document,
-        )
+    def batch(self, batch: int, documents: bool = False) -> list[TrainedSequence]:
+        """The sequences of a global batch, which a rollback may have skipped.
 
-    def _documents_before(
-        self, part: WeightedDataset, group: int, index: int, in_group: int
-    ) -> int:
-        """Documents of a split that end before a token of one of its row groups."""
-        manifest = part.manifest
-        found = manifest.find_row_groups("train", np.arange(group - index, group + 1))
-        shards = manifest.split_shards("train")
-        ended = sum(shard.documents for shard in shards[: shards.index(found[0][0])])
-        for shard, number in found:
-            tokens = read_row_group(part.directory, manifest, shard, number)
-            if number == index:
-                tokens = tokens[:in_group]
-            ended += int(np.count_nonzero(tokens == manifest.eot_token))
-        return ended
+        Args:
+            documents: Number the documents, for which shards are read from their start.
+        """
+        return self._described(self._order.batch_ids(batch), documents)
+
+    def _described(self, ids: Ids, documents: bool = False) -> list[TrainedSequence]:
+        tokens, _ = self._data.read("train", self._seq_len, ids)
+        first_ids = np.cumsum([0, *self._data.num_sequences("train", self._seq_len)])
+        found = []
+        for sequence, own in zip(ids.tolist(), tokens, strict=True):
+            at = int(np.searchsorted(first_ids, sequence, side="right")) - 1
+            part, starts = self._data.parts[at], self._starts[at]
+            in_part = sequence - int(first_ids[at])
+            group = int(np.searchsorted(starts, in_part, side="right")) - 1
+            ((shard, index),) = part.manifest.find_row_groups("train", np.array([group]))
+            in_group = (in_part - int(starts[group])) * self._seq_len
+            found.append(
+                TrainedSequence(
+                    id=sequence,
+                    dataset=self._data.names[at],
+                    shard=shard.path,
+                    row=index * part.manifest.row_group_tokens + in_group,
+                    text=text_of(self._tokenizer, own.tolist()),
+                    document=_documents_before(part, group, index, in_group) if documents else None,
+                )
+            )
+        return found
 
     def find(self, text: str, say: Log) -> dict[str, Any]:
         """Which steps had a text whole in one of their sequences.
@@ -201,15 +179,13 @@ class RunData:
         """
         if not text:
             raise ConfigError("the text to find is empty; give some words of it")
-        ids, cut = self._ids_with(text.encode(), say)
+        ids, cut = self._ids_with(text.encode("utf-8", "surrogateescape"), say)
         steps = []
         for step, batch in self.batches():
             hits = self._order.batch_ids(batch)
             hits = hits[np.isin(hits, ids)]
             if len(hits):
-                tokens, _ = self._data.read("train", self._seq_len, hits)
-                pairs = zip(hits.tolist(), tokens, strict=True)
-                found = [asdict(self._described(one, own, documents=False)) for one, own in pairs]
+                found = [asdict(one) for one in self._described(hits)]
                 steps.append({"step": step, "sequences": found})
         return {"steps": steps, "cut": cut}
 
@@ -249,6 +225,26 @@ class RunData:
                         f"searched {amount(done)} of {amount(self._data.split_tokens('train'))} tokens"
                     )
         return np.unique(np.array(ids, np.int64)), cut
+
+
+def _documents_before(part: WeightedDataset, group: int, index: int, in_group: int) -> int:
+    """Documents of a dataset's train split that end before a token of one of its row groups.
+
+    Args:
+        group: Number of the row group in the split.
+        index: Its number in its shard.
+        in_group: Place of the token in it.
+    """
+    manifest = part.manifest
+    found = manifest.find_row_groups("train", np.arange(group - index, group + 1))
+    shards = manifest.split_shards("train")
+    ended = sum(shard.documents for shard in shards[: shards.index(found[0][0])])
+    for shard, number in found:
+        tokens = read_row_group(part.directory, manifest, shard, number)
+        if number == index:
+            tokens = tokens[:in_group]
+        ended += int(np.count_nonzero(tokens == manifest.eot_token))
+    return ended
 
 
 def described(sequence: TrainedSequence) -> str:

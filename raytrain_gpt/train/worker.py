@@ -18,7 +18,7 @@ from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
-from raytrain_gpt.core.exact import ExactSum, computed_by, differences
+from raytrain_gpt.core.exact import computed_by, differences
 from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
@@ -28,7 +28,7 @@ from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_p
 from raytrain_gpt.tracking.run_files import Row, finite
 from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
-from raytrain_gpt.train.model_setup import gradient_group, set_up_training
+from raytrain_gpt.train.model_setup import exact_sum, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
@@ -210,14 +210,7 @@ class Worker:
     def steps(self) -> Iterator[StepResult]:
         """The results of all steps to come."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
-        exact = None
-        if train.exact:
-            parameters, num = (
-                list(setup.raw_model.parameters()),
-                self.spec.plan.micro_batches_per_step,
-            )
-            exact = ExactSum(parameters, num, gradient_group())
-        elif self.collectives.world_size > 1:
+        if self.collectives.world_size > 1 and not train.exact:
             dummy = torch.zeros(
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
@@ -240,7 +233,7 @@ class Worker:
             seed=train.seed,
             rank=self.collectives.rank,
             loss_scale=setup.loss_scale,
-            exact=exact,
+            exact=exact_sum(setup.raw_model, train, self.spec.plan.micro_batches_per_step),
         )
         yield from self.profile.around(results)
 

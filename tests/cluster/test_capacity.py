@@ -237,3 +237,11 @@ def test_local_mode_and_a_clusters_address_are_one_line(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with raises_line(ConfigError, "RAY_ADDRESS=10.0.0.1:6379", "num_workers to 1 or more"):
         check_no_cluster_named()
+
+
+def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> None:
+    exact = config(exact=True, micro_batch_sequences=4, num_workers=6, min_workers=1)
+    assert micro_batch_for(exact, 1) == 4
+    fitted, workers = fit_to_cluster(exact, given(Node(6, 0)))
+    assert workers == 3  # 4 divide 12 sequences, but not 3 micro-batches
+    assert largest_world_size(fitted, given(Node(3, 0))) == 1

@@ -148,6 +148,12 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"global_batch_tokens": 2**50}, ["global_batch_tokens=1125899906842624", "1099511627776"]),
         ({"max_steps": 2**63}, ["max_steps=9223372036854775808", "less than 2**63"]),
         ({"num_workers": 2**63}, ["num_workers=9223372036854775808", "less than 2**63"]),
+        ({"exact": True, "parallel": "fsdp"}, ["exact=true", "parallel=fsdp; set parallel to ddp"]),
+        ({"exact": True, "precision": "fp16"}, ["exact=true", "precision=fp16; set precision to"]),
+        (
+            {"exact": True, "micro_batch_sequences": "auto"},
+            ["exact=true", "set micro_batch_sequences to a number"],
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_way_out(

@@ -39,7 +39,7 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
     assert losses(run) == losses(straight(0), above=20)
     assert RunData("branch", Location.of(storage)).batch_of(21) == 20
     with pytest.raises(ConfigError, match=r"trained steps 21 to 50; those before are of .*parent"):
-        RunData("branch", Location.of(storage)).sequences(20)
+        RunData("branch", Location.of(storage)).step(20)
     assert "branched from " in (run.run_dir.path / "report.html").read_text()
 
     shutil.rmtree(parent)

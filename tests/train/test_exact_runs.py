@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.runs import MakeConfig, Straight, evaluations, steps, weights
 
 EXACT = {"exact": True, "micro_batch_sequences": 1, "max_steps": 60, "dropout": 0.1}
 MODERN = {"architecture": "qwen3", "optimizer": "muon", "precision": "bf16"}
+MASKED = {"document_mask": True, "data_path": "{0}=0.3,{1}=0.7"}
 
 
 def numbers(run: RunSummary) -> list[dict[str, Any]]:
@@ -23,13 +26,23 @@ def numbers(run: RunSummary) -> list[dict[str, Any]]:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("fields", "workers"), [({}, (1, 2, 3, 4)), (MODERN, (3,))], ids=["gpt2", "qwen3-muon-bf16"]
+    ("fields", "workers"),
+    [({}, (1, 2, 3, 4)), (MODERN | MASKED, (3,))],
+    ids=["gpt2", "qwen3-muon-bf16-masked-mixture"],
 )
 def test_any_number_of_workers_has_the_same_bits_and_metrics(
-    make_config: MakeConfig, cluster: str, fields: dict[str, Any], workers: tuple[int, ...]
+    make_config: MakeConfig,
+    cluster: str,
+    dataset: Path,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    workers: tuple[int, ...],
 ) -> None:
     """Runs of their own: no other is exact."""
-    name = "-".join(["exact", *fields.values()])
+    name = f"exact-{len(fields)}"
+    if "data_path" in fields:
+        second = shutil.copytree(dataset, tmp_path / "second")
+        fields = {**fields, "data_path": fields["data_path"].format(dataset, second)}
     whole = train(make_config(**EXACT, **fields, run_name=name), print)
     assert len(steps(whole.run_dir)) == 60
     for num_workers in workers:
@@ -39,6 +52,17 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
         run = train(config, print)
         assert weights(run.run_dir) == weights(whole.run_dir), num_workers
         assert numbers(run) == numbers(whole), num_workers
+
+
+def test_going_on_with_other_threads_says_that_the_bits_may_be_others(
+    make_config: MakeConfig,
+) -> None:
+    fields = {**EXACT, "run_name": "exact-threads", "num_workers": 0}
+    train(make_config(**fields | {"max_steps": 10}, cpus_per_worker=1), print)
+    lines: list[str] = []
+    train(make_config(**fields | {"max_steps": 11}, cpus_per_worker=2), lines.append)
+    said = "exact does not hold from step 10 on: threads 1 -> 2 on rank 0"
+    assert any(said in line for line in lines)
 
 
 @pytest.mark.ray

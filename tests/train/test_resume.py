@@ -100,6 +100,22 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
     assert len(lines) == 1 + len(changes)
 
 
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [("micro_batch_sequences", 1), ("compile", True), ("activation_checkpointing", "full")],
+)
+def test_what_decides_exact_sums_may_change_only_without_them(
+    made: Made, leaf: str, value: Any, raises_line: Callable[..., Any]
+) -> None:
+    config, manifest, checkpoint = made
+    check_changes(config.updated({leaf: value}), manifest, checkpoint, [].append)
+    exact = config.updated({"exact": True})
+    trained = replace(checkpoint, state=replace(checkpoint.state, config=exact.model_dump()))
+    before = config.field_values()[leaf]
+    with raises_line(CheckpointError, f"{leaf} {before} -> {value}", "another run_name"):
+        check_changes(exact.updated({leaf: value}), manifest, trained, pytest.fail)
+
+
 def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(made: Made) -> None:
     config, manifest, checkpoint = made
     old = {k: dict(v) for k, v in checkpoint.state.config.items() if k != "spikes"}

@@ -76,7 +76,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(run: RunSummary) -> Given:
     """The same, told from the run's files."""
     data = RunData(str(run.run_dir), run.run_dir)
-    return {step: [one.id for one in data.sequences(step)] for step in range(1, data.last_step + 1)}
+    return {step: [one.id for one in data.step(step)] for step in range(1, data.last_step + 1)}
 
 
 def test_of_a_plain_run_with_text_shard_row_and_document(
@@ -88,7 +88,7 @@ def test_of_a_plain_run_with_text_shard_row_and_document(
     assert len({i for ids in given.values() for i in ids}) < 60 * 12, "epochs, too"
 
     manifest, tokenizer = read_manifest(Location.of(stories)), read_tokenizer(stories)
-    for one in RunData("told", run.run_dir.parent).sequences(7, documents=True):
+    for one in RunData("told", run.run_dir.parent).step(7, documents=True):
         tokens = pq.read_table(stories / one.shard)["tokens"].to_numpy()
         own = tokens[one.row : one.row + 33]
         assert one.text == tokenizer.decode(own.tolist())
@@ -100,7 +100,7 @@ def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path, giv
     mixed = f"{stories}=0.3,{dataset}=0.7"
     run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
     assert told(run) == given
-    named = [one.dataset for one in RunData(str(run.run_dir), run.run_dir).sequences(5)]
+    named = [one.dataset for one in RunData(str(run.run_dir), run.run_dir).step(5)]
     assert set(named) == {stories.name, dataset.name}
 
 
@@ -113,7 +113,7 @@ def test_after_a_rollback(make_config: MakeConfig, given: Given) -> None:
     assert told(run) == given
     data = RunData(str(run.run_dir), run.run_dir)
     assert [data.batch_of(step) for step in (22, 23, 50)] == [21, 34, 61]
-    skipped = data.sequences(None, batch=24)
+    skipped = data.batch(24)
     assert not {one.id for one in skipped} & {i for ids in given.values() for i in ids}
 
 
@@ -123,8 +123,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     run = train(make_config(run_name="planted", data_path=str(stories), **SMALL_DATA), print)
     data = RunData(str(run.run_dir), run.run_dir)
     had = {
-        step: {one.id for one in data.sequences(step) if PLANTED in one.text}
-        for step in range(1, 61)
+        step: {one.id for one in data.step(step) if PLANTED in one.text} for step in range(1, 61)
     }
     code, out, errors = run_cli("data", "find", PLANTED, run.run_dir, "--json")
     assert (code, errors) == (0, "")
@@ -153,7 +152,7 @@ def test_the_command_shows_and_tells(
     cases = {
         ("--step", 61): "has trained steps 1 to 60; set --step to one of them",
         ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 workers; set it to 0 to 0",
-        ("--batch", 3, "--worker", 0): "set --step",
+        ("--batch", 3, "--worker", 0): "takes --worker N with --step N",
         (): "data at takes --step N or --batch N",
         ("--step", 3, "--batch", 2): "data at takes --step N or --batch N",
     }
