@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.batch import micro_batches_per_step, shares_equally
+from raytrain_gpt.config.batch import check_shares, nearest_multiples, shares_equally
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
@@ -105,12 +106,14 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
         )
     cpus = _shared_cores(in_node) if c.cpus_per_worker == "auto" else c.cpus_per_worker
     fitted = decided(FittedConfig, config, use_gpu=use_gpu, cpus_per_worker=cpus)
-    micro_batches_per_step(fitted, world_size)
+    check_shares(fitted, world_size)
     return fitted
 
 
 def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:
     """The configuration with every `auto` of the cluster section decided, and the world size.
+
+    `num_workers=auto` is as many of the GPUs as share the batch equally.
 
     Raises:
         ClusterError: the cluster has too few GPUs or CPUs.
@@ -124,8 +127,8 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     evaluations = num_async_evaluations(config)
     num_workers = c.num_workers or 1  # doctor and probe ask for local mode with one worker
     if num_workers == "auto":
-        free_gpus = resources.gpus - evaluations
-        num_workers = free_gpus if gpus == 1 and free_gpus else 1
+        most = resources.gpus - evaluations if gpus == 1 else 1
+        num_workers = _first_sharing(config, range(most, 0, -1)) or 1
     cpus = c.cpus_per_worker
     if isinstance(cpus, str):
         cpus = _shared_cores(num_workers + evaluations) if resources.ours else 1
@@ -137,7 +140,7 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     if room < least:
         raise _too_small(fitted, resources, room)
     if room >= num_workers:
-        micro_batches_per_step(fitted, num_workers)
+        check_shares(fitted, num_workers)
         return fitted, num_workers
     workers = largest_world_size(fitted, resources)
     if workers is not None:
@@ -167,7 +170,21 @@ def largest_world_size(config: FittedConfig, resources: Resources) -> int | None
     """The most workers that fit and share the batch equally, None if `min_workers` do not."""
     c = config.cluster
     room = resources.room_for(c.cpus_per_worker, c.num_gpus) - num_async_evaluations(config)
-    for workers in range(min(c.num_workers, room), c.least_workers - 1, -1):
-        if shares_equally(config, workers):
-            return workers
-    return None
+    return _first_sharing(config, range(min(c.num_workers, room), c.least_workers - 1, -1))
+
+
+def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
+    """The first of some numbers of workers that share the batch equally."""
+    return next((number for number in numbers if shares_equally(config, number)), None)
+
+
+def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str | None:
+    """A line about GPUs that `num_workers=auto` leaves alone since the batch does not divide over all."""
+    used, free = fitted.cluster.num_workers, resources.gpus - num_async_evaluations(config)
+    if config.cluster.num_workers != "auto" or fitted.cluster.num_gpus != 1 or used >= free:
+        return None
+    tokens, unit = config.train.global_batch_tokens, config.data.seq_len * free
+    return (
+        f"num_workers auto: {used} of {free} GPUs, since a step's {config.batch_sequences} sequences do not "
+        f"divide over more; all would share global_batch_tokens {nearest_multiples(tokens, unit)}"
+    )

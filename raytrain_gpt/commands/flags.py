@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import preset_names, resolve
 from raytrain_gpt.config.schema import FIELDS, Config
@@ -81,7 +81,7 @@ class ConfigOptions(Options):
         with config_on_disk(self.config) as file:
             config = resolve(self.preset, file, self.fields)
         if isinstance(config.cluster.num_workers, int):
-            micro_batches_per_step(config, max(1, config.cluster.num_workers))
+            check_shares(config, max(1, config.cluster.num_workers))
         return config
 
     def train_command(self) -> str:

@@ -11,37 +11,45 @@ if TYPE_CHECKING:
     from raytrain_gpt.config.schema import Config
 
 
-def micro_batches_per_step(config: Config, world_size: int) -> int:
-    """global_batch_tokens / (micro_batch_sequences · seq_len · world_size); `auto` counts as 1 sequence.
+def check_shares(config: Config, world_size: int) -> None:
+    """Check that the workers share a global batch equally.
 
     Raises:
-        ConfigError: it is not a whole number; names the nearest sizes that are.
+        ConfigError: they do not; names the nearest sizes that are possible.
     """
+    if shares_equally(config, world_size):
+        return
     seq_len, tokens = config.data.seq_len, config.train.global_batch_tokens
-    asked = config.train.micro_batch_sequences
-    micro = 1 if asked == "auto" else asked
-    unit = micro * seq_len * world_size
-    if tokens % unit == 0:
-        return tokens // unit
-    sequences = config.batch_sequences
-    workers, micros = (
-        [] if sequences % taken else divisors(sequences // taken) for taken in (micro, world_size)
-    )
-    ways = [f"global_batch_tokens {nearest_multiples(tokens, unit)}"]
+    sequences, micro, exact = config.batch_sequences, _asked(config), config.train.exact
+    workers = [] if sequences % micro else divisors(sequences // (micro if exact else 1))
+    micros = [] if sequences % world_size else divisors(sequences // (world_size if exact else 1))
+    ways = [f"global_batch_tokens {nearest_multiples(tokens, seq_len * _unit(config, world_size))}"]
     ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
-    if asked != "auto":
-        ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros)
+    is_auto = config.train.micro_batch_sequences == "auto"
+    ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros and not is_auto)
     raise ConfigError(
         f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
-        f"{world_size} workers{'' if asked == 'auto' else f' × {micro} sequences'}; "
+        f"{world_size} workers{'' if is_auto else f' × {micro} sequences'}; "
         f"nearest: {'; or '.join(ways)}"
     )
 
 
 def shares_equally(config: Config, world_size: int) -> bool:
-    """Whether a global batch divides over the workers: its sequences, its micro-batches if sums are exact."""
-    unit = config.train.micro_batch_sequences if config.train.exact else 1
-    return config.batch_sequences % (int(unit) * world_size) == 0
+    """Whether a global batch divides over the workers, and into the micro-batches that were asked for.
+
+    A worker's share need not: it is trained in smaller ones (`micro_batch_for`), unless sums are exact.
+    """
+    return config.batch_sequences % _unit(config, world_size) == 0
+
+
+def _asked(config: Config) -> int:
+    micro = config.train.micro_batch_sequences
+    return 1 if micro == "auto" else micro
+
+
+def _unit(config: Config, world_size: int) -> int:
+    micro = _asked(config)
+    return micro * world_size if config.train.exact else math.lcm(micro, world_size)
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -62,7 +70,7 @@ def nearest(valid: list[int], value: int) -> str:
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
-    """The micro-batch of a world size that may be below `num_workers`; `auto` stays, and so do exact sums'.
+    """The micro-batch of a world size; `auto` stays, and so do exact sums'.
 
     The largest divisor of a worker's sequences per step that is not above `micro_batch_sequences`.
     """

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_gpt.core.attention import Attend
-from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
+from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
 
 
 class Attention(nn.Module):
@@ -52,8 +52,8 @@ class MLP(nn.Module):
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
-class Block(nn.Module):
-    """One transformer block."""
+class GPT2Block(Block):
+    """See `Block`."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(shape.embd_size)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """See `Block`."""
         x = x + self.attn(self.ln_1(x), attend)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
@@ -76,7 +76,7 @@ class GPT2(GPT):
         """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.h = nn.ModuleList(GPT2Block(shape) for _ in range(shape.num_layers))
         self.ln_f = nn.LayerNorm(shape.embd_size)
 
     def init_weights(self, seed: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.optim import update
-from raytrain_gpt.core.parallel import gradients_synchronized
+from raytrain_gpt.core.parallel import gradients_synchronized, keeps_gradients
 
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 (micro_batch_sequences, seq_len) each, on the device."""
@@ -74,7 +74,7 @@ def train_steps(
         exact: Sums that no number of ranks changes, of a model that is not wrapped; None: float sums.
     """
     parameters = list(model.parameters())
-    parts = micro_batches_per_step if exact is None else 1
+    parts, keeps = micro_batches_per_step if exact is None else 1, keeps_gradients(model)
     for step in range(first_step, max_steps):
         model.train()
         seed_step(seed, step, rank)
@@ -96,7 +96,7 @@ def train_steps(
                 exact.add(losses[-1])
         mean_loss = torch.stack(losses).sum() if exact is None else exact.finish()
         lr = learning_rate(step)
-        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale)
+        grad_norm = update(optimizer, parameters, lr, grad_clip, loss_scale, keeps)
         yield StepResult(step + 1, mean_loss, lr, grad_norm, data_wait_s, factor)
 
 
@@ -119,7 +119,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
-    """Run one forward and backward pass and drop its gradients.
+    """Run one forward and backward pass and forget its gradients.
 
     DDP rebuilds its buckets after the first backward pass, and with three or more workers sums are then
     taken in another order. Called before the first step of every start, this makes a resumed run bitwise
@@ -128,4 +128,4 @@ def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast:
     with autocast():
         loss = model(*micro_batch)
     loss.backward()
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=not keeps_gradients(model))

@@ -155,12 +155,36 @@ def default_mlp_size(architecture: str, embd_size: int) -> int:
     return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
 
 
+Layers = Callable[[Tensor, Attend], Tensor]
+"""What a block computes: (B, T, D) -> (B, T, D)."""
+
+
+class Block(nn.Module, ABC):
+    """One transformer block; its norms are its own, its linear layers those of `attn` and `mlp`."""
+
+    attn: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        x: Tensor,
+        attend: Attend,
+        around: Callable[[Layers, Tensor, Attend], Tensor] | None = None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); `around` calls the layers."""
+        return self.layers(x, attend) if around is None else around(self.layers, x, attend)
+
+    @abstractmethod
+    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+
+
 class GPT(nn.Module, ABC):
     """A language model; an architecture says what it is made of.
 
     Args:
         activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
-            `full`, see `_run_block`.
+            `full`, see `_recomputing`.
         document_end: The token that closes a document. A token then attends only to those of its own
             document, and positions count from its start. None: all T tokens are one text.
 
@@ -227,25 +251,24 @@ class GPT(nn.Module, ABC):
         attend = self.positioned(positions)(attend)
         x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
         for block in self.h:
-            x = self._run_block(block, x, attend)
+            x = block(x, attend, self._recomputing)
         out: Tensor = self.ln_f(x)
         return out
 
-    def _run_block(self, block: nn.Module, x: Tensor, attend: Attend) -> Tensor:
-        """The output of a block; what is recomputed does not change the gradients.
+    def _recomputing(self, layers: Layers, x: Tensor, attend: Attend) -> Tensor:
+        """The output of a block's layers; what is recomputed does not change the gradients.
 
         `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor the
         linear layers whose outputs the backward pass needs; `full` all but the block's input.
         """
         if self.activation_checkpointing == "none" or not self.training:
-            out: Tensor = block(x, attend)
-            return out
+            return layers(x, attend)
         contexts: dict[str, Any] = {}
         if self.activation_checkpointing == "selective":
             contexts["context_fn"] = self._selective
         is_random = self.shape.dropout > 0  # dropout must be the same the second time
         again: Tensor = checkpoint(
-            block, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
+            layers, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
         )
         return again
 

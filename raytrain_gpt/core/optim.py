@@ -85,8 +85,9 @@ def update(
     lr: float,
     grad_clip: float,
     loss_scale: LossScale | None = None,
+    keeps_gradients: bool = False,
 ) -> Tensor:
-    """One optimizer step with clipped gradients, which are dropped afterwards.
+    """One optimizer step with clipped gradients, which are dropped or zeroed afterwards.
 
     If a gradient is not finite, no weight and no moment changes. The device decides that by itself, so it
     costs no synchronisation.
@@ -95,6 +96,7 @@ def update(
         optimizer: A `build_optimizer` over `parameters`.
         grad_clip: Largest global gradient norm.
         loss_scale: The gradients are divided by its factor, and it is adjusted; None: no scaling.
+        keeps_gradients: They stay as tensors of zeros.
 
     Returns:
         The global gradient norm before clipping, a scalar on the device.
@@ -112,7 +114,7 @@ def update(
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = not_finite.float()  # type: ignore[attr-defined]
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
     if loss_scale is not None:
         loss_scale.adjust(not_finite)
     return norm

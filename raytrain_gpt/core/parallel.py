@@ -2,8 +2,9 @@
 
 1. `shard` splits the parameters of a model, initialised or loaded, along their first dimension.
 2. The linear layers of a block are gathered together for its forward and its backward pass, in the type
-   that autocast would cast them to anyway; embeddings and LayerNorms are gathered in fp32. So the
-   arithmetic is that of an unsharded model, and only sums over ranks are taken in another order.
+   that autocast would cast them to anyway; embeddings and norms are gathered in fp32. So the arithmetic is
+   that of an unsharded model, and only sums over ranks are taken in another order. They are gathered
+   before a block is called and given up behind it, so that what is compiled or recomputed is a whole block.
 3. Gradients are summed in fp32, and each rank updates its shards.
 4. `full_tensor` puts a sharded tensor together again, `gathered_weights` a model to evaluate.
 
@@ -13,7 +14,6 @@ torch's sharding takes more than a second to import, so it is imported where it 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -50,11 +50,12 @@ def shard(
         reduce_dtype=None if matmul_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    # Linear layers return views; torch warns about adding to one in place, which no block does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    linear = {p for block in model.h for part in (block.attn, block.mlp) for p in part.parameters()}  # type: ignore[union-attr]
+    # The whole model first: after its blocks it would not get their norms.
+    fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
-        fully_shard([block.attn, block.mlp], mesh=mesh, mp_policy=linear_policy)  # type: ignore[list-item]
-    fully_shard(model, mesh=mesh)
+        others = set(block.parameters()) - linear
+        fully_shard(block, mesh=mesh, mp_policy=linear_policy, ignored_params=others)
 
 
 def gradients_synchronized(
@@ -68,6 +69,14 @@ def gradients_synchronized(
     if synchronized or not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     return model.no_sync()
+
+
+def keeps_gradients(model: nn.Module) -> bool:
+    """Whether gradients stay in memory between steps: with DDP they are parts of the buckets it sends.
+
+    Dropped, they would get memory of their own in the next step's first passes, and have the buckets besides.
+    """
+    return isinstance(model, DistributedDataParallel)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain_gpt.core.attention import Attend
-from raytrain_gpt.core.model import GPT, INIT_STD, GPTShape
+from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
 
 RMS_NORM_EPS = 1e-6
 
@@ -68,8 +68,8 @@ class Qwen3MLP(nn.Module):
         return F.dropout(self.down_proj(x), self.dropout, self.training)
 
 
-class Qwen3Block(nn.Module):
-    """One transformer block."""
+class Qwen3Block(Block):
+    """See `Block`."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Qwen3Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.embd_size)
         self.mlp = Qwen3MLP(shape)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """See `Block`."""
 
         def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.q_norm(q), self.k_norm(k), v)

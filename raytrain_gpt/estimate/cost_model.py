@@ -13,14 +13,14 @@ from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from raytrain_gpt.config.batch import micro_batches_per_step
+from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.muon import num_flops
-from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemorySearch
+from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
@@ -136,11 +136,13 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     Raises:
         ConfigError: the batch does not divide over the workers.
     """
-    micro_batches_per_step(config, facts.num_workers)
+    check_shares(config, facts.num_workers)
     train, device = config.train, facts.device
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)
     memory = MemoryModel.of(config, facts.num_workers, shape, facts.bf16)
-    limit_bytes = math.inf if device is None else device.memory_bytes * USABLE_FRACTION
+    limit_bytes = math.inf
+    if device is not None:
+        limit_bytes = gpu_limit_bytes(device.memory_bytes, facts.num_workers)
     on_gpu = device is not None and config.cluster.use_gpu is not False
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), facts.num_workers, memory)
     fit = search.largest(limit_bytes) or search.least()

@@ -26,7 +26,7 @@ from raytrain_gpt.sweep.trial_plan import (
     tied_values,
 )
 from raytrain_gpt.train.launch import expected_vocab_size
-from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemorySearch
+from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 
 PROBE_S = 5.0
 """Duration of the speed measurement, which is at least one forward and backward pass."""
@@ -100,20 +100,22 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     num_workers, on_gpu = config.cluster.num_workers, device.type == "cuda"
     limit_bytes: float = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if on_gpu:
-        limit_bytes = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        limit_bytes = gpu_limit_bytes(total_bytes, num_workers, config.cluster.gpus_per_worker)
     memory = MemoryModel.of(config, num_workers, shape, precision != "fp32")
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), num_workers, memory)
     if search.predict(1, search.modes[-1]) > limit_bytes:
         return None
     fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
-    # Any id of a document's end will do: the tokens below are one document.
+    # Any id of a document's end will do: no time depends on it.
     last_id = shape.vocab_size - 1
     model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
     autocast = autocast_of(precision, device)
     num = fit.sequences if on_gpu else 1
-    tokens = torch.zeros(num, config.data.seq_len, dtype=torch.int64, device=device)
+    size = (num, config.data.seq_len)
+    tokens = torch.randint(shape.vocab_size, size, device=device)
 
     def step() -> None:
         with autocast():

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from raytrain_gpt.config.batch import micro_batches_per_step, nearest_multiples
+from raytrain_gpt.config.batch import check_shares, nearest_multiples
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.space import Drawn, Grid, Searched, with_expressions
@@ -110,7 +110,7 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     for values in (*trials, *_reachable(sweep, trials)):
         config = trial_config(sweep, base, values)
         with _naming(values):
-            micro_batches_per_step(config, num_workers)
+            check_shares(config, num_workers)
             warmup, steps = config.optim.warmup_steps, config.train.max_steps
             if warmup >= steps:
                 raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster
+from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster, idle_gpus
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
@@ -56,7 +56,10 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
     """
     config, data = with_data(config, log)
     with connected(cpus_to_start(config), log) as resources:
-        yield *fit_to_cluster(config, resources), data
+        fitted, world_size = fit_to_cluster(config, resources)
+        if line := idle_gpus(config, fitted, resources):
+            log(line)
+        yield fitted, world_size, data
 
 
 def with_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:

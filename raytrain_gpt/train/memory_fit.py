@@ -32,7 +32,13 @@ from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
-from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemoryFit, MemorySearch, Needed
+from raytrain_gpt.train.memory_search import (
+    USABLE_FRACTION,
+    MemoryFit,
+    MemorySearch,
+    Needed,
+    gpu_limit_bytes,
+)
 
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 """May change on resume; then another micro-batch may fit."""
@@ -69,7 +75,13 @@ def fit_memory(
         Interrupted: `stop` was set during the probe.
         ray.exceptions.RayError: the probe died, or got no resources.
     """
+    asked = config.train.micro_batch_sequences
     config = config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+    if asked != config.train.micro_batch_sequences:
+        log(
+            f"micro_batch_sequences {asked} -> {config.train.micro_batch_sequences}: it divides the "
+            f"{config.batch_sequences // world_size} sequences that a worker has in a step"
+        )
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)
@@ -164,10 +176,10 @@ def _probe_gpu(
 def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
     """What fits this process's GPU."""
     device = torch.device("cuda")
-    fraction = USABLE_FRACTION * config.cluster.gpus_per_worker
-    torch.cuda.set_per_process_memory_fraction(fraction)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    limit_bytes = min(fraction * total_bytes, torch.cuda.mem_get_info(device)[0])
+    limit_bytes = gpu_limit_bytes(total_bytes, world_size, config.cluster.gpus_per_worker)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0])
     search = _search(config, world_size, vocab_size, device)
     where = f"of {torch.cuda.get_device_name(device)}"
     if search.memory.num_shards > 1:

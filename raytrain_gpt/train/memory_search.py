@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.batch import divisors
+from raytrain_gpt.config.batch import divisors, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import configured_model
@@ -31,15 +31,26 @@ from raytrain_gpt.core.optim import build_optimizer
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Of activation checkpointing, from the fastest to the one that needs least memory."""
 USABLE_FRACTION = 0.92
-"""Of a device's memory: on a GPU CUDA, NCCL and gaps between tensors take the rest."""
+"""Of a device's memory: on a GPU CUDA and gaps between tensors take the rest."""
+NCCL_BYTES = 2 * 2**30
+"""On each of several GPUs, for buffers of their collectives; reckoned, not measured."""
 ENOUGH_TOKENS = 2048
 """In a micro-batch on a GPU. With fewer, weights are read and gradients accumulated so often that it may
 pay to recompute activations for more; by calculation, not measured."""
 MOST_CPU_TOKENS = 2048
 """In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/memory.md)."""
+MOST_GPU_TOKENS = 2**16
+"""In a micro-batch on a GPU. About half of them are reckoned to fill it; not measured."""
+MOST_LOGITS = 2**31 - 1
+"""Of a micro-batch on a GPU: with more, torch's compiled kernels count in 64 bits, which is slower."""
 
 Needed = Callable[[int, ActivationCheckpointing], float]
 """Bytes that training needs for a number of sequences and a mode; infinite: it ran out of memory."""
+
+
+def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> float:
+    """What training may use of a GPU, or of a worker's share of one."""
+    return share * USABLE_FRACTION * total_bytes - NCCL_BYTES * (world_size > 1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class MemorySearch:
     """Finds what fits for a run whose `auto` is still open.
 
     Attributes:
-        config: With `use_gpu` decided; a `micro_batch_sequences` that is not auto divides a rank's share.
+        config: With `use_gpu` decided.
     """
 
     config: Config
@@ -66,12 +77,14 @@ class MemorySearch:
     @property
     def sizes(self) -> list[int]:
         """Sequences that a micro-batch may have, ascending."""
-        micro = self.config.train.micro_batch_sequences
+        micro = micro_batch_for(self.config, self.world_size)
         if micro != "auto":
             return [micro]
-        share = most = self.config.batch_sequences // self.world_size
-        if not self.config.cluster.use_gpu:
-            most = max(1, min(share, MOST_CPU_TOKENS // self.config.data.seq_len))
+        most_tokens = MOST_CPU_TOKENS
+        if self.config.cluster.use_gpu:
+            most_tokens = min(MOST_GPU_TOKENS, MOST_LOGITS // self.memory.shape.padded_vocab_size)
+        most = max(1, most_tokens // self.config.data.seq_len)
+        share = self.config.batch_sequences // self.world_size
         return [sequences for sequences in divisors(share) if sequences <= most]
 
     @property

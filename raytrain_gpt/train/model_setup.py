@@ -83,12 +83,15 @@ def set_up_training(
         optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.listed)
+    eval_model = model_to_evaluate(model)
+    if config.train.compile and eval_model is not model:
+        eval_model.compile()
     saved_scale = resumed.state.loss_scale if resumed else None
     return TrainingSetup(
         tokenizer=tokenizer,
         raw_model=model,
         model=prepared,
-        eval_model=model_to_evaluate(model),
+        eval_model=eval_model,
         optimizer=optimizer,
         device=device,
         precision=precision,

@@ -14,9 +14,11 @@ from raytrain_gpt.cluster.capacity import (
     cpus_to_start,
     fit_to_cluster,
     fit_to_process,
+    idle_gpus,
     largest_world_size,
 )
 from raytrain_gpt.config.batch import micro_batch_for
+from raytrain_gpt.config.load import load_preset, preset_names
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
@@ -245,3 +247,38 @@ def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> N
     fitted, workers = fit_to_cluster(exact, given(Node(6, 0)))
     assert workers == 3  # 4 divide 12 sequences, but not 3 micro-batches
     assert largest_world_size(fitted, given(Node(3, 0))) == 1
+
+
+PRESETS = [name for name in preset_names() if load_preset(name).cluster.use_gpu is True]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_presets_train_on_any_number_of_gpus(preset: str, num_gpus: int) -> None:
+    """On all of them where they share the batch; a micro-batch becomes smaller where it must."""
+    given = load_preset(preset)
+    resources = Resources((Node(6 * num_gpus, num_gpus),), ours=False)
+    fitted, workers = fit_to_cluster(given, resources)
+    line = idle_gpus(given, fitted, resources)
+    assert workers == {24: 16, 48: 32}.get(num_gpus, num_gpus)
+    assert (line is None) == (workers == num_gpus)
+    micro, share = micro_batch_for(fitted, workers), given.batch_sequences // workers
+    assert isinstance(micro, int)
+    assert share % micro == 0
+    assert micro == min(share, given.train.micro_batch_sequences)
+    print(
+        f"{preset} on {num_gpus} GPUs: {workers} workers × {share // micro} × {micro}", line or ""
+    )
+
+
+def test_gpus_that_the_batch_leaves_alone_are_said() -> None:
+    given_config = load_preset("gpt2-124m")
+    resources = given(Node(128, 24))
+    fitted, _ = fit_to_cluster(given_config, resources)
+    assert idle_gpus(given_config, fitted, resources) == (
+        "num_workers auto: 16 of 24 GPUs, since a step's 512 sequences do not divide over more; all would "
+        "share global_batch_tokens 516096, 540672"
+    )
+    asked = given_config.updated({"num_workers": 24})
+    with pytest.raises(ConfigError, match="does not divide over 24 workers"):
+        fit_to_cluster(asked, given(Node(128, 24)))

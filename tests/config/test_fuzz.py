@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 
-from raytrain_gpt.config.batch import micro_batch_for, micro_batches_per_step
+from raytrain_gpt.config.batch import check_shares, micro_batch_for
 from raytrain_gpt.config.load import load_config_file, preset_names
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.data.mixture import parse_data_path
@@ -40,7 +40,7 @@ def check(file: Path, content: bytes) -> None:
         parse_data_path(config.data.data_path)
         workers = config.cluster.num_workers
         world_size = 1 if workers in ("auto", 0) else workers
-        assert micro_batches_per_step(config, world_size) <= config.batch_sequences
+        check_shares(config, world_size)
         assert micro_batch_for(config, world_size)
 
 

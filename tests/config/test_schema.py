@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raytrain_gpt.config.batch import divisors, micro_batch_for, micro_batches_per_step
+from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
 from raytrain_gpt.config.load import load_config_file, load_preset, preset_names, resolve
+from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
 from tests.conftest import RaisesLine
@@ -214,10 +215,12 @@ def test_an_unknown_preset_is_named_with_those_there_are(raises_line) -> None:
 
 
 def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
-    config = Config().updated(REFERENCE)
+    config = decided(
+        FittedConfig, Config().updated(REFERENCE), use_gpu=True, num_workers=4, cpus_per_worker=1
+    )
     assert config.batch_sequences == 512
-    assert micro_batches_per_step(config, world_size=4) == 4
-    assert micro_batches_per_step(config, world_size=16) == 1
+    assert RunPlan.of(config, 4, 32, "none").micro_batches_per_step == 4
+    assert RunPlan.of(config, 16, 32, "none").micro_batches_per_step == 1
 
 
 def ways_out(message: str) -> dict[str, list[int]]:
@@ -232,45 +235,44 @@ def ways_out(message: str) -> dict[str, list[int]]:
     micro=st.integers(1, 40),
     world_size=st.integers(1, 20),
     seq_len=st.sampled_from([16, 100]),
+    exact=st.booleans(),
 )
 def test_a_batch_divides_or_the_nearest_that_do_are_named(
-    sequences: int, micro: int, world_size: int, seq_len: int
+    sequences: int, micro: int, world_size: int, seq_len: int, exact: bool
 ) -> None:
+    """A worker's share need not divide into the micro-batches asked for, unless sums are exact."""
     config = Config().updated(
         {
             "seq_len": seq_len,
             "global_batch_tokens": sequences * seq_len,
             "micro_batch_sequences": micro,
+            "exact": exact,
         }
     )
-    if sequences % (micro * world_size) == 0:
-        expected = sequences // (micro * world_size)
-        assert micro_batches_per_step(config, world_size) == expected
+
+    def is_fine(micro: int = micro, workers: int = world_size) -> bool:
+        if exact:
+            return sequences % (micro * workers) == 0
+        return sequences % micro == 0 and sequences % workers == 0
+
+    if is_fine():
+        check_shares(config, world_size)
+        assert sequences // world_size % micro_batch_for(config, world_size) == 0
         return
     with pytest.raises(ConfigError) as caught:
-        micro_batches_per_step(config, world_size)
+        check_shares(config, world_size)
     message = str(caught.value)
     assert "\n" not in message
     assert f"global_batch_tokens={sequences * seq_len}" in message
     ways = ways_out(message)
     for tokens in ways["global_batch_tokens"]:
-        assert micro_batches_per_step(config.updated({"global_batch_tokens": tokens}), world_size)
+        check_shares(config.updated({"global_batch_tokens": tokens}), world_size)
         assert abs(tokens - sequences * seq_len) < 2 * micro * world_size * seq_len
-    for workers in ways.get("num_workers", []):
-        assert micro_batches_per_step(config, workers)
-    for other in ways.get("micro_batch_sequences", []):
-        changed = config.updated({"micro_batch_sequences": other})
-        assert micro_batches_per_step(changed, world_size)
-    for name, values, asked, divides in [
-        ("num_workers", range(1, 401), world_size, lambda w: sequences % (w * micro) == 0),
-        (
-            "micro_batch_sequences",
-            range(1, 401),
-            micro,
-            lambda m: sequences % (m * world_size) == 0,
-        ),
+    for name, asked, possible in [
+        ("num_workers", world_size, [w for w in range(1, 401) if is_fine(workers=w)]),
+        ("micro_batch_sequences", micro, [m for m in range(1, 401) if is_fine(micro=m)]),
     ]:
-        valid = sorted((v for v in values if divides(v)), key=lambda v, a=asked: (abs(v - a), v))
+        valid = sorted(possible, key=lambda v, a=asked: (abs(v - a), v))
         assert ways.get(name, []) == sorted(valid[:2])
 
 
@@ -284,16 +286,16 @@ def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
         "global_batch_tokens 768, 1536",
         "num_workers 2, 4",
     ):
-        micro_batches_per_step(config, world_size=3)
+        check_shares(config, world_size=3)
 
 
 def test_a_huge_batch_is_divided_without_trying_every_number(raises_line) -> None:
     sizes = {"seq_len": 1, "global_batch_tokens": 10**11, "micro_batch_sequences": 16}
     config = Config().updated(sizes)
-    assert micro_batches_per_step(config, 1) == 10**11 // 16
+    check_shares(config, 1)
     assert micro_batch_for(config, 10**9) == 10
     with raises_line(ConfigError, "num_workers 5, 8"):
-        micro_batches_per_step(config, 7)
+        check_shares(config, 7)
 
 
 @given(st.integers(1, 3000))

@@ -104,7 +104,8 @@ def test_a_micro_batch_fits_where_the_largest_says_so() -> None:
 
 
 def test_auto_is_counted_for_the_device() -> None:
-    auto = CONFIG.updated({"micro_batch_sequences": "auto", "activation_checkpointing": "auto"})
+    open_fields = {"micro_batch_sequences": "auto", "activation_checkpointing": "auto"}
+    auto = load_preset("gpt2-350m").updated(open_fields)
     chosen = {}
     for name in ("L4", "h200"):
         _, found = answer(auto, Facts(), print, name)

@@ -76,11 +76,14 @@ def test_numbers_stay_and_nobody_is_asked() -> None:
     plan = fit_memory(given, 2, VOCAB_SIZE, pytest.fail)
     assert plan.config.field_values() == given.field_values()
     assert (plan.world_size, plan.worker_sequences, plan.micro_batches_per_step) == (2, 12, 2)
-    fewer = fit_memory(
-        config(micro_batch_sequences=8, activation_checkpointing="none"), 4, 1, print
-    )
+    lines: list[str] = []
+    larger = config(micro_batch_sequences=8, activation_checkpointing="none")
+    fewer = fit_memory(larger, 4, 1, lines.append)
     assert fewer.config.train.micro_batch_sequences == 6
     assert (fewer.worker_sequences, fewer.micro_batches_per_step) == (6, 1)
+    assert lines == [
+        "micro_batch_sequences 8 -> 6: it divides the 6 sequences that a worker has in a step"
+    ]
 
 
 def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:

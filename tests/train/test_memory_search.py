@@ -24,8 +24,11 @@ from raytrain_gpt.train.memory_search import (
     ENOUGH_TOKENS,
     MODES,
     MOST_CPU_TOKENS,
+    MOST_GPU_TOKENS,
+    NCCL_BYTES,
     MemoryFit,
     MemorySearch,
+    gpu_limit_bytes,
 )
 
 VOCAB_SIZE = 257
@@ -82,17 +85,31 @@ def test_candidates_are_the_divisors_of_a_ranks_share() -> None:
     assert sizes(config(), 2) == [1, 2, 3, 4, 6, 12]
     assert sizes(config(), 24) == [1]
     assert sizes(config(micro_batch_sequences=4), 2) == [4]
+    assert sizes(config(micro_batch_sequences=8), 2) == [6]
     huge = config(seq_len=1, global_batch_tokens=10**11)
-    assert len(sizes(huge, 1)) == 12 * 12
+    assert sizes(huge, 1)[-1] == 64_000
     assert sizes(huge.updated({"use_gpu": False}), 1)[-1] == 2048
 
 
-def test_a_cpu_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence() -> None:
-    batch = 64 * MOST_CPU_TOKENS
-    for seq_len, largest in ((MOST_CPU_TOKENS // 16, 16), (MOST_CPU_TOKENS, 1), (batch, 1)):
-        on_cpu = config(use_gpu=False, seq_len=seq_len, global_batch_tokens=batch)
-        assert sizes(on_cpu, 1)[-1] == largest
-        assert sizes(on_cpu.updated({"use_gpu": True}), 1)[-1] == batch // seq_len
+@pytest.mark.parametrize(("use_gpu", "most"), [(False, MOST_CPU_TOKENS), (True, MOST_GPU_TOKENS)])
+def test_a_device_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence(
+    use_gpu: bool, most: int
+) -> None:
+    batch = 64 * most
+    for seq_len, largest in ((most // 16, 16), (most, 1), (batch, 1)):
+        given = config(use_gpu=use_gpu, seq_len=seq_len, global_batch_tokens=batch)
+        assert sizes(given, 1)[-1] == largest
+
+
+def test_a_gpu_counts_the_logits_of_a_micro_batch_in_32_bits() -> None:
+    reference = config(seq_len=1024, global_batch_tokens=512 * 1024)
+    memory = MemoryModel.of(reference, 1, GPTShape.of(reference, 50_257), bf16=True)
+    assert Table(reference, 1, memory).sizes[-1] == 32
+
+
+def test_gpus_together_need_memory_for_their_collectives() -> None:
+    assert gpu_limit_bytes(80e9, 1) - gpu_limit_bytes(80e9, 2) == NCCL_BYTES
+    assert gpu_limit_bytes(80e9, 1, 0.5) == gpu_limit_bytes(80e9, 1) / 2
 
 
 def auto(share: int, enough: int) -> Config:

@@ -1,0 +1,240 @@
+"""What torch.compile makes of the model: within DDP, sharded, with documents; nothing is compiled twice.
+
+Graphs are captured as for a GPU and run by torch's own operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.attention import flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attention
+from raytrain_gpt.core.loop import MicroBatch, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loss import head_loss
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.parallel import gathered_weights, model_to_evaluate, shard
+from tests.core.conftest import SHAPES
+
+CPU = torch.device("cpu")
+SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=128, seq_len=160, vocab_size=300)
+"""Gradients of 3.4 MB, and sequences of more than one block of a sparse attention."""
+DOCUMENT_END = 7
+never_again = partial(torch._dynamo.config.patch, error_on_recompile=True)
+by_mode = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """This is the first of four ranks; collectives of the others leave tensors as they are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def made(shape: GPTShape = SHAPE, recompute: str = "none", document_end: int | None = None) -> GPT:
+    model = new_model(shape, recompute, document_end)
+    model.init_weights(0)
+    return model.train()
+
+
+def batch(number: int, shape: GPTShape = SHAPE) -> MicroBatch:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, shape.vocab_size, (2, shape.seq_len + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def replicated(model: nn.Module, bucket_mb: int = 1) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+
+
+def gradients(model: nn.Module, number: int) -> list[Tensor]:
+    model.zero_grad()
+    model(*batch(number)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@by_mode
+def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
+    one_rank: None, recompute: str
+) -> None:
+    model, expected = made(recompute=recompute), made()
+    model.compile(backend="aot_eager")
+    wrapped = replicated(model)
+    for number in range(3):
+        for ours, theirs in zip(
+            gradients(wrapped, number), gradients(expected, number), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None) -> None:
+    """Else they are in memory twice while micro-batches accumulate."""
+    raw = made()
+    model = replicated(raw)
+    settle_gradient_buckets(model, batch(0), bf16)
+    steps = train_steps(
+        model,
+        build_optimizer(raw, OptimSection()),
+        map(batch, range(100)),
+        first_step=0,
+        max_steps=4,
+        micro_batches_per_step=2,
+        learning_rate=lambda _: 1e-3,
+        grad_clip=1.0,
+        autocast=bf16,
+        seed=0,
+        rank=0,
+    )
+    places = []
+    for _ in steps:
+        kept = [p.grad for p in model.parameters() if p.grad is not None]
+        assert not any(gradient.any() for gradient in kept)
+        places.append([gradient.untyped_storage().data_ptr() for gradient in kept])
+    assert len(places[0]) == len([*model.parameters()]) > 4 * len(set(places[0]))
+    assert places[1:] == places[:-1]
+
+
+@pytest.mark.parametrize("in_ddp", [False, True])
+def test_sparse_attention_is_compiled_once_for_all_documents(
+    one_rank: None, in_ddp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention of GPUs, whose backward pass torch refuses on a CPU, but computes."""
+    assert SHAPE.seq_len > SPARSE_BLOCK_TOKENS
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    model, expected = (made(document_end=DOCUMENT_END) for _ in range(2))
+    monkeypatch.setattr(model, "_attend_within", lambda starts, _: block_sparse_attention(starts))
+    model.compile(backend="aot_eager")
+    wrapped = replicated(model) if in_ddp else model
+
+    def compare(number: int) -> None:
+        assert (batch(number)[0] == DOCUMENT_END).any()
+        for ours, theirs in zip(
+            gradients(wrapped, number), gradients(expected, number), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+    compare(0)
+    with never_again():
+        compare(1)
+        compare(2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch itself hides it
+@by_mode
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_sharded_model_has_one_graph_for_all_blocks(
+    four_ranks: None, architecture: str, recompute: str
+) -> None:
+    """12 of them, more than torch compiles one function anew; what is recomputed is in the graph."""
+    found: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        found.append(graph)
+        compiled: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
+        return compiled
+
+    shape = replace(SHAPES[architecture], num_layers=12)
+    model = made(shape, recompute)
+    model.compile(backend=backend)
+    shard(model, CPU, torch.bfloat16)
+
+    def step(number: int) -> None:
+        with bf16():
+            loss = model(*batch(number, shape))
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+
+    step(0)
+    with never_again():
+        step(1)
+    attending = [graph for graph in found if "scaled_dot_product_attention" in operations(graph)]
+    assert len(attending) == 1
+    assert operations(attending[0]).count("linear") == (4 if architecture == "gpt2" else 7)
+
+
+def operations(graph: fx.GraphModule) -> list[str]:
+    """Names of all operators of a graph and of what it recomputes."""
+    parts = [part for part in graph.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
+    return [
+        node.target.__name__.split(".")[0] for node in nodes if not isinstance(node.target, str)
+    ]
+
+
+def test_a_gathered_model_is_compiled_for_the_first_evaluation_only(four_ranks: None) -> None:
+    model = made()
+    shard(model, CPU)
+    evaluated = model_to_evaluate(model)
+    evaluated.compile(backend="eager")
+    losses = []
+
+    def evaluate() -> None:
+        with gathered_weights(model, evaluated), torch.no_grad():
+            losses.append(evaluated.eval()(*batch(0), reduction="none"))
+
+    evaluate()
+    with never_again():
+        evaluate()
+    assert losses[0].shape == losses[1].shape == batch(0)[1].shape
+
+
+def test_no_logits_in_32_bits_are_kept_for_the_backward_pass() -> None:
+    """They would be the largest of all that a micro-batch needs."""
+    kept: list[Tensor] = []
+
+    def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+        (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        kept.extend(node.meta["val"] for node in outputs if isinstance(node, fx.Node))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    hidden = torch.randn(2, 64, 32, requires_grad=True)
+    weight = torch.randn(300, 32, requires_grad=True)
+    with bf16():
+        loss = torch.compile(head_loss, backend=backend)(hidden, weight, torch.zeros(2, 64).long())
+    loss.backward()
+    logits = [tensor.dtype for tensor in kept if tensor.numel() == 2 * 64 * 300]
+    assert logits == [torch.bfloat16]
