@@ -90,10 +90,8 @@ class Choices:
     labels: NDArray[np.int64]
     num_cut: int
 
-    def batches(
-        self, rank: int, world_size: int, device_type: str = "cpu"
-    ) -> Iterator[ChoiceBatch]:
-        """The batches of a rank: every `world_size`-th of all."""
+    def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[ChoiceBatch]:
+        """The batches of a rank: every `world_size`-th of all, whose devices are of one type."""
         widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
         multiple = WIDTH_MULTIPLES.get(device_type, 1)
         # At most the widest row, which fits the model's context.
