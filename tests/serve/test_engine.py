@@ -150,18 +150,20 @@ def test_as_on_a_gpu_it_runs_in_bf16_and_keeps_no_copy_of_weights_without_jobs(
     monkeypatch.setattr(engine_module, "inference_autocast", autocast)
 
     async def run() -> None:
-        own = weights(1)
-        engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=10)
-        types = set()
+        own, types = weights(1), set()
+        wanted, found = [], []
+        for seed in (1, 2):
+            with autocast():
+                wanted.append(alone(weights(seed), job(own, 30).options))
         own.model.h[0].attn.c_attn.register_forward_hook(lambda *of: types.add(of[2].dtype))
+        engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=10)
         for seed in (1, 2):
             own.model.init_weights(seed)  # in place: a copy that was kept would be of other weights
             drawn = job(own, 30)
             engine.submit([drawn])
-            found = await tokens_of(drawn)
-            assert types == {torch.bfloat16}
-            with autocast():
-                assert found == alone(own, drawn.options)
+            found.append(await tokens_of(drawn))
+        assert found == wanted
+        assert types == {torch.bfloat16}
 
     asyncio.run(run())
 
