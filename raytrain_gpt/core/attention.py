@@ -6,6 +6,7 @@ in shapes that depend on no value: nothing waits for the device, and no batch ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H).
@@ -85,6 +87,20 @@ def _attend_masked(mask: Tensor, dropout: float, q: Tensor, k: Tensor, v: Tensor
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's `scaled_dot_product_attention`; on GPUs its kernel for masks takes no fewer heads of keys."""
     return F.scaled_dot_product_attention(q, _for_heads_of(q, k), _for_heads_of(q, v), **options)
+
+
+def kernels_for_any_shape(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context for attention that runs eagerly, in shapes of which many occur only once.
+
+    On newer GPUs torch prefers cuDNN, which makes a plan for each exact shape before it computes the first
+    time; the other kernels do not. The choice holds for the whole process until the context ends. On other
+    devices nothing changes.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def _for_heads_of(q: Tensor, k: Tensor) -> Tensor:

@@ -152,6 +152,16 @@ def autocast_of(
     return lambda: torch.autocast(device.type, dtype)
 
 
+def inference_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context for sampling from fp32 weights: bf16 on GPUs that have it, fp32 on every other device.
+
+    Weights are cast once and kept in both types until the context ends, so enter it around many steps.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return autocast_of(resolve_precision("auto", device), device)()
+
+
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch from the run's seed and this rank."""
     random.seed(seed * 100_003 + rank)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.attention import last_document
+from raytrain_gpt.core.attention import kernels_for_any_shape, last_document
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.sampling import draw_tokens
@@ -76,8 +76,9 @@ class _Sequence:
 class DecodingBatch:
     """Sequences that are continued together; they may join and leave between steps.
 
-    The model runs eagerly and without gradients, even if it was compiled; wrap `step` in its autocast.
-    Only the sequences' own generators are used, so sampling never changes training.
+    The model runs eagerly and without gradients, even if it was compiled. Wrap all steps in one autocast,
+    which casts each weight once and keeps that until it ends. Only the sequences' own generators are used,
+    so sampling never changes training.
 
     Args:
         model: Not wrapped; it is put into evaluation mode.
@@ -87,7 +88,7 @@ class DecodingBatch:
         self._model = model.eval()
         self._eot_token = eot_token
         self._max_sequences = max_sequences
-        self._cache = KVCache(model.shape, max_sequences)
+        self._cache = KVCache(model.shape, max_sequences, model.device)
         self._waiting: list[_Sequence] = []
         self._cached: list[_Sequence] = []  # at its row of the cache
         self._sliding: list[_Sequence] = []
@@ -153,8 +154,12 @@ class DecodingBatch:
         self._slide()
         new = self._admitted()
         sequences = [*self._cached, *self._sliding, *new]
-        hidden = [*self._decode(), *self._recompute(), *self._prefill(new)]
-        logits = F.linear(torch.cat(hidden), self._model.head_weight).float()  # (N, V)
+        with kernels_for_any_shape(self._model.device):
+            hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
+        # On a GPU in fp32, also under autocast: in bf16, logits beyond 64 would have steps of a half.
+        with torch.autocast("cuda", enabled=False):
+            head = self._model.head_weight
+            logits = F.linear(hidden.to(head.dtype), head).float()  # (N, V)
         uniforms = [sequence.generator.random() for sequence in sequences]
         tokens = draw_tokens(
             logits[:, : self._model.shape.vocab_size], [s.options for s in sequences], uniforms

@@ -1,7 +1,8 @@
 """A cache of keys and values, so that one more token costs one token's work.
 
 Sequences occupy rows 0, 1, … without gaps, each from its first token on. What follows the last token of a
-row, zeros or the rest of an earlier sequence, is masked.
+row, zeros or the rest of an earlier sequence, is masked. On GPUs also keys past the longest row are read, up
+to a multiple of `KEY_MULTIPLES`: attention then has few shapes, whose masks are aligned as its kernels want.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from torch import Tensor
 from raytrain_gpt.core.attention import Attend, attention
 from raytrain_gpt.core.model import GPTShape
 
+KEY_MULTIPLES = {"cuda": 64}
+"""Tokens by type of device; of others 1, since more keys cost a CPU time and change the last bits of sums."""
+
 
 class KVCache:
     """Grows to the number of rows and tokens that have been needed so far."""
 
-    def __init__(self, shape: GPTShape, max_rows: int) -> None:
+    def __init__(self, shape: GPTShape, max_rows: int, device: torch.device) -> None:
         self._shape = shape
         self._max_rows = max_rows
+        self._key_multiple = KEY_MULTIPLES.get(device.type, 1)
         self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, K, tokens, D/H)
 
     def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
@@ -41,7 +46,7 @@ class KVCache:
 
     def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
         """For each layer: attention of one more token, which is stored, in rows of these lengths."""
-        num_rows, tokens = len(lengths), max(lengths) + 1
+        num_rows, tokens = len(lengths), self._padded(max(lengths) + 1)
         rows = torch.arange(num_rows, device=device)
         at = torch.tensor(lengths, device=device)
         seen = torch.arange(tokens, device=device) <= at[:, None]  # (rows, tokens)
@@ -61,9 +66,13 @@ class KVCache:
             assert kept is not None, "a row that moves was filled before"
             kept[:, target, :, :tokens] = kept[:, source, :, :tokens]
 
+    def _padded(self, tokens: int) -> int:
+        """A number of keys in place of a smaller one, at most seq_len."""
+        return min(-(-tokens // self._key_multiple) * self._key_multiple, self._shape.seq_len)
+
     def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
         """The layer's tensor, reallocated if it has fewer rows or tokens than needed."""
-        old = self._layers[layer]
+        old, tokens = self._layers[layer], self._padded(tokens)
         old_rows, old_tokens = (0, 0) if old is None else (old.shape[1], old.shape[3])
         if old is not None and rows <= old_rows and tokens <= old_tokens:
             return old

@@ -103,7 +103,8 @@ class Evaluation:
             the smallest summed loss and with the smallest loss per token.
         """
         device = self._model.device
-        for batch in choices.batches(self._collectives.rank, self._collectives.world_size):
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        for batch in choices.batches(rank, world_size, device.type):
             progress()
             tokens, scored = (
                 torch.from_numpy(part).to(device) for part in (batch.tokens, batch.scored)

@@ -13,7 +13,13 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.architectures import configured_model
-from raytrain_gpt.core.device import autocast_of, best_device, has_bf16, resolve_precision
+from raytrain_gpt.core.device import (
+    autocast_of,
+    best_device,
+    has_bf16,
+    inference_autocast,
+    resolve_precision,
+)
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import check_model_size, load_model
@@ -174,11 +180,12 @@ def sample_checkpoint(
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
     how = SamplingOptions(**options)
-    _, _, model, tokenizer, _ = open_checkpoint(path)
+    _, _, model, tokenizer, device = open_checkpoint(path)
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
-    drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
+    with inference_autocast(device):
+        drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
     return [prompt + text_of(tokenizer, one.tokens) for one in drawn]
 
 

@@ -32,6 +32,7 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
@@ -184,13 +185,14 @@ class Generator:
         rows = [json.loads(line) for line in task["lines"]]
         prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for row in rows]
         num = self._num_samples
-        drawn = sample_tokens(
-            self._model,
-            self._tokenizer.eot_token,
-            [prompt for prompt in prompts for _ in range(num)],
-            self._options,
-            first_stream=int(task["first"]) * num,
-        )
+        with inference_autocast(self._model.device):
+            drawn = sample_tokens(
+                self._model,
+                self._tokenizer.eot_token,
+                [prompt for prompt in prompts for _ in range(num)],
+                self._options,
+                first_stream=int(task["first"]) * num,
+            )
         for i, row in enumerate(rows):
             own = drawn[i * num : (i + 1) * num]
             texts = [text_of(self._tokenizer, one.tokens) for one in own]

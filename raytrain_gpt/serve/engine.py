@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import tiktoken
+import torch
 
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import DecodingBatch, Drawn
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import token_bytes
@@ -125,11 +127,12 @@ class Engine:
             raise RuntimeError(f"the last {self._num_failed_steps} steps of the model failed")
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
-            # A method of its own, so that no local variable keeps replaced weights alive while idle.
-            self._step()
+        with inference_autocast(self.weights.model.device):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
+                # A method of its own, so that no local variable keeps replaced weights alive while idle.
+                self._step()
 
     def _step(self) -> None:
         """One token for every job."""
@@ -163,7 +166,7 @@ class Engine:
                 batch.cancel(handle)
                 del jobs[handle]
             if not jobs:
-                del self._running[weights]
+                self._free(weights)
 
     def _admit(self) -> None:
         for _ in range(min(self._num_free(), len(self._queue))):
@@ -187,8 +190,13 @@ class Engine:
                 if one.finish_reason is not None:
                     del jobs[one.handle]
         if not jobs:
-            del self._running[weights]
+            self._free(weights)
         return events
+
+    def _free(self, weights: Weights) -> None:
+        """Drop the batch of weights that may have been replaced, and their copies in bf16."""
+        del self._running[weights]
+        torch.clear_autocast_cache()
 
 
 def _deliver(events: list[tuple[Job, Drawn | None]]) -> None:

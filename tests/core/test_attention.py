@@ -20,6 +20,7 @@ from raytrain_gpt.core.attention import (
     block_sparse_attention,
     causal_attention,
     document_starts,
+    kernels_for_any_shape,
     last_document,
     masked_attention,
 )
@@ -328,6 +329,24 @@ def test_block_sparse_attention_is_the_masked_one(monkeypatch: pytest.MonkeyPatc
     q, k, v = torch.randn(3, 2, 2, 300, 16, generator=GENERATOR)
     expected = masked_attention(starts, q.dtype, 0.0)(q, k, v)
     torch.testing.assert_close(block_sparse_attention(starts)(q, k, v), expected)
+
+
+def test_only_on_gpus_the_kernel_that_plans_each_shape_is_left_out_for_a_while() -> None:
+    def enabled() -> list[bool]:
+        cuda = torch.backends.cuda
+        others = [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        ]
+        return [cuda.cudnn_sdp_enabled(), *others]
+
+    assert enabled() == [True] * 4
+    with kernels_for_any_shape(torch.device("cuda", 1)):
+        assert enabled() == [False, True, True, True]
+    assert enabled() == [True] * 4
+    with kernels_for_any_shape(torch.device("cpu")):
+        assert enabled() == [True] * 4
 
 
 def test_the_configuration_decides() -> None:

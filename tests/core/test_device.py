@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_gpt.core import device
 from raytrain_gpt.core.architectures import new_model
-from raytrain_gpt.core.device import peak_flops, resolve_precision
+from raytrain_gpt.core.device import inference_autocast, peak_flops, resolve_precision
 from raytrain_gpt.core.model import GPTShape
 
 QWEN3 = {"architecture": "qwen3", "num_kv_heads": 1, "mlp_size": 40}
@@ -108,3 +110,22 @@ def test_auto_is_bf16_on_a_cpu_that_multiplies_it_natively(
     cpu = torch.device("cpu")
     assert resolve_precision("auto", cpu) == precision
     assert [resolve_precision(asked, cpu) for asked in ("fp32", "bf16")] == ["fp32", "bf16"]
+
+
+@pytest.mark.parametrize(("has_bf16", "entered"), [(True, [("cuda", torch.bfloat16)]), (False, [])])
+def test_samples_are_drawn_in_bf16_only_on_gpus_that_have_it(
+    has_bf16: bool, entered: list[tuple[str, torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, torch.dtype]] = []
+
+    def autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        asked.append((device_type, dtype))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch, "autocast", autocast)
+    monkeypatch.setattr(device, "has_bf16", lambda _: has_bf16)
+    for other in ("cpu", "mps"):
+        with inference_autocast(torch.device(other)):
+            assert not asked
+    with inference_autocast(torch.device("cuda")):
+        assert asked == entered

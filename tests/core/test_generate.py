@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core import generate
+from raytrain_gpt.core import generate, kv_cache
 from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.attention import attention, kernels_for_any_shape
 from raytrain_gpt.core.generate import DecodingBatch, Drawn, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
 from tests.conftest import RaisesLine
-from tests.core.conftest import QWEN3, TINY, WAYS
+from tests.core.conftest import BOTH, QWEN3, TINY, WAYS
 
 EOT = 99
 LONG = [*range(40)]
@@ -74,6 +79,66 @@ def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
     return tokens
 
 
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.Size]]:
+    """Shapes of queries and keys of the attention while decoding, and how often each occurred."""
+    found: Counter[tuple[torch.Size, torch.Size]] = Counter()
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        found[q.shape, k.shape] += 1
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(kv_cache, "attention", spy)
+    return found
+
+
+@BOTH
+def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
+    shape: GPTShape, shapes: Counter[tuple[torch.Size, torch.Size]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(replace(shape, seq_len=160))
+    options = SamplingOptions(max_new_tokens=100, top_k=20, stop_at_eot=False)
+    prompts = [[7], [*range(30)], [*range(60)]]
+    wanted = sample_tokens(model, EOT, prompts, options)
+    assert len(shapes) == 100  # the prompts, and another number of keys for each token
+    shapes.clear()
+    monkeypatch.setitem(kv_cache.KEY_MULTIPLES, "cpu", 64)
+    assert sample_tokens(model, EOT, prompts, options) == wanted
+    assert [keys[2] for _, keys in shapes] == [60, 64, 128, 160]
+    assert set(shapes.values()) == {2, 2 * 4, 2 * 64, 2 * 31}  # in two layers
+    assert [one.tokens for one in wanted] == [
+        reference(model, prompt, options, stream) for stream, prompt in enumerate(prompts)
+    ]
+
+
+def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
+        return kernels_for_any_shape(torch.device("cuda"))
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_head = weight is MODEL.head_weight
+        assert torch.is_autocast_enabled("cuda") is not is_head
+        assert torch.backends.cuda.cudnn_sdp_enabled() is is_head
+        heads.append(is_head)
+        return of_torch(x, weight, bias)
+
+    heads: list[bool] = []
+    of_torch = torch.nn.functional.linear
+    options = SamplingOptions(max_new_tokens=20, stop_at_eot=False)
+    wanted = sample_tokens(MODEL, EOT, [[1, 2]], options)
+    monkeypatch.setattr(generate, "kernels_for_any_shape", as_on_a_gpu)
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert sample_tokens(MODEL, EOT, [[1, 2]], options) == wanted
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert sum(heads) == 20 < len(heads)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "shape",
@@ -86,7 +151,10 @@ def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_without_a_cache_also_past_the_context(shape: GPTShape, way: str) -> None:
+def test_tokens_are_those_without_a_cache_also_past_the_context(
+    shape: GPTShape, way: str, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kv_cache.KEY_MULTIPLES, "cpu", multiple)
     model = random_model(shape)
     options = SamplingOptions(max_new_tokens=12, **WAYS[way], stop_at_eot=False)
     prompts = [[7], [1, 2, 3], [*range(12)], [*range(33)], LONG, [5] * 15, [5] * 16, [5] * 17]

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_gpt.core.model import GPT
+from raytrain_gpt.core.attention import kernels_for_any_shape
+from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.evaluate import hellaswag
@@ -31,7 +32,7 @@ from raytrain_gpt.evaluate.hellaswag import (
     read_examples,
 )
 from tests.conftest import RaisesLine
-from tests.core.conftest import BOTH
+from tests.core.conftest import BOTH, make_model
 
 ENDINGS = ["runs away.", "sits down on it.", "sings.", "barks at the man."]
 LINE = {"ind": 4, "activity_label": "Dogs", "ctx": "A dog", "endings": ENDINGS, "label": 2}
@@ -148,11 +149,12 @@ def test_what_is_too_long_is_cut_from_the_left() -> None:
     assert encode_choices(examples, BYTES, 64).num_cut == 0
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_batches_are_the_same_for_any_number_of_ranks(world_size: int) -> None:
+def test_batches_are_the_same_for_any_number_of_ranks(world_size: int, device_type: str) -> None:
     choices = encode_choices(made(200), BYTES, 256)
-    alone = list(choices.batches(0, 1))
-    shares = [list(choices.batches(rank, world_size)) for rank in range(world_size)]
+    alone = list(choices.batches(0, 1, device_type))
+    shares = [list(choices.batches(rank, world_size, device_type)) for rank in range(world_size)]
     dealt = [shares[i % world_size][i // world_size] for i in range(len(alone))]
     assert sum(map(len, shares)) == len(alone) > 7
     for one, other in zip(alone, dealt, strict=True):
@@ -161,10 +163,11 @@ def test_batches_are_the_same_for_any_number_of_ranks(world_size: int) -> None:
     assert sorted(np.concatenate([b.examples for b in dealt]).tolist()) == list(range(200))
 
 
-def test_a_batch_holds_what_was_encoded() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_batch_holds_what_was_encoded(device_type: str) -> None:
     examples = made(200)
     choices = encode_choices(examples, BYTES, 256)
-    for batch in choices.batches(0, 1):
+    for batch in choices.batches(0, 1, device_type):
         assert batch.tokens.size <= hellaswag.BATCH_TOKENS
         assert batch.labels.tolist() == [examples[i].label for i in batch.examples]
         places = [4 * example + ending for example in batch.examples for ending in range(4)]
@@ -177,7 +180,41 @@ def test_a_batch_holds_what_was_encoded() -> None:
 
 def test_an_example_that_is_larger_than_a_batch_is_one_alone() -> None:
     choices = encode_choices([Example("x" * 5000, tuple(ENDINGS), 0)] * 2, BYTES, 4096)
-    assert [batch.tokens.shape for batch in choices.batches(0, 1)] == [(4, 4097)] * 2
+    assert [batch.tokens.shape for batch in choices.batches(0, 1, "cpu")] == [(4, 4097)] * 2
+
+
+def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
+        return kernels_for_any_shape(torch.device("cuda"))
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        shapes.add((q.shape, k.shape))
+        return of_torch(q, k, v, **options)
+
+    def scores(device_type: str) -> Tensor:
+        """Summed and mean losses of each example's endings, float64 (examples, 8)."""
+        shapes.clear()
+        found = torch.zeros(400, 8, dtype=torch.float64)
+        for batch in choices.batches(0, 1, device_type):
+            rows = losses(model, torch.from_numpy(batch.tokens), torch.from_numpy(batch.scored))
+            found[batch.examples] = torch.cat([part.view(-1, 4) for part in rows], 1)
+        return found
+
+    shapes: set[tuple[torch.Size, torch.Size]] = set()
+    of_torch = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(hellaswag, "kernels_for_any_shape", as_on_a_gpu)
+    model = make_model(GPTShape(1, 2, 16, 275, 257))
+    choices = encode_choices(made(400), BYTES, 275)
+    wanted, num_shapes = scores("cpu"), len(shapes)
+    found = scores("cuda")
+    assert len(shapes) < 20 < 25 < num_shapes
+    assert max(queries[2] for queries, _ in shapes) == 275
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
+    assert wanted.all()
 
 
 class Server(ThreadingHTTPServer):

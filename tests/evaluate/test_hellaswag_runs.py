@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.evaluate import hellaswag
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.evaluate.inference import lone_evaluation, open_checkpoint
@@ -160,9 +161,15 @@ def test_two_workers_answer_as_transformers_does(
     assert row["hellaswag/cut"] > 0
 
 
+@pytest.mark.parametrize("width_multiple", [1, 16])
 def test_one_process_answers_as_transformers_does(
-    run: RunSummary, wanted: Answers, examples: Path
+    run: RunSummary,
+    wanted: Answers,
+    examples: Path,
+    width_multiple: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(hellaswag.WIDTH_MULTIPLES, "cpu", width_multiple)
     assert run.checkpoint is not None
     _, config, model, tokenizer, _ = open_checkpoint(run.checkpoint.path)
     choices = read_choices(config, str(examples), tokenizer)

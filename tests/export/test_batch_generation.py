@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.core import kv_cache
+from raytrain_gpt.core.attention import attention
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.evaluate import inference
+from raytrain_gpt.export import batch_generation
 from raytrain_gpt.export.batch_generation import TASK_PROMPTS, Generator, sample_batch
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
@@ -87,6 +94,33 @@ def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them
         lines += alone({"first": first, "lines": own})["lines"]
     assert out.read_text("utf-8").splitlines() == lines
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("module", [batch_generation, inference])
+def test_as_on_a_gpu_samples_are_drawn_in_bf16(
+    checkpoint: Location, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def autocast(_: torch.device) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        types.append(q.dtype)
+        return attention(q, k, v, **options)
+
+    def draw() -> object:
+        if module is inference:
+            more = {"max_new_tokens": 8, "num_samples": 1}
+            return inference.sample_checkpoint(checkpoint.path, "a", print, **more)
+        return Generator(checkpoint, 1, OPTIONS)({"first": 0, "lines": ['{"prompt": "a"}']})
+
+    types: list[torch.dtype] = []
+    monkeypatch.setattr(kv_cache, "attention", spy)
+    draw()
+    assert set(types) == {torch.float32}
+    types.clear()
+    monkeypatch.setattr(module, "inference_autocast", autocast)
+    draw()
+    assert set(types) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
+from raytrain_gpt.serve import engine as engine_module
 from raytrain_gpt.serve.engine import Engine, Job, QueueFull, Weights
 
 TOKENIZER = load_tokenizer("bytes")
@@ -135,6 +137,33 @@ def test_a_step_that_fails_ends_its_jobs_alone() -> None:
         good = job(engine.weights, 4)
         engine.submit([good])
         assert await tokens_of(good) == alone(engine.weights, good.options)
+
+    asyncio.run(run())
+
+
+def test_as_on_a_gpu_it_runs_in_bf16_and_keeps_no_copy_of_weights_without_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def autocast(_: object = None) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    monkeypatch.setattr(engine_module, "inference_autocast", autocast)
+
+    async def run() -> None:
+        own, types = weights(1), set()
+        wanted, found = [], []
+        for seed in (1, 2):
+            with autocast():
+                wanted.append(alone(weights(seed), job(own, 30).options))
+        own.model.h[0].attn.c_attn.register_forward_hook(lambda *of: types.add(of[2].dtype))
+        engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=10)
+        for seed in (1, 2):
+            own.model.init_weights(seed)  # in place: a copy that was kept would be of other weights
+            drawn = job(own, 30)
+            engine.submit([drawn])
+            found.append(await tokens_of(drawn))
+        assert found == wanted
+        assert types == {torch.bfloat16}
 
     asyncio.run(run())
 
