@@ -1,8 +1,8 @@
 """What one GPU gives: speed, part of its peak, memory, where the time goes, losses; gpu.sh runs it.
 
     benchmarks/gpu.sh 124m|350m [--modes compiled eager] [--ways core plain] [--sequences N]
-                                [--document_mask] [--parallel fsdp] [--tiny]
-    benchmarks/gpu.sh run [--tiny]
+                                [--document_mask] [--parallel fsdp] [--activation_checkpointing full]
+    benchmarks/gpu.sh run
 
 In processes of their own:
 
@@ -66,7 +66,7 @@ LEARNING_RATE = 3e-4
 DOCUMENT_TOKENS = 600
 """Mean length of a document, for `--document_mask`."""
 EVAL_MICRO_BATCHES = 32
-"""Of each of a run's two evaluations."""
+"""Of an evaluation of a run, which has one in the middle and one at the end."""
 
 
 def main() -> None:
@@ -104,9 +104,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--sequences", type=int, help="of a micro-batch; default: the preset's")
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
-    parser.add_argument("--document_mask", action="store_true", help="of core, which then is alone")
-    parser.add_argument(
-        "--parallel", choices=["ddp", "fsdp"], default="ddp", help="fsdp: core is sharded, alone"
+    core_only = parser.add_argument_group("of core alone, without the plain loop")
+    core_only.add_argument("--document_mask", action="store_true")
+    core_only.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
+    core_only.add_argument(
+        "--activation_checkpointing", choices=["none", "selective", "full"], default="none"
     )
     parser.add_argument(
         "--spans", type=int, default=8, help="timed apart; the first does not count"
@@ -121,16 +123,17 @@ def parsed() -> argparse.Namespace:
     if args.spans < 2:
         parser.error(f"spans={args.spans} is below 2, and the first does not count")
     changes = ["document_mask"] * args.document_mask + ["fsdp"] * (args.parallel == "fsdp")
+    changes += [mode for mode in [args.activation_checkpointing] if mode != "none"]
     if args.what == "run":
         if changes or args.ways:
-            parser.error("run takes no --ways, --document_mask and --parallel; 124m and 350m do")
+            parser.error("run takes neither --ways nor what is of core alone; 124m and 350m do")
         if importlib.util.find_spec("ray") is None:
             parser.error("run needs Ray and what else the product needs; 124m and 350m do not")
         args.ways = ["run"]
     args.modes = args.modes or (MODES[:1] if args.what == "run" else MODES)
     args.ways = args.ways or (["core"] if changes else ["core", "plain"])
     if changes and "plain" in args.ways:
-        parser.error("the plain loop has neither a document mask nor sharding; set --ways to core")
+        parser.error(f"the plain loop has no {', '.join(changes)}; set --ways to core")
     changes += [f"{args.sequences}_sequences"] if args.sequences else []
     name = "-".join(["gpu", args.what, *changes])
     args.out = args.out or Path(os.environ.get("OUT", "."), f"{name}.json")
@@ -151,6 +154,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "precision": args.precision,
         "document_mask": args.document_mask,
         "parallel": args.parallel,
+        "activation_checkpointing": args.activation_checkpointing,
         "micro_batch_sequences": sequences,
         "micro_batches_per_step": args.micro_batches,
         "tokens_per_step": step_tokens(args),
@@ -250,7 +254,8 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 def initial(args: argparse.Namespace) -> GPT:
     """The weights that all begin with."""
     shape = sizes(args)[0]
-    gpt = GPT2(shape, document_end=shape.vocab_size - 1 if args.document_mask else None)
+    document_end = shape.vocab_size - 1 if args.document_mask else None
+    gpt = GPT2(shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
     return gpt
 
@@ -259,7 +264,7 @@ def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
     """What is counted for the device, to be held against the peak that was used."""
     shape, sequences = sizes(args)
     model = MemoryModel(shape, args.precision == "bf16", compiled)
-    return round(model.predict(sequences, "none").total / 1e6)
+    return round(model.predict(sequences, args.activation_checkpointing).total / 1e6)
 
 
 def on_device(
@@ -380,10 +385,9 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
             rows = all_rows(config)
         finally:
             over.set()
-        (trace,) = Path(work, "run", "profile").glob("*.json.gz")
-        kinds = sdpa(trace.read_bytes())
+        traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
     trained = [row for row in rows if "train/loss" in row]
-    (profile,) = (use for row in rows if (use := TimeUse.of_row(row)) is not None)
+    profiles = [use for row in rows if (use := TimeUse.of_row(row)) is not None]
     # The steps between two reports all have their mean.
     counted = [row for row in trained[skipped:] if row["step"] % args.span_steps == 0]
     return {
@@ -395,8 +399,8 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         "peak_memory_mb": round(trained[-1]["perf/peak_memory_bytes"] / 1e6),
         "counted_memory_mb": counted_memory_mb(args, compiled),
         "gpu": state.result(),
-        "sdpa": kinds,
-        "profile": asdict(profile),
+        "sdpa": sdpa(traces[0]) if traces else None,
+        "profile": asdict(profiles[0]) if profiles else None,
     }
 
 

@@ -45,7 +45,7 @@ def bars_of(found: dict[str, Any]) -> list[tuple[str, TimeUse]]:
     """A label and what the time went to, of every case that was measured."""
     bars = []
     for case in found["cases"]:
-        if "profile" in case:
+        if case.get("profile"):
             mfu = "" if case["mfu"] is None else f", MFU {case['mfu']:.1%}"
             speed = f"{case['tokens_per_s']:,} tokens/s{mfu}"
             label = f"{found['model']} {case['mode']} {case['way']}\n{speed}"
