@@ -23,6 +23,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -63,6 +64,8 @@ from raytrain_gpt.tracking.step_time import TimeUse
 
 MODES = ("compiled", "eager")
 LEARNING_RATE = 3e-4
+STDERR_KEPT = 4000
+"""Characters of a case that fails."""
 DOCUMENT_TOKENS = 600
 """Mean length of a document, for `--document_mask`."""
 EVAL_MICRO_BATCHES = 32
@@ -192,7 +195,9 @@ def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
         return {"error": f"not done within the {within_s:.0f} s that were left"}
     if process.returncode:
         print(errors, file=sys.stderr, flush=True)
-        return {"error": (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]}
+        told = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", errors, re.MULTILINE)
+        last_line = (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        return {"error": told[-1] if told else last_line, "stderr": errors[-STDERR_KEPT:]}
     case: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return case
 
