@@ -253,6 +253,8 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         rank=0,
     )
     case = measured(args, device, (result.loss for result in steps))
+    if args.parallel == "fsdp":
+        dist.destroy_process_group()
     return case | {"counted_memory_mb": counted_memory_mb(args, compiled)}
 
 
