@@ -76,9 +76,9 @@ def gpu_state(device: torch.device) -> dict[str, float | None] | None:
     command += ["--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
+        return parsed_state(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):  # costs no measurement
         return None
-    return parsed_state(done.stdout)
 
 
 def parsed_state(line: str) -> dict[str, float | None]:
