@@ -44,11 +44,15 @@ def main() -> None:
 def bars_of(found: dict[str, Any]) -> list[tuple[str, TimeUse]]:
     """A label and what the time went to, of every case that was measured."""
     bars = []
+    settings = ["document mask"] * found["document_mask"] + ["fsdp"] * (found["parallel"] == "fsdp")
+    if (mode := found["activation_checkpointing"]) != "none":
+        settings.append(f"{mode} checkpointing")
+    model = ", ".join([found["model"], f"{found['micro_batch_sequences']} sequences", *settings])
     for case in found["cases"]:
         if case.get("profile"):
             mfu = "" if case["mfu"] is None else f", MFU {case['mfu']:.1%}"
             speed = f"{case['tokens_per_s']:,} tokens/s{mfu}"
-            label = f"{found['model']} {case['mode']} {case['way']}\n{speed}"
+            label = f"{model}\n{case['mode']} {case['way']}: {speed}"
             bars.append((label, TimeUse(**case["profile"])))
     return bars
 
