@@ -1,17 +1,19 @@
-"""What one GPU gives: speed, part of its peak, memory and loss of a few GPT-2s; gpu.sh runs it.
+"""What one GPU gives: speed, part of its peak, memory, where the time goes, losses; gpu.sh runs it.
 
-For each model, eager and compiled, in processes of their own:
+    benchmarks/gpu.sh 124m|350m [--modes compiled eager] [--ways core plain] [--sequences N]
+                                [--document_mask] [--parallel fsdp] [--activation_checkpointing full]
+    benchmarks/gpu.sh run
+
+In processes of their own:
 
 - `core`: the product's model and training loop with tokens from memory, without Ray;
 - `plain`: a plain PyTorch loop (plain_gpt2.py) from the same weights on the same batches;
-- `run`: `raytrain-gpt train` whole, with Ray and a dataset, where Ray is installed.
+- `run`: `raytrain-gpt train` whole, with Ray and a dataset, of the 124M model.
 
-    benchmarks/gpu.sh [FILE] [--models 124m 350m] [--ways core plain run] [--modes eager compiled]
-                      [--sequences 32] [--rounds 1] [--tiny]
+The first span of steps is not counted, since it compiles. Steps after the timed ones are profiled, and while
+they run the GPU is asked for its clocks. `core` and `plain` need only torch, numpy, pydantic and pyyaml.
 
-The file, and the last line, is one JSON object: of each case the tokens/s of its spans of steps, MFU
-where the device's peak is known, memory and losses, and for each model the ratio of `core` to `plain`
-and how far their losses are apart. A case that fails stands there with its error.
+The file, and the last line, is one JSON object (docs/gpu.md). A case that fails stands there with its error.
 """
 
 from __future__ import annotations
@@ -21,74 +23,75 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from gpu_watch import PROFILED_STEPS, STEPS_AFTER, hardest_state, profiled, sdpa
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
+from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.device import (
     autocast_of,
     best_device,
+    device_name,
+    matmul_dtype,
     peak_flops,
     peak_memory_bytes,
     synchronize,
 )
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import train_steps
-from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.core.parallel import shard
+from raytrain_gpt.tracking.step_time import TimeUse
 
-VOCAB_SIZE = 50257
-MODELS = {
-    "124m": (GPTShape(12, 12, 768, 1024, VOCAB_SIZE), 32),
-    "350m": (GPTShape(24, 16, 1024, 1024, VOCAB_SIZE), 16),
-    "tiny": (GPTShape(2, 2, 64, 64, 257), 4),
-}
-"""Name -> sizes, and sequences of a micro-batch."""
-WAYS = ("core", "plain", "run")
-MODES = ("eager", "compiled")
+MODES = ("compiled", "eager")
 LEARNING_RATE = 3e-4
-CASE_WITHIN_S = 600
+STDERR_KEPT = 4000
+"""Characters of a case that fails."""
+DOCUMENT_TOKENS = 600
+"""Mean length of a document, for `--document_mask`."""
+EVAL_MICRO_BATCHES = 32
+"""Of an evaluation of a run, which has one in the middle and one at the end."""
 
 
 def main() -> None:
-    args = parsed()
+    ends_at = time.monotonic() + (args := parsed()).within_s
     if args.case:
-        model, mode, way = args.case
+        mode, way = args.case
         measure = {"core": core_case, "plain": plain_case, "run": run_case}[way]
-        print(json.dumps(measure(args, model, mode == "compiled")))
+        print(json.dumps(measure(args, mode == "compiled")))
         return
-    if args.tiny or not torch.cuda.is_available():
-        args.models = ["tiny"]
-    ways = [way for way in args.ways if way != "run" or importlib.util.find_spec("ray")]
     found: dict[str, Any] = {**about(args), "cases": [], "comparisons": []}
-    for number, model, mode in itertools.product(range(args.rounds), args.models, args.modes):
+    for mode in args.modes:
         cases: dict[str, Any] = {}
-        for way in ways:
-            cases[way] = case = run_in_process(model, mode, way)
-            found["cases"].append(
-                {"model": model, "mode": mode, "way": way, "round": number} | case
-            )
+        for way in args.ways:
+            cases[way] = case = run_in_process(mode, way, ends_at - time.monotonic())
+            found["cases"].append({"mode": mode, "way": way} | case)
             told = f"{case['tokens_per_s']:,} tokens/s" if "tokens_per_s" in case else case["error"]
-            print(f"{model} {mode} {way}: {told}", flush=True)
+            print(f"{found['model']} {mode} {way}: {told}", flush=True)
+            if all("losses" in cases.get(way, {}) for way in ("core", "plain")):
+                comparison = compared(cases["core"], cases["plain"])
+                found["comparisons"].append({"mode": mode} | comparison)
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(found, indent=1) + "\n")
-        if all("losses" in cases.get(way, {}) for way in ("core", "plain")):
-            comparison = compared(cases["core"], cases["plain"])
-            found["comparisons"].append(
-                {"model": model, "mode": mode, "round": number} | comparison
-            )
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
     if any("error" in case for case in found["cases"]):
         sys.exit(1)
@@ -97,56 +100,104 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["124m", "350m"])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--tiny", action="store_true", help="only the tiny model")
+    parser.add_argument("what", choices=["124m", "350m", "run"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: both; run: compiled")
+    parser.add_argument("--ways", nargs="+", choices=["core", "plain"], help="default: both")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, as without a GPU")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--sequences", type=int, help="of a micro-batch; default: the model's")
+    parser.add_argument("--sequences", type=int, help="of a micro-batch; default: the preset's")
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
+    core_only = parser.add_argument_group("of core alone, without the plain loop")
+    core_only.add_argument("--document_mask", action="store_true")
+    core_only.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
+    core_only.add_argument(
+        "--activation_checkpointing", choices=["none", "selective", "full"], default="none"
+    )
     parser.add_argument(
-        "--spans", type=int, default=4, help="timed apart; the first does not count"
+        "--spans", type=int, default=8, help="timed apart; the first does not count"
     )
     parser.add_argument("--span_steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--case", nargs=3, help="measure this one (used inside)")
+    parser.add_argument("--within_s", type=float, default=450, help="what is left then is left out")
+    parser.add_argument(
+        "--out", type=Path, help="default: $OUT/gpu-WHAT.json, with what is changed"
+    )
+    parser.add_argument("--case", nargs=2, help="mode and way to measure (used inside)")
     args = parser.parse_args()
     if args.spans < 2:
         parser.error(f"spans={args.spans} is below 2, and the first does not count")
+    changes = ["document_mask"] * args.document_mask + ["fsdp"] * (args.parallel == "fsdp")
+    changes += [mode for mode in [args.activation_checkpointing] if mode != "none"]
+    if args.what == "run":
+        if changes or args.ways:
+            parser.error("run takes neither --ways nor what is of core alone; 124m and 350m do")
+        if importlib.util.find_spec("ray") is None:
+            parser.error("run needs Ray and what else the product needs; 124m and 350m do not")
+        args.ways = ["run"]
+    args.modes = args.modes or (MODES[:1] if args.what == "run" else MODES)
+    args.ways = args.ways or (["core"] if changes else ["core", "plain"])
+    if changes and "plain" in args.ways:
+        parser.error(f"the plain loop has no {', '.join(changes)}; set --ways to core")
+    changes += [f"{args.sequences}_sequences"] if args.sequences else []
+    name = "-".join(["gpu", args.what, *changes])
+    args.out = args.out or Path(os.environ.get("OUT", "."), f"{name}.json")
+    args.tiny = args.tiny or not torch.cuda.is_available()
     return args
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """The machine and the settings."""
+    shape, sequences = sizes(args)
     return {
+        "model": "tiny" if args.tiny else "124m" if args.what == "run" else args.what,
+        "num_parameters": shape.num_parameters,
         "device": device_name(best_device()),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "precision": args.precision,
+        "document_mask": args.document_mask,
+        "parallel": args.parallel,
+        "activation_checkpointing": args.activation_checkpointing,
+        "micro_batch_sequences": sequences,
         "micro_batches_per_step": args.micro_batches,
-        "steps": args.spans * args.span_steps,
+        "tokens_per_step": step_tokens(args),
+        "timed_steps": (args.spans - 1) * args.span_steps,
     }
 
 
-def device_name(device: torch.device) -> str:
-    """As torch tells it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def sizes(args: argparse.Namespace) -> tuple[GPTShape, int]:
+    """Of the model, and the sequences of its micro-batch."""
+    if args.tiny:
+        return GPTShape(2, 2, 64, 64, 257), args.sequences or 4
+    config = load_preset("gpt2-350m" if args.what == "350m" else "gpt2-124m")
+    sequences = args.sequences or config.train.micro_batch_sequences
+    return GPTShape.of(config, GPT2_VOCAB_SIZE), sequences
 
 
-def run_in_process(model: str, mode: str, way: str) -> dict[str, Any]:
+def step_tokens(args: argparse.Namespace) -> int:
+    """Of an optimizer step."""
+    shape, sequences = sizes(args)
+    return args.micro_batches * sequences * shape.seq_len
+
+
+def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
     """What one case measured, or its `error`."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--case", model, mode, way]
+    if within_s <= 0:
+        return {"error": "left out: the time was over"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--case", mode, way]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
-        printed, errors = process.communicate(timeout=CASE_WITHIN_S)
+        printed, errors = process.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with the run that it may have started
         process.communicate()
-        return {"error": f"not done within {CASE_WITHIN_S} s"}
+        return {"error": f"not done within the {within_s:.0f} s that were left"}
     if process.returncode:
         print(errors, file=sys.stderr, flush=True)
-        return {"error": (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]}
+        told = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", errors, re.MULTILINE)
+        last_line = (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        return {"error": told[-1] if told else last_line, "stderr": errors[-STDERR_KEPT:]}
     case: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return case
 
@@ -162,38 +213,38 @@ def compared(core: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sizes(args: argparse.Namespace, model: str) -> tuple[GPTShape, int]:
-    """Of the model and its micro-batch."""
-    shape, sequences = MODELS[model]
-    return shape, args.sequences or sequences
-
-
-def made_blocks(args: argparse.Namespace, model: str) -> Iterator[np.ndarray[Any, Any]]:
+def made_blocks(args: argparse.Namespace) -> Iterator[np.ndarray[Any, Any]]:
     """uint16 (sequences, seq_len + 1) for all micro-batches: the same for the same arguments.
 
     Frequencies fall as in a natural vocabulary (Zipf), so that there is something to learn.
     """
-    shape, sequences = sizes(args, model)
+    shape, sequences = sizes(args)
     generator = np.random.Generator(np.random.PCG64(0))
     tokens = (generator.zipf(1.2, 2**21) % (shape.vocab_size - 1)).astype(np.uint16)
+    if args.document_mask:
+        tokens[generator.random(len(tokens)) < 1 / DOCUMENT_TOKENS] = shape.vocab_size - 1
     size = sequences * (shape.seq_len + 1)
-    for number in range(args.spans * args.span_steps * args.micro_batches):
+    for number in range((args.spans * args.span_steps + STEPS_AFTER) * args.micro_batches):
         start = number * size % (len(tokens) - size)
         yield tokens[start : start + size].reshape(sequences, -1)
 
 
-def core_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, Any]:
+def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     """The product's loop."""
     device = best_device()
-    gpt = initial(args, model).to(device)
+    gpt = initial(args).to(device)
     if compiled:
         gpt.compile()
+    if args.parallel == "fsdp":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        shard(gpt, device, matmul_dtype(args.precision))
     steps = train_steps(
         gpt,
         build_optimizer(gpt, OptimSection()),
-        on_device(made_blocks(args, model), device),
+        on_device(made_blocks(args), device),
         first_step=0,
-        max_steps=args.spans * args.span_steps,
+        max_steps=args.spans * args.span_steps + STEPS_AFTER,
         micro_batches_per_step=args.micro_batches,
         learning_rate=lambda step: LEARNING_RATE,
         grad_clip=1.0,
@@ -201,14 +252,26 @@ def core_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str,
         seed=0,
         rank=0,
     )
-    return measured(args, model, device, (result.loss for result in steps))
+    case = measured(args, device, (result.loss for result in steps))
+    if args.parallel == "fsdp":
+        dist.destroy_process_group()
+    return case | {"counted_memory_mb": counted_memory_mb(args, compiled)}
 
 
-def initial(args: argparse.Namespace, model: str) -> GPT:
+def initial(args: argparse.Namespace) -> GPT:
     """The weights that all begin with."""
-    gpt = GPT2(sizes(args, model)[0])
+    shape = sizes(args)[0]
+    document_end = shape.vocab_size - 1 if args.document_mask else None
+    gpt = GPT2(shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
     return gpt
+
+
+def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
+    """What is counted for the device, to be held against the peak that was used."""
+    shape, sequences = sizes(args)
+    model = MemoryModel(shape, args.precision == "bf16", compiled)
+    return round(model.predict(sequences, args.activation_checkpointing).total / 1e6)
 
 
 def on_device(
@@ -228,23 +291,23 @@ def on_device(
         yield ahead
 
 
-def plain_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, Any]:
+def plain_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     """The plain loop, from the same weights on the same batches."""
     device = best_device()
-    shape = sizes(args, model)[0]
+    shape = sizes(args)[0]
     numbers = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     plain = PlainGPT(Sizes(*numbers, shape.padded_vocab_size))
-    copy_weights(initial(args, model), plain)
+    copy_weights(initial(args), plain)
     losses = train_plainly(
         plain.to(device),
-        (torch.from_numpy(block.astype(np.int64)) for block in made_blocks(args, model)),
+        (torch.from_numpy(block.astype(np.int64)) for block in made_blocks(args)),
         device,
         bf16=args.precision == "bf16",
         compiled=compiled,
         micro_steps=args.micro_batches,
         learning_rate=LEARNING_RATE,
     )
-    return measured(args, model, device, losses)
+    return measured(args, device, losses)
 
 
 def copy_weights(source: GPT, plain: PlainGPT) -> None:
@@ -259,53 +322,53 @@ def copy_weights(source: GPT, plain: PlainGPT) -> None:
 
 
 def measured(
-    args: argparse.Namespace, model: str, device: torch.device, losses: Iterator[torch.Tensor]
+    args: argparse.Namespace, device: torch.device, losses: Iterator[torch.Tensor]
 ) -> dict[str, Any]:
     """Train to the end, and what it gave."""
-    shape, sequences = sizes(args, model)
-    all_losses, seconds = [], []
+    timed, seconds = [], []
     for _ in range(args.spans):
         synchronize(device)
         started = time.perf_counter()
-        all_losses += list(itertools.islice(losses, args.span_steps))
+        timed += list(itertools.islice(losses, args.span_steps))
         synchronize(device)
         seconds.append(time.perf_counter() - started)
-    tokens = args.span_steps * args.micro_batches * sequences * shape.seq_len
-    speeds = [tokens / span_s for span_s in seconds[1:]]
+    peak_memory_mb = round(peak_memory_bytes(device) / 1e6)
     return {
-        **speed(args, shape, device, speeds),
+        **speed(args, device, [step_tokens(args) * args.span_steps / s for s in seconds[1:]]),
         "first_span_s": round(seconds[0], 2),
-        "micro_batch_sequences": sequences,
-        "peak_memory_mb": round(peak_memory_bytes(device) / 1e6),
-        "losses": [round(float(loss), 5) for loss in all_losses],
+        "peak_memory_mb": peak_memory_mb,
+        **profiled(losses, args.spans * args.span_steps, device),
+        "losses": [round(float(loss), 5) for loss in timed],
     }
 
 
-def speed(
-    args: argparse.Namespace, shape: GPTShape, device: torch.device, speeds: list[float]
-) -> dict[str, Any]:
+def speed(args: argparse.Namespace, device: torch.device, speeds: list[float]) -> dict[str, Any]:
     """Tokens/s and the part of the device's peak."""
     median = statistics.median(speeds)
     peak = peak_flops(device_name(device), args.precision)
+    flops_per_token = sizes(args)[0].flops_per_token
     return {
-        "num_parameters": shape.num_parameters,
         "tokens_per_s": round(median),
         "all_tokens_per_s": [round(one) for one in speeds],
-        "mfu": None if peak is None else round(median * shape.flops_per_token / peak, 4),
+        "mfu": None if peak is None else round(median * flops_per_token / peak, 4),
     }
 
 
-def run_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, Any]:
-    """`raytrain-gpt train` on a made dataset of the same vocabulary size."""
+def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
+    """`raytrain-gpt train` on a made dataset of the same vocabulary size.
+
+    Its profile is of early steps, so at least these are left out with the first span.
+    """
     from made_data import made_dataset
-    from training import data_wait_fraction, quiet_config, run_rows
+    from training import all_rows, data_wait_fraction, quiet_config
 
     device = best_device()
-    shape, sequences = sizes(args, model)
-    batch_tokens = args.micro_batches * sequences * shape.seq_len
-    steps = args.spans * args.span_steps
-    with tempfile.TemporaryDirectory() as work:
-        made_dataset(Path(work, "data"), steps * batch_tokens + 2**20, shape.vocab_size)
+    shape, sequences = sizes(args)
+    skipped = max(args.span_steps, STEPS_AFTER)
+    steps = skipped + (args.spans - 1) * args.span_steps
+    eval_tokens = EVAL_MICRO_BATCHES * sequences * shape.seq_len
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(1) as thread:
+        made_dataset(Path(work, "data"), (steps + 1) * step_tokens(args), shape.vocab_size)
         config = quiet_config(
             steps,
             shape,
@@ -317,17 +380,34 @@ def run_case(args: argparse.Namespace, model: str, compiled: bool) -> dict[str, 
             precision=args.precision,
             compile=compiled,
             use_gpu=device.type == "cuda",
+            eval_every_steps=steps // 2,
+            eval_tokens=eval_tokens,
+            profile_steps=PROFILED_STEPS,
             mlflow_uri=None,
             tensorboard=False,
         )
-        rows = run_rows(config)
-    counted = rows[args.span_steps :: args.span_steps]
+        over = threading.Event()
+        state = thread.submit(hardest_state, device, over)
+        try:
+            rows = all_rows(config)
+        finally:
+            over.set()
+        traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
+    trained = [row for row in rows if "train/loss" in row]
+    profiles = [use for row in rows if (use := TimeUse.of_row(row)) is not None]
+    # The steps between two reports all have their mean.
+    counted = [row for row in trained[skipped:] if row["step"] % args.span_steps == 0]
     return {
-        **speed(args, shape, device, [row["perf/tokens_per_s"] for row in counted]),
+        **speed(args, device, [row["perf/tokens_per_s"] for row in counted]),
         "run_mfu": counted[-1]["perf/mfu"],
-        "micro_batch_sequences": sequences,
-        "data_wait_fraction": round(data_wait_fraction(rows, args.span_steps), 5),
-        "peak_memory_mb": round(rows[-1]["perf/peak_memory_bytes"] / 1e6),
+        "data_wait_fraction": round(data_wait_fraction(trained, skipped), 5),
+        "eval_s": [round(row["perf/eval_s"], 2) for row in rows if "perf/eval_s" in row],
+        "eval_tokens": eval_tokens,
+        "peak_memory_mb": round(trained[-1]["perf/peak_memory_bytes"] / 1e6),
+        "counted_memory_mb": counted_memory_mb(args, compiled),
+        "gpu": state.result(),
+        "sdpa": sdpa(traces[0]) if traces else None,
+        "profile": asdict(profiles[0]) if profiles else None,
     }
 
 

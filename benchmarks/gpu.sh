@@ -1,20 +1,18 @@
 #!/usr/bin/env bash
-# What one GPU gives: GPT-2 124M and 350M, eager and compiled, in bf16, against a plain PyTorch loop.
+# What one GPU gives: GPT-2 in bf16 with its preset's micro-batches. Three commands, each of minutes:
 #
-#   benchmarks/gpu.sh [FILE] [flags of gpu.py]      FILE, else $OUT/gpu.json, else gpu.json: one JSON object
+#   benchmarks/gpu.sh 124m [flags of gpu.py]     the training loop against a plain PyTorch loop
+#   benchmarks/gpu.sh 350m [flags of gpu.py]     the same of the larger model
+#   benchmarks/gpu.sh run  [flags of gpu.py]     124M by `raytrain-gpt train`, with Ray and a dataset
 #
-# Without a GPU, or with --tiny, a tiny model shows on the CPU that everything works. PYTHON names the
-# interpreter. What is done stands in the file at once, so that a run that is cut off keeps it.
+# Each writes one JSON object, $OUT/gpu-124m.json and so on, the current directory's without OUT. What is
+# done stands there at once, so that a command that is cut off keeps it. Without a GPU, or with --tiny, a tiny
+# model shows on the CPU that everything works. PYTHON names the interpreter.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-out=${OUT:-.}/gpu.json
-if [[ $# -gt 0 && $1 != -* ]]; then
-  out=$1
-  shift
-fi
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=$here/../.venv/bin/python
   [[ -x $PYTHON ]] || PYTHON=python3
 fi
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
-exec "$PYTHON" "$here/gpu.py" --out="$out" "$@"
+exec "$PYTHON" "$here/gpu.py" "$@"

@@ -69,7 +69,12 @@ def quiet_config(
 
 
 def run_rows(config: Config) -> list[Row]:
-    """The rows of all steps of `raytrain-gpt train` with a configuration, in a process of its own.
+    """The rows of all steps of a run, see `all_rows`."""
+    return [row for row in all_rows(config) if "train/loss" in row]
+
+
+def all_rows(config: Config) -> list[Row]:
+    """All rows of `raytrain-gpt train` with a configuration, in a process of its own.
 
     It starts a Ray cluster of its own. What it printed is shown where it fails.
     """
@@ -85,8 +90,7 @@ def run_rows(config: Config) -> list[Row]:
     )
     if done.returncode:
         sys.exit(f"raytrain-gpt train failed:\n{done.stdout}")
-    rows = read_rows(file.with_suffix(""))
-    return [row for row in rows if "train/loss" in row]
+    return read_rows(file.with_suffix(""))
 
 
 def without_cluster() -> dict[str, str]:

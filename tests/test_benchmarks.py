@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import runpy
@@ -31,25 +32,84 @@ def test_help(
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    sizes = {"precision": "fp32", "spans": 2, "span_steps": 2}
-    flags = ["--tiny", "--modes", "eager", "--ways", "core", "plain"]
-    flags += [f"--{name}={value}" for name, value in sizes.items()]
-    subprocess.run(
-        [BENCHMARKS / "gpu.sh", file, *flags],
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-        check=True,
+def gpu_benchmark(absent: Path, *flags: object) -> subprocess.CompletedProcess[bytes]:
+    """Runs it with a tiny model on a machine that has hardly more than torch."""
+    absent.mkdir(exist_ok=True)
+    for name in ("ray", "mlflow", "pyarrow", "tiktoken", "safetensors", "matplotlib", "optuna"):
+        (absent / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
+    sizes = ["--tiny", "--precision=fp32", "--spans=2", "--span_steps=2"]
+    return subprocess.run(
+        [BENCHMARKS / "gpu.sh", *sizes, *map(str, flags)],
+        env=os.environ
+        | {"PYTHON": sys.executable, "PYTHONPATH": str(absent), "OUT": str(absent.parent)}
+        | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         timeout=240,
     )
+
+
+def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = gpu_benchmark(tmp_path / "absent", "124m", "--modes=eager")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "gpu-124m.json"
     found = json.loads(file.read_text())
+    assert found == json.loads(done.stdout.splitlines()[-1])
     assert [case["way"] for case in found["cases"]] == ["core", "plain"]
-    assert all(len(case["losses"]) == 4 and case["tokens_per_s"] > 0 for case in found["cases"])
+    for case in found["cases"]:
+        assert len(case["losses"]) == 4
+        assert case["tokens_per_s"] > 0
+        assert (case["gpu"], case["mfu"]) == (None, None)
+        assert case["sdpa"] == ["flash"]
+        profile = case["profile"]
+        assert (profile["first_step"], profile["num_steps"]) == (10, 2)
+        assert sum(profile["kinds_s"].values()) == pytest.approx(profile["total_s"])
+        assert min(profile["kinds_s"][kind] for kind in ("matmul", "attention", "optimizer")) > 0
+    assert found["cases"][0]["counted_memory_mb"] > 0
     (comparison,) = found["comparisons"]
     # Another order of the same sums, in fp32.
     assert comparison["largest_loss_difference"] < 1e-4
     assert comparison["speed_ratio"] > 0
+
+    # Sharded and recomputed it is the same model, in a file of its own.
+    changes = ("--parallel=fsdp", "--activation_checkpointing=full")
+    done = gpu_benchmark(tmp_path / "absent", "124m", "--modes=eager", *changes)
+    assert done.returncode == 0, done.stderr
+    sharded = json.loads((tmp_path / "gpu-124m-fsdp-full.json").read_text())
+    (case,) = sharded["cases"]
+    assert case["losses"] == pytest.approx(found["cases"][0]["losses"], abs=1e-4)
+    assert case["profile"]["kinds_s"]["communication"] > 0
+
+    picture = tmp_path / "where.png"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["gpu_picture.py", str(file), f"--out={picture}"])
+    runpy.run_path(str(BENCHMARKS / "gpu_picture.py"), run_name="__main__")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_gpus_benchmark_leaves_out_what_there_is_no_time_for(tmp_path: Path) -> None:
+    done = gpu_benchmark(tmp_path / "absent", "350m", "--modes=eager", "--within_s=0")
+    assert done.returncode == 1
+    cases = json.loads((tmp_path / "gpu-350m.json").read_text())["cases"]
+    assert [case["way"] for case in cases if "left out" in case["error"]] == ["core", "plain"]
+
+
+def test_what_nvidia_smi_and_a_gpus_trace_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_watch import parsed_state, sdpa
+
+    state = parsed_state("1755, 1980, 3201, 64, [N/A], 700.00\n")
+    assert (state["sm_clock_mhz"], state["power_w"], state["power_limit_w"]) == (1755, None, 700)
+    for names, expected in [
+        (["aten::_scaled_dot_product_cudnn_attention", "aten::mm"], ["cudnn"]),
+        (["aten::_scaled_dot_product_flash_attention_backward"], ["flash"]),
+        (["aten::_scaled_dot_product_attention_math"], ["math"]),
+        (["triton_tem_fused_flex_attention_3"], ["flex"]),
+        (["aten::scaled_dot_product_attention", "aten::bmm"], []),
+    ]:
+        trace = {"traceEvents": [{"ph": "i"}, *({"ph": "X", "name": name} for name in names)]}
+        assert sdpa(gzip.compress(json.dumps(trace).encode())) == expected
 
 
 def test_the_overheads_benchmark_compares_loops_on_a_tiny_model() -> None:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_gpt.tracking.run_files import Row
+if TYPE_CHECKING:
+    from raytrain_gpt.tracking.run_files import Row
 
 STEP_SPAN = "training step"
 DATA_WAIT_SPAN = "data wait"

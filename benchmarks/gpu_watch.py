@@ -1,0 +1,97 @@
+"""What a GPU tells while it trains: clocks, temperature and power, and where the time of a few steps goes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
+from raytrain_gpt.train.profile import Profile, StepProfile
+
+PROFILED_STEPS = 2
+STEPS_AFTER = STEPS_BEFORE_PROFILE + PROFILED_STEPS
+"""Untimed ones: before a profile, and in it."""
+GPU_STATE = {
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "temperature.gpu": "temperature_c",
+    "power.draw": "power_w",
+    "power.limit": "power_limit_w",
+}
+"""What nvidia-smi calls it, and what the JSON does."""
+SDPA = re.compile(
+    r"aten::_scaled_dot_product_(?:attention_)?(cudnn|flash|efficient|math)|(flex)_attention"
+)
+
+
+def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dict[str, Any]:
+    """Where the time of the last of some steps goes, and the GPU's state while they run.
+
+    Args:
+        steps: At least `STEPS_AFTER`, not yet done; what they return does not matter.
+    """
+    taken: list[Profile | Exception] = []
+    profile = StepProfile(
+        PROFILED_STEPS,
+        steps_done,
+        steps_done + STEPS_AFTER,
+        device,
+        lambda one, took_s: taken.append(one),
+    )
+    with ThreadPoolExecutor(1) as thread:
+        state = thread.submit(gpu_state, device)
+        for _ in profile.around(steps):
+            pass
+    (one,) = taken
+    if isinstance(one, Exception):  # the speed before it is still right
+        print(f"no profile: {type(one).__name__}: {one}", file=sys.stderr)
+        return {"gpu": state.result(), "sdpa": None, "profile": None}
+    return {"gpu": state.result(), "sdpa": sdpa(one.trace), "profile": asdict(one.use)}
+
+
+def sdpa(trace: bytes) -> list[str]:
+    """The kinds of attention kernels in a profile's trace; [] if products of matrices do it."""
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace))["traceEvents"]}
+    matches = (SDPA.search(name) for name in names)
+    return sorted({match[1] or match[2] for match in matches if match})
+
+
+def gpu_state(device: torch.device) -> dict[str, float | None] | None:
+    """Clocks, temperature and power of now; None without a GPU or nvidia-smi."""
+    if device.type != "cuda":
+        return None
+    uuid = torch.cuda.get_device_properties(device).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(GPU_STATE)}"]
+    command += ["--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return parsed_state(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):  # costs no measurement
+        return None
+
+
+def parsed_state(line: str) -> dict[str, float | None]:
+    """From nvidia-smi's values, of which it may not know some: `1980, 1980, 3201, 64, [N/A], 700.00`."""
+    numbers = [
+        float(s) if re.fullmatch(r"[\d.]+", s := part.strip()) else None for part in line.split(",")
+    ]
+    return dict(zip(GPU_STATE.values(), numbers, strict=True))
+
+
+def hardest_state(device: torch.device, over: threading.Event) -> dict[str, float | None] | None:
+    """Of the GPU's states until something is over, one every two seconds, that with most power."""
+    states = []
+    while not over.wait(2):
+        states += [state for state in [gpu_state(device)] if state is not None]
+    return max(states, key=lambda state: state["power_w"] or 0, default=None)
