@@ -6,6 +6,14 @@ home=~/raytrain-gpt
 dist=~/raytrain-gpt-dist
 
 chmod 600 ~/.ray/auth_token
+
+# torch.compile and document masks build code on the nodes.
+headers=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+if ! command -v gcc > /dev/null || ! command -v g++ > /dev/null || [ ! -f "$headers/Python.h" ]; then
+  sudo apt-get update -q
+  sudo apt-get install -y -q gcc g++ python3-dev
+fi
+
 [ -x "$home/bin/python" ] || python3 -m venv "$home"
 wheel=$(ls -t "$dist"/*.whl | head -n 1) # older wheels may be there as well
 "$home/bin/pip" install -q -c "$dist/constraints.txt" "$wheel"

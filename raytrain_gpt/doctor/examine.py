@@ -26,6 +26,7 @@ from raytrain_gpt.cluster.capacity import (
     fit_to_cluster,
     num_async_evaluations,
 )
+from raytrain_gpt.cluster.compilers import fields_that_compile
 from raytrain_gpt.cluster.connection import connect
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.head import HeadRefuses, ask_head
@@ -52,7 +53,7 @@ from raytrain_gpt.train.memory_fit import fit_memory
 
 RETRY_FOR_S = 10.0
 """An object store out of reach is a finding, not something to wait for."""
-NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "ray_disk")
+NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "compiler", "ray_disk")
 RANK_CHECKS = ("devices", "all_reduce", "sequences")
 FETCH_WITHIN_S = 30.0
 """tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
@@ -130,7 +131,7 @@ def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Exa
             found.skip("there is no cluster", *NODE_CHECKS)
         else:
             found.add(_fit(found, found.resources))
-            _look_at_nodes(found, found.resources.ours, data_check)
+            _look_at_nodes(found, found.resources, data_check)
         found.add(
             check_tokenizer(tokenizer, found.data),
             check_tracking(config),
@@ -181,8 +182,9 @@ def _read_data(found: Examination, is_default: bool) -> str:
     return f"{amount(data.split_tokens('train'))} train tokens, every shard as the manifest says"
 
 
-def _look_at_nodes(found: Examination, ours: bool, data_check: Check) -> None:
+def _look_at_nodes(found: Examination, resources: Resources, data_check: Check) -> None:
     config, data = found.config, found.data
+    use_gpu = resources.gpus > 0 if config.cluster.use_gpu == "auto" else config.cluster.use_gpu
     storage, driver_error = location(config, config.run.storage_path), ""
     with contextlib.ExitStack() as stack:
         probe = None
@@ -190,7 +192,7 @@ def _look_at_nodes(found: Examination, ours: bool, data_check: Check) -> None:
             probe = stack.enter_context(storage_probe(storage, storage))
         except RaytrainGptError as error:
             driver_error = str(error)
-        nodes = ask_nodes(probe, data, config.data.seq_len)
+        nodes = ask_nodes(config, probe, data, use_gpu)
     found.add(node_probe.judge_answers(nodes))
     there = [node for node in nodes if not node.error]
     if not there:
@@ -202,11 +204,12 @@ def _look_at_nodes(found: Examination, ours: bool, data_check: Check) -> None:
     if data is not None:
         data_check = node_probe.judge_data(there, config.data.data_path, data_check.text)
     found.add(
-        judge_token(head, token_files, ours),
+        judge_token(head, token_files, resources.ours),
         node_probe.judge_versions(there, node_probe.local_versions()),
         node_probe.judge_clocks(there),
         node_probe.judge_storage(there, str(storage), driver_error),
         data_check,
+        node_probe.judge_compilers(there, fields_that_compile(config, use_gpu)),
         node_probe.judge_ray_disk(there),
     )
 

@@ -22,6 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_gpt
+from raytrain_gpt.cluster.compilers import fields_that_compile, missing_compiler
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.head import HeadFacts
 from raytrain_gpt.cluster.shared_storage import (
@@ -32,6 +33,7 @@ from raytrain_gpt.cluster.shared_storage import (
     storage_problem,
 )
 from raytrain_gpt.cluster.token import token_file
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
@@ -55,6 +57,7 @@ class NodeFacts:
         name: Address, with a part of the node's id if several nodes have the same.
         storage_error: Why it cannot use `storage_path` with the driver; empty: it can.
         data_error: Why it cannot read the data; empty: it can, or there is none.
+        compiler_error: What it lacks to compile what the run needs; empty: nothing.
         token_path: The token's file; empty: there is none.
         clock_offset_s: The node's clock minus the driver's.
         clock_uncertainty_s: Half the round trip of the call that asked for it.
@@ -65,6 +68,7 @@ class NodeFacts:
     versions: dict[str, str] | None = None
     storage_error: str = ""
     data_error: str = ""
+    compiler_error: str = ""
     ray_dir: str = ""
     ray_dir_free_bytes: int = 0
     token_path: str = ""
@@ -73,14 +77,20 @@ class NodeFacts:
     clock_uncertainty_s: float = 0.0
 
 
-def ask_nodes(storage: Location | None, data: Mixture | None, seq_len: int) -> list[NodeFacts]:
+def ask_nodes(
+    config: Config, storage: Location | None, data: Mixture | None, use_gpu: bool
+) -> list[NodeFacts]:
     """The facts of all nodes, gathered at once; without a `storage_probe` the driver cannot write."""
+    gpus = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}
+    compiles = bool(fields_that_compile(config, use_gpu))
     witnesses: dict[str, Any] = {}
     answers: dict[str, Any] = {}
     for node, name in node_names().items():
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         witnesses[name] = NodeWitness.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-        answers[name] = witnesses[name].facts.remote(name, storage, data, seq_len)
+        compiles_here = compiles and (not use_gpu or gpus[node] > 0)
+        asked = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
+        answers[name] = witnesses[name].facts.remote(*asked)
     deadline = time.monotonic() + NODE_WITHIN_S
     found = []
     for name, witness in witnesses.items():
@@ -144,15 +154,21 @@ class NodeWitness:
     """Runs on one node."""
 
     def facts(
-        self, name: str, storage: Location | None, data: Mixture | None, seq_len: int
+        self,
+        name: str,
+        storage: Location | None,
+        data: Mixture | None,
+        seq_len: int,
+        compiles_on_gpu: bool | None,
     ) -> NodeFacts:
-        """All facts except the clock."""
+        """All facts except the clock; `compiles_on_gpu` is None where nothing is compiled."""
         ray_dir, token = ray_directory(), token_file()
         return NodeFacts(
             name=name,
             versions=local_versions(),
             storage_error=storage_problem(storage) if storage else "",
             data_error=data_problem(data, seq_len) if data else "",
+            compiler_error="" if compiles_on_gpu is None else missing_compiler(compiles_on_gpu),
             ray_dir=str(ray_dir),
             ray_dir_free_bytes=shutil.disk_usage(ray_dir).free,
             token_path=str(token or ""),
@@ -267,6 +283,18 @@ def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     if wrong:
         raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
     return f"{data_path} is read by {len(nodes)} nodes: {seen}"
+
+
+@named_check("compiler")
+def judge_compilers(nodes: Sequence[NodeFacts], fields: Sequence[str]) -> str:
+    """Whether all nodes that train can compile what some `fields` of the configuration need."""
+    if not fields:
+        return "nothing is compiled"
+    wrong = ", ".join(f"{n.name} lacks {n.compiler_error}" for n in nodes if n.compiler_error)
+    names = " and ".join(fields)
+    if wrong:
+        raise Failed(f"{wrong}; install gcc, g++ and python3-dev there, or set {names} to false")
+    return f"all nodes have what {names} needs"
 
 
 @named_check("ray_disk")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
@@ -84,7 +85,8 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         plan = fit_memory(fitted, world_size, data.vocab_size, log)
         ingest = IngestSpec(fitted, data, world_size)
         preflight.check_data(ingest)
-        preflight.check_compile(fitted)
+        if not fitted.cluster.use_gpu:  # the workers of GPUs look themselves
+            check_compiler(fitted, on_gpu=False, where="a CPU")
         log(f"timing steps on {world_size} workers")
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:

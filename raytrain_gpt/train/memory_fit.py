@@ -11,6 +11,7 @@ bitwise like an uninterrupted one.
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
+from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.config.batch import micro_batch_for
@@ -175,6 +177,7 @@ def _probe_gpu(
 
 def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
     """What fits this process's GPU."""
+    check_compiler(config, on_gpu=True, where=f"node {socket.gethostname()}")
     device = torch.device("cuda")
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     limit_bytes = gpu_limit_bytes(total_bytes, world_size, config.cluster.gpus_per_worker)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sysconfig
 from functools import partial
 from pathlib import Path
 
@@ -79,23 +77,6 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
         model = new_model(shape)
         load_model(directory, model, crop_context=True)
     return config.updated({"init_from": str(checkpoint.path)})
-
-
-def check_compile(config: Config) -> None:
-    """Check that torch.compile has what it needs on a CPU.
-
-    Raises:
-        ConfigError: there is no C++ compiler, or no Python headers.
-    """
-    if not config.train.compile or config.cluster.use_gpu:
-        return
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not compiler or not headers.exists():
-        missing = "a C++ compiler" if not compiler else f"Python's headers ({headers})"
-        raise ConfigError(
-            f"compile=true needs {missing} on a CPU; install g++ and python3-dev, or set compile to false"
-        )
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:

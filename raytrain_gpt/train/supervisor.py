@@ -26,6 +26,7 @@ import ray
 from raytrain_gpt.checkpoint.branch import branched
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.cluster.capacity import Resources
+from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.cluster.shared_storage import check_storage
@@ -106,7 +107,8 @@ class Run:
         ingest = self._ingest(None)
         preflight.check_data(ingest)
         self._choices = self._put_choices()
-        preflight.check_compile(self.config)
+        if not self.config.cluster.use_gpu:  # the workers of GPUs look themselves
+            check_compiler(self.config, on_gpu=False, where="a CPU")
         self._check_storage()
         with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalog.complete()

@@ -16,6 +16,7 @@ import torch
 from raytrain_gpt.checkpoint.catalog import step_of
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
 from raytrain_gpt.core.exact import computed_by, differences
@@ -137,6 +138,7 @@ class Worker:
         # In local mode Ray Train takes a GPU wherever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
+        check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
         self.setup = set_up_training(self.config, spec.ingest.data, spec.resumed, device)
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None

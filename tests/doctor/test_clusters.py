@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +87,7 @@ def in_namespaces(*argv: str) -> tuple[str, ...]:
 @pytest.fixture
 def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> Iterator[str]:
     """Address of a node with another torch, a clock that is ahead, a GPU that is not there, a small
-    disk for Ray, without the data, and where the runs cannot be written."""
+    disk for Ray, without a compiler and the data, and where the runs cannot be written."""
     modules = tmp_path / "modules"
     (modules / "torch-0.0.1.dist-info").mkdir(parents=True)
     (modules / "torch-0.0.1.dist-info" / "METADATA").write_text(
@@ -97,11 +99,15 @@ def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> I
     address = "127.0.0.2"
     start = [*RAY, "start", f"--address={head.address}", f"--node-ip-address={address}", "--block"]
     start += ["--num-cpus=1", "--num-gpus=1", "--dashboard-agent-listen-port=0"]
+    compilers = {
+        os.path.realpath(path) for name in ("gcc", "clang") if (path := shutil.which(name))
+    }
     mounts = (
         f"mount --bind '{own_storage}' '{own_storage}'",
         f"mount -o remount,bind,ro '{own_storage}'",
         f"mount -t tmpfs tmpfs '{dataset}'",
         f"mount -t tmpfs -o size={SMALL_DISK_BYTES} tmpfs '{head.directory}'",
+        *(f"mount --bind /dev/null {path}" for path in compilers),
         'exec "$@"',
     )
     argv = [*in_namespaces(), "sh", "-c", " && ".join(mounts), "sh", *start]
@@ -125,13 +131,15 @@ def test_a_node_with_everything_wrong(
 ) -> None:
     uri = "http://127.0.0.1:9"
     no_network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
-    config = make_config(num_workers=1, storage_path=str(own_storage), mlflow_uri=uri)
+    storage = str(own_storage)
+    config = make_config(num_workers=1, storage_path=storage, mlflow_uri=uri, document_mask=True)
     visit = doctor(config, "--tokenizer", "gpt2", env={**head.env, **no_network})
     assert visit.code == 1
     visit.says("FAIL", "versions", f"0.0.1 on {sick_node}", "install the same version")
     visit.says("FAIL", "clocks", f"they differ by {AHEAD_S}.0 s", sick_node, "run NTP")
     visit.says("FAIL", "storage", f"{sick_node}: it cannot write", "Read-only")
     visit.says("FAIL", "data", f"{sick_node}: ", f"{dataset} has no manifest.json")
+    visit.says("FAIL", "compiler", f"{sick_node} lacks a C compiler; install gcc")
     visit.says("FAIL", "ray_disk", f"{sick_node} has", "MB free", "--temp-dir")
     visit.says("FAIL", "devices", f"no GPU for rank 0 on {sick_node}", "sees no GPU")
     visit.says("FAIL", "tokenizer", "neither in TIKTOKEN_CACHE_DIR nor can it be downloaded")

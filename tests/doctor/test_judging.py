@@ -123,6 +123,15 @@ def test_data_and_disk_of_one_node() -> None:
     passes(node_probe.judge_ray_disk([SOUND, OTHER]), "1.0 GB")
 
 
+def test_compilers() -> None:
+    other = replace(OTHER, compiler_error="a C compiler")
+    check = node_probe.judge_compilers([SOUND, other], ["compile", "document_mask"])
+    words = ("10.0.0.2 lacks a C compiler", "set compile and document_mask to false")
+    fails(check, "compiler", *words)
+    passes(node_probe.judge_compilers([SOUND, OTHER], ["compile"]), "what compile needs")
+    passes(node_probe.judge_compilers([SOUND], []), "nothing is compiled")
+
+
 GPU = DeviceFacts(0, "10.0.0.1", "NVIDIA H100", "GPU-a", "0,1")
 
 

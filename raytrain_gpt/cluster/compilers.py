@@ -1,0 +1,47 @@
+"""What `torch.compile` needs of a machine besides torch; without it the first step would die.
+
+On a GPU Triton builds its driver, and on a CPU Inductor its kernels, with a compiler and Python's headers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ConfigError
+
+
+def fields_that_compile(config: Config, on_gpu: bool) -> list[str]:
+    """Names of the set fields for which something is compiled: on GPUs also kernels for document masks."""
+    names = ("compile", "document_mask") if on_gpu else ("compile",)
+    return [name for name in names if config.field_values()[name]]
+
+
+def missing_compiler(on_gpu: bool) -> str:
+    """What this machine lacks, for people; empty: nothing."""
+    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    if not os.environ.get(variable) and not any(map(shutil.which, names)):
+        return "a C compiler" if on_gpu else "a C++ compiler"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if headers.exists() else f"Python's headers ({headers})"
+
+
+def check_compiler(config: Config, on_gpu: bool, where: str) -> None:
+    """Check that this machine can compile what a configuration needs.
+
+    Args:
+        where: Tells people which machine.
+
+    Raises:
+        ConfigError: it has no compiler, or no Python headers.
+    """
+    fields = fields_that_compile(config, on_gpu)
+    missing = missing_compiler(on_gpu) if fields else ""
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(f'{name}=true' for name in fields)} needs {missing} on {where}; install "
+            f"{'gcc' if on_gpu else 'g++'} and python3-dev, or set {' and '.join(fields)} to false"
+        )

@@ -1,0 +1,52 @@
+"""Machines without a compiler, made by a PATH without one."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.cluster.compilers import check_compiler, missing_compiler
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ConfigError
+from tests.conftest import RaisesLine
+
+COMPILED, MASKED = Config().updated({"compile": True}), Config().updated({"document_mask": True})
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_gpu_without_a_c_compiler_is_one_line_before_the_first_step(
+    raises_line: RaisesLine,
+) -> None:
+    ways = ("install gcc and python3-dev", "set compile to false")
+    with raises_line(ConfigError, "compile=true needs a C compiler on node a", *ways):
+        check_compiler(COMPILED, on_gpu=True, where="node a")
+    with raises_line(ConfigError, "document_mask=true needs a C compiler"):
+        check_compiler(MASKED, on_gpu=True, where="node a")
+    with raises_line(ConfigError, "compile=true needs a C++ compiler on a CPU; install g++"):
+        check_compiler(COMPILED, on_gpu=False, where="a CPU")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_who_compiles_nothing_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiler(Config(), on_gpu=True, where="here")
+    check_compiler(MASKED, on_gpu=False, where="here")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert missing_compiler(on_gpu=True) == ""
+    assert missing_compiler(on_gpu=False) == "a C++ compiler"
+
+
+def test_pythons_headers_are_needed_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "/opt/cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert missing_compiler(on_gpu=True) == f"Python's headers ({tmp_path}/Python.h)"
