@@ -16,7 +16,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
 CALLS_AT_ONCE = 10_000
-"""Of the actor; each rank's heartbeat is one that waits. With Ray's 1,000 of them an order would wait, too."""
+"""Of the actor; each rank has a heartbeat that waits. With Ray's 1,000 of them an order would wait, too."""
 
 
 class RecorderHandle(ABC):
