@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from raytrain_gpt.data.order import Order
+from raytrain_gpt.data.order import Order, sequence_hashes
 from raytrain_gpt.data.shards import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -33,6 +33,7 @@ from raytrain_gpt.data.shards import (
 
 SEQ_LEN = 1024
 BYTES_PER_TOKEN = 1.49
+NUM_RANKS = 512
 
 T = TypeVar("T")
 
@@ -76,6 +77,9 @@ def main() -> None:
         manifest.find_row_groups("train", np.unique(np.searchsorted(ends, ids, side="right")))
 
     timed("find a window's row groups", find)
+    if size % NUM_RANKS == 0:
+        dealt = timed(f"deal a window to {NUM_RANKS} ranks", lambda: dealt_ids(ids))
+        assert dealt.shape == (NUM_RANKS, ids.size // NUM_RANKS)
     print(
         json.dumps(
             {
@@ -98,6 +102,12 @@ def window_ids(order: Order, first: int) -> np.ndarray:
     return np.stack([order.batch_ids(batch) for batch in range(first, order.window_end(first))])
 
 
+def dealt_ids(ids: np.ndarray) -> np.ndarray:
+    """The ids of each rank, and the hashes by which their delivery is proved, as a reading task has them."""
+    sequence_hashes(ids).sum(1)
+    return ids.reshape(len(ids), NUM_RANKS, -1).swapaxes(0, 1).reshape(NUM_RANKS, -1)
+
+
 def peak_mb() -> float:
     """Most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -106,16 +116,17 @@ def peak_mb() -> float:
 def made_manifest(num_shards: int, shard_tokens: int) -> Manifest:
     """Of shards that are not there."""
     sizes = {"text_bytes": 4 * shard_tokens, "file_bytes": round(BYTES_PER_TOKEN * shard_tokens)}
+    splits = ["val", *["train"] * num_shards]
     shards = [
         Shard(
-            path=f"train-{i:05d}.parquet",
-            split="train",
+            path=f"{split}-{i:05d}.parquet",
+            split=split,
             tokens=shard_tokens,
             documents=shard_tokens // 1000,
             sha256=hashlib.sha256(str(i).encode()).hexdigest(),
             **sizes,
         )
-        for i in range(num_shards)
+        for i, split in enumerate(splits)
     ]
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -128,3 +128,23 @@ def test_the_overheads_benchmark_compares_loops_on_a_tiny_model() -> None:
     (ratio,) = found["ratios"].values()
     expected = [a / b for a, b in zip(speeds["bare"], speeds["plain"], strict=True)]
     assert ratio["all"] == pytest.approx(expected, rel=0.01)
+
+
+def printed(program: str, *flags: str) -> str:
+    """What a benchmark of scale prints."""
+    command = [sys.executable, BENCHMARKS / program, *flags]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+def test_the_order_of_a_made_manifest_is_timed() -> None:
+    found = json.loads(printed("at_scale.py", "--shards=10"))
+    assert found["tokens"] == 10**9
+    assert found["seconds"].keys() >= {"next window", "deal a window to 512 ranks"}
+
+
+def test_agreements_of_forked_processes_are_timed() -> None:
+    lines = printed("many_ranks.py", "agree", "--ranks", "2", "3").splitlines()
+    found = json.loads(lines[-1])["found"]
+    assert [few["ranks"] for few in found] == [2, 3]
+    assert all(few["median_ms"] > 0 for few in found)

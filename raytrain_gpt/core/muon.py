@@ -107,28 +107,29 @@ class Muon(torch.optim.AdamW):
         """The updates of matrices like one with singular values of about 1; of shards, shards."""
 
         def orthogonal_maps(stack: Tensor) -> Tensor:
-            maps = stack.reshape(-1, len(like) // num_maps, stack.shape[2])
+            maps = stack.reshape(len(stack) * num_maps, len(like) // num_maps, stack.shape[2])
             return orthogonal(maps).reshape(stack.shape)
 
+        stack = torch.stack([*updates]).to(self._dtype)
         if self._group is None:
-            return orthogonal_maps(torch.stack([*updates]).to(self._dtype)).unbind()
+            return orthogonal_maps(stack).unbind()
         rank, num_ranks = self._group.rank(), self._group.size()
-        share = -(-len(updates) // num_ranks)
-        own = slice(rank * share, (rank + 1) * share)
-        missing = share * num_ranks - len(updates)
-        stack = torch.stack([*updates, *[torch.zeros_like(updates[0])] * missing]).to(self._dtype)
+        dealt = _shares(len(updates), num_ranks)
         if like is _local(like):
             found = torch.empty_like(stack)
-            own_part = orthogonal_maps(stack[own]).contiguous()
-            dist.all_gather([*torch.split(found, share)], own_part, group=self._group)
+            parts = torch.split(found, dealt)
+            parts[rank].copy_(orthogonal_maps(torch.split(stack, dealt)[rank]))
+            # Not gathered: that wants equal shares, and among many ranks most have no matrix.
+            for other in range(num_ranks):
+                if dealt[other]:
+                    dist.broadcast(parts[other], group=self._group, group_src=other)
         else:
-            most = -(-len(like) // num_ranks)  # rows of a shard
-            rows = [max(0, min(most, len(like) - other * most)) for other in range(num_ranks)]
-            shapes = [(share, num, like.shape[1]) for num in rows]
-            stack = torch.cat(self._exchanged(torch.split(stack, share), shapes), 1)
-            parts = torch.split(orthogonal_maps(stack), rows, 1)
-            found = torch.cat(self._exchanged(parts, [(share, *updates[0].shape)] * num_ranks))
-        return found[: len(updates)].unbind()
+            rows = _shares(len(like), num_ranks)
+            shapes = [(dealt[rank], num, like.shape[1]) for num in rows]
+            stack = torch.cat(self._exchanged(torch.split(stack, dealt), shapes), 1)
+            sent = torch.split(orthogonal_maps(stack), rows, 1)
+            found = torch.cat(self._exchanged(sent, [(num, *updates[0].shape) for num in dealt]))
+        return found.unbind()
 
     def _exchanged(
         self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
@@ -141,6 +142,12 @@ class Muon(torch.optim.AdamW):
         return [
             part.view(shape) for part, shape in zip(torch.split(got, sizes), shapes, strict=True)
         ]
+
+
+def _shares(number: int, num_ranks: int) -> list[int]:
+    """How many of a number of things each rank has: as FSDP cuts rows, the last ranks fewer or none."""
+    most = -(-number // num_ranks)
+    return [max(0, min(most, number - rank * most)) for rank in range(num_ranks)]
 
 
 def num_at_once(elements: int, num_ranks: int) -> int:

@@ -15,6 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
+CALLS_AT_ONCE = 10_000
+"""Of the actor; each rank has a heartbeat that waits. With Ray's 1,000 of them an order would wait, too."""
+
 
 class RecorderHandle(ABC):
     """Calls a recorder's methods; it takes one caller's calls in order."""
@@ -40,7 +43,8 @@ class ActorRecorder(RecorderHandle):
 
     def __init__(self, spec: RecorderSpec) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Recorder)
+        options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE, "scheduling_strategy": here}
+        actor: Any = ray.remote(**options)(Recorder)
         self._actor = actor.remote(spec)
 
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The recorder without Ray: what it writes, says and answers, as a plain object."""
+"""The recorder: what it writes, says and answers as a plain object, and many calls to it as an actor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import recorder as module
 from raytrain_gpt.tracking.recorder import Outcome, Recorder, RecorderSpec
+from raytrain_gpt.tracking.recorder_handle import ActorRecorder
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
 from raytrain_gpt.tracking.step_time import KINDS, TimeUse
 from raytrain_gpt.tracking.sync import RunSync
@@ -24,20 +25,23 @@ ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
 CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
 
 
-def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
-    """One that writes files only."""
+def spec(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> RecorderSpec:
+    """Of a recorder that writes files only."""
     saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
-    return Recorder(
-        RecorderSpec(
-            sync=RunSync(Location.of(run_dir)),
-            config=Config().updated({"mlflow_uri": None, **values}),
-            mlflow_tags={},
-            step=step,
-            attempt=attempt,
-            **saved,
-        )
+    return RecorderSpec(
+        sync=RunSync(Location.of(run_dir)),
+        config=Config().updated({"mlflow_uri": None, **values}),
+        mlflow_tags={},
+        step=step,
+        attempt=attempt,
+        **saved,
     )
+
+
+def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
+    """One that writes files only."""
+    return Recorder(spec(run_dir, step, attempt, **changed))
 
 
 def step_row(step: int) -> Row:
@@ -226,3 +230,18 @@ def test_how_the_workers_left_is_kept(tmp_path: Path) -> None:
     stretch = BadStretch(4, 9, 3, 8)
     run(writer.left(None, stretch))
     assert (run(writer.is_training()), run(writer.outcome())) == (True, Outcome(None, stretch))
+
+
+@pytest.mark.ray
+def test_more_waiting_calls_than_a_thousand_keep_no_other_waiting(
+    cluster: str, tmp_path: Path
+) -> None:
+    handle = ActorRecorder(spec(tmp_path))
+    handle.ask("order", "dump")
+    assert handle.ask("beat", 0, 0, 1, "node", 0) == ["dump"]
+    waiting = [handle.send("take_stacks", 120.0) for _ in range(1100)]
+    handle.send(
+        "add_stacks", 0, "stack"
+    )  # were it not answered at once, the first would get nothing
+    assert [result() for result in waiting] == [{0: "stack"}] * 1100
+    handle.end()

@@ -1,0 +1,143 @@
+"""Ranks of 512, one at a time: what each keeps, sends and gets, in a process group that only pretends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raytrain_gpt.config.sections import OptimSection
+from raytrain_gpt.core.architectures import new_model
+from raytrain_gpt.core.model import GPT, GPTShape
+from raytrain_gpt.core.optim import build_optimizer, update
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, model_to_evaluate, shard
+
+WORLD_SIZE = 512
+GPT2 = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=1000)
+SHAPES = {
+    "gpt2": GPT2,
+    "qwen3": replace(
+        GPT2, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
+    ),
+}
+"""1,024 rows of embeddings, two for each rank; of every other parameter most ranks have none."""
+RANKS = (0, 1, 2, 31, 400, WORLD_SIZE - 1)
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int = WORLD_SIZE) -> Iterator[None]:
+    """Inside, this process is a rank of many; collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives that are called inside, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Exchanges:
+    """Stands for `all_to_all_single`, which the pretended group refuses where a rank has nothing to send."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.sent: list[list[int]] = []
+
+    def __call__(
+        self, got: Tensor, sent: Tensor, got_sizes: list[int], sent_sizes: list[int], group: Any
+    ) -> None:
+        assert (got.numel(), sent.numel()) == (sum(got_sizes), sum(sent_sizes))
+        assert len(got_sizes) == len(sent_sizes) == WORLD_SIZE
+        self.got.append(got_sizes)
+        self.sent.append(sent_sizes)
+        got.zero_()
+
+
+def model_of(architecture: str) -> GPT:
+    model = new_model(SHAPES[architecture])
+    model.init_weights(0)
+    return model
+
+
+def train(model: GPT, optimizer: str) -> Tensor:
+    """The gradient norm of the second of two updates."""
+    ours = build_optimizer(model, OptimSection(optimizer=optimizer), group=dist.group.WORLD)
+    tokens = torch.arange(32).view(2, 16)
+    for _ in range(2):
+        model(tokens, tokens).backward()
+        norm = update(ours, list(model.parameters()), lr=1e-3, grad_clip=1.0)
+    return norm
+
+
+def rows_of(rank: int, rows: int) -> int:
+    most = -(-rows // WORLD_SIZE)
+    return max(0, min(most, rows - rank * most))
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_512_ranks_shard_update_and_gather(
+    architecture: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collectives, exchanges = {}, {}
+    for rank in RANKS:
+        exchanges[rank] = Exchanges()
+        monkeypatch.setattr(dist, "all_to_all_single", exchanges[rank])
+        model = model_of(architecture)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        with as_rank(rank), Collectives() as called:
+            shard(model, CPU)
+            norm = train(model, optimizer)
+            assert norm.isfinite()
+            for name, parameter in model.named_parameters():
+                rows, *others = shapes[name]
+                assert parameter.to_local().shape == (rows_of(rank, rows), *others)
+                assert full_tensor(parameter.detach()).shape == shapes[name]
+            whole = model_to_evaluate(model)
+            with gathered_weights(model, whole):
+                assert {name: p.shape for name, p in whole.named_parameters()} == shapes
+        collectives[rank] = called.names
+    # A rank without rows or matrices takes part in the same collectives, or the others would wait for it.
+    assert collectives[0]
+    assert all(collectives[rank] == collectives[0] for rank in RANKS)
+    assert len({len(found.sent) for found in exchanges.values()}) == 1
+    for ours, theirs in ((a, b) for a in RANKS for b in RANKS):
+        sent = [sizes[theirs] for sizes in exchanges[ours].sent]
+        assert sent == [sizes[ours] for sizes in exchanges[theirs].got]
+
+
+def test_whole_matrices_travel_once_however_many_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[int, list[int]] = {}
+
+    def broadcast(tensor: Tensor, group: Any, group_src: int) -> None:
+        sizes[world_size].append(tensor.numel())
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    for world_size in (2, 8, WORLD_SIZE):
+        sizes[world_size] = []
+        with as_rank(world_size - 1, world_size):
+            train(model_of("gpt2"), "muon")
+    matrices = SHAPES["gpt2"].num_layers * SHAPES["gpt2"].block_matrix_parameters
+    assert {sum(found) for found in sizes.values()} == {2 * matrices}  # of two updates
