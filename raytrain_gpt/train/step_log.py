@@ -103,18 +103,24 @@ class StepLog:
         """The rows of all steps since the last time; none behind a stretch of bad steps."""
         if not self._pending:
             return []
-        # All reductions of all pending steps at once, in an order that is the same on every rank.
+        # One exchange for all pending steps; every rank adds up in the order of the ranks.
         pending, self._pending = self._pending, []
         sums = [self._feed.take_hash_sums() for _ in pending]
-        ranks = self._collectives
-        # In float64 the mean of equal losses, which ranks with exact sums have, is that loss.
-        losses = ranks.summed(torch.stack([r.loss for r in pending]).double()) / ranks.world_size
-        delivered = ranks.summed(torch.tensor([own for own, _ in sums]))
-        waits = ranks.summed(torch.tensor([r.data_wait_s for r in pending])) / ranks.world_size
         norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
         scales = _on_host([r.loss_scale for r in pending])
-        skipping_ranks = ranks.summed((~torch.isfinite(norms)).long())
-        peak_bytes = int(ranks.largest(torch.tensor(peak_memory_bytes(self._device))))
+        # In float64 the mean of equal losses, which ranks with exact sums have, is that loss.
+        losses = torch.stack([r.loss for r in pending]).double().cpu()
+        waits = torch.tensor([r.data_wait_s for r in pending], dtype=torch.float64)
+        delivered = torch.tensor([own for own, _ in sums])
+        skips = (~torch.isfinite(norms)).long()
+        peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
+        own = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
+        of_ranks = self._collectives.gathered_rows(torch.cat(own))
+        losses, waits, delivered, skips, peak_bytes = torch.split(of_ranks, [*map(len, own)], 1)
+        losses, waits = (
+            part.contiguous().view(torch.float64).sum(0) / len(of_ranks) for part in (losses, waits)
+        )
+        delivered, skips = delivered.sum(0), skips.sum(0)
         now = time.perf_counter()
         # The device runs ahead of the host, so only the mean over a flush is true.
         step_time_s = (now - self._clock_from) / len(pending)
@@ -123,7 +129,7 @@ class StepLog:
         tokens = self._config.train.global_batch_tokens
         since_start = {
             "perf/tokens_per_s_overall": self._steps_done * tokens / (now - self._began),
-            "perf/peak_memory_bytes": peak_bytes,
+            "perf/peak_memory_bytes": int(peak_bytes.max()),
         }
         rows: list[Row] = []
         for i, result in enumerate(pending):
@@ -141,7 +147,7 @@ class StepLog:
             rows.append(row | self._tokens_by_dataset(result.step) | since_start | scale)
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
-                rows.append(_event(bad, loss, norm, batch, int(skipping_ranks[i])))
+                rows.append(_event(bad, loss, norm, batch, int(skips[i])))
             if self._detector.gives_up:
                 streak = self._detector.streak
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)

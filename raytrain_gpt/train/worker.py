@@ -15,7 +15,7 @@ import torch
 
 from raytrain_gpt.checkpoint.catalog import step_of
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
-from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
@@ -129,6 +129,7 @@ class Worker:
             context.get_world_size(),
             self.config.run.retry_for_s + WRITE_WITHIN_S,
         )
+        self.agreement = Agreement(self.collectives)
         rank = self.collectives.rank
         assert spec.recorder is not None, "the attempt has started it"
         self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
@@ -295,9 +296,10 @@ class Worker:
         """Copy the state; it is written while training goes on."""
         is_evaluated = self._evaluated.get("step") == self.step
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
+        self.agreement.forget()  # it was asked for before this checkpoint was being written
 
     def should_stop(self) -> bool:
-        """Whether any rank was asked to leave; asked once a step, the same answer on all ranks.
+        """Whether any rank was asked to leave, up to a step ago; the same answer on all ranks.
 
         What else all ranks must do in the same step is agreed on by the same collective: to collect a
         checkpoint that all of them have written, and to ask Ray whether a node will be taken away,
@@ -307,7 +309,7 @@ class Worker:
         is_first = self.collectives.rank == 0
         ask = is_first and now - self._preemption_asked_at >= PREEMPTION_CHECK_S
         wishes = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
-        stop, writing, ask = self.collectives.any(*wishes)
+        stop, writing, ask = self.agreement.on(*wishes)
         if not writing:
             self.checkpoints.collect()
         if ask:
@@ -335,6 +337,7 @@ class Worker:
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight and until the recorder has taken all that was sent."""
+        self.agreement.forget()
         self.checkpoints.collect()
         if self.collectives.rank == 0:
             done = self.step == self.config.train.max_steps

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
 
 WORLD_SIZE = 2
 WITHIN = timedelta(seconds=60)
@@ -21,8 +21,9 @@ WITHIN = timedelta(seconds=60)
 def test_one_rank_is_all_ranks() -> None:
     alone = Collectives(rank=0, world_size=1)
     values = torch.tensor([1.0, -2.0])
-    assert alone.summed(values).tolist() == alone.largest(values).tolist() == [1.0, -2.0]
-    assert alone.any(True, False) == [True, False]
+    assert alone.summed(values).tolist() == [1.0, -2.0]
+    assert alone.any_later(True, False)() == Agreement(alone).on(True, False) == [True, False]
+    assert alone.gathered_rows(torch.tensor([3, 4])).tolist() == [[3, 4]]
     assert alone.gathered("value") == ["value"]
     assert alone.background is alone
 
@@ -33,8 +34,8 @@ def rank_main(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=WITHIN)
     ranks = Collectives(rank, WORLD_SIZE, WITHIN.total_seconds())
     assert ranks.summed(torch.tensor([1, rank])).tolist() == [2, 1]
-    assert ranks.largest(torch.tensor([rank, -rank])).tolist() == [1, 0]
-    assert ranks.any(rank == 0, rank == 1, False) == [True, True, False]
+    assert ranks.any_later(rank == 0, rank == 1, False)() == [True, True, False]
+    assert ranks.gathered_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]
     assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
     # Rank 1 begins with the background's exchange, rank 0 with the training's: neither waits for ever.
@@ -44,11 +45,15 @@ def rank_main(rank: int, directory: str) -> None:
     )
     if rank == 1:
         thread.start()
-    steps = [ranks.any(step == 3) for step in range(5)]
+    agreement = Agreement(ranks)
+    steps = [agreement.on(rank == 1 and step in (0, 3, 6)) for step in range(6)]
+    agreement.forget()
+    steps.append(agreement.on(rank == 1))
     if rank == 0:
         thread.start()
     thread.join(WITHIN.total_seconds())
-    assert steps == [[False], [False], [False], [True], [False]]
+    # Of the first call and the one after `forget` at once, else of the call before.
+    assert [told for (told,) in steps] == [True, True, False, False, True, False, True]
     assert found == ["file 0", "file 1"]
     dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ def write_checkpoints(arguments: list[str], go: Connection, said: Connection) ->
         rank=0,
     ):
         say(f"step={result.step}")
-        (writing,) = ranks.any(saver.writing)
+        (writing,) = ranks.any_later(saver.writing)()
         if saver.in_flight and not writing:
             say(collected(saver))
         if result.step % EVERY_STEPS == 0:

@@ -36,18 +36,12 @@ class ThreadCollectives:
         self.rank, self.world_size = rank, len(values)
         self._barrier, self._values = barrier, values
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        self._values[self.rank] = tensor
+    def gathered_rows(self, row: Tensor) -> Tensor:
+        self._values[self.rank] = row
         self._barrier.wait(WAIT_S)
-        values = torch.stack(list(self._values))
+        rows = torch.stack(list(self._values))
         self._barrier.wait(WAIT_S)
-        return values
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        return self._gathered(tensor).sum(0)
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        return self._gathered(tensor).amax(0)
+        return rows
 
 
 @pytest.fixture(scope="module")

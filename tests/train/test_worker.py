@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
-from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.worker import (
@@ -97,6 +97,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker: Any = object.__new__(Worker)
     worker.done = []
     worker.collectives = Collectives(0, 1)
+    worker.agreement = Agreement(worker.collectives)
     worker.recorder = SimpleNamespace(
         stop=threading.Event(), event=lambda *a, **k: worker.done.append(a[1])
     )
