@@ -1,7 +1,8 @@
 """What one GPU gives: speed, part of its peak, memory, where the time goes, losses; gpu.sh runs it.
 
     benchmarks/gpu.sh 124m|350m [--modes compiled eager] [--ways core plain] [--sequences N]
-                                [--document_mask] [--parallel fsdp] [--activation_checkpointing full]
+                                [--document_mask] [--narrow_residual] [--parallel fsdp]
+                                [--activation_checkpointing full]
     benchmarks/gpu.sh run
 
 In processes of their own:
@@ -109,6 +110,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
     core_only = parser.add_argument_group("of core alone, without the plain loop")
     core_only.add_argument("--document_mask", action="store_true")
+    core_only.add_argument("--narrow_residual", action="store_true", help="bf16 behind embeddings")
     core_only.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     core_only.add_argument(
         "--activation_checkpointing", choices=["none", "selective", "full"], default="none"
@@ -125,7 +127,9 @@ def parsed() -> argparse.Namespace:
     args = parser.parse_args()
     if args.spans < 2:
         parser.error(f"spans={args.spans} is below 2, and the first does not count")
-    changes = ["document_mask"] * args.document_mask + ["fsdp"] * (args.parallel == "fsdp")
+    switches = ("document_mask", "narrow_residual")
+    changes = [name for name in switches if getattr(args, name)]
+    changes += ["fsdp"] * (args.parallel == "fsdp")
     changes += [mode for mode in [args.activation_checkpointing] if mode != "none"]
     if args.what == "run":
         if changes or args.ways:
@@ -156,6 +160,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "precision": args.precision,
         "document_mask": args.document_mask,
+        "narrow_residual": args.narrow_residual,
         "parallel": args.parallel,
         "activation_checkpointing": args.activation_checkpointing,
         "micro_batch_sequences": sequences,
@@ -264,6 +269,9 @@ def initial(args: argparse.Namespace) -> GPT:
     document_end = shape.vocab_size - 1 if args.document_mask else None
     gpt = GPT2(shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
+    if args.narrow_residual:
+        embed = gpt.embed
+        gpt.embed = lambda ids, positions: embed(ids, positions).to(torch.bfloat16)  # type: ignore[method-assign]
     return gpt
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.device import best_device
+from raytrain_gpt.core.device import best_device, inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -78,7 +78,8 @@ def timed(draw: Callable[[], Tokens]) -> tuple[float, Tokens]:
 def cached(model: GPT, prompts: Tokens, new_tokens: int) -> Tokens:
     """The product's own way."""
     options = SamplingOptions(max_new_tokens=new_tokens, temperature=0, stop_at_eot=False)
-    drawn = sample_tokens(model, SHAPE.vocab_size - 1, prompts, options)
+    with inference_autocast(model.device):
+        drawn = sample_tokens(model, SHAPE.vocab_size - 1, prompts, options)
     return [continuation.tokens for continuation in drawn]
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray.train
 import ray.train.torch
@@ -14,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint, read_checkpoint
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.architectures import configured_model
@@ -53,7 +58,11 @@ class TrainingSetup:
 
 
 def set_up_training(
-    config: ResolvedConfig, data: Mixture, resumed: Checkpoint | None, device: torch.device
+    config: ResolvedConfig,
+    data: Mixture,
+    resumed: Checkpoint | None,
+    device: torch.device,
+    ranks: Collectives,
 ) -> TrainingSetup:
     """The model of a run that begins, or that goes on from a checkpoint; all ranks call it.
 
@@ -71,7 +80,7 @@ def set_up_training(
     source = resumed
     if source is None and config.model.init_from:
         source = read_checkpoint(location(config, config.model.init_from))
-    with nullcontext() if source is None else source.files() as directory:
+    with nullcontext() if source is None else files_on_machine(source, ranks) as directory:
         # Weights before the model is sharded, moments after: the optimizer's are made of shards.
         if directory is None:
             model.init_weights(config.train.seed)
@@ -98,6 +107,18 @@ def set_up_training(
         autocast=autocast_of(precision, device),
         loss_scale=loss_scale_for(precision, device, saved_scale),
     )
+
+
+@contextmanager
+def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Path]:
+    """A checkpoint's `files` for all ranks; those of an object store are fetched once on each machine."""
+    place = (socket.gethostname(), Path(tempfile.gettempdir()).stat().st_ino)
+    places = ranks.gathered(None if checkpoint.path.is_local else place)
+    fetching = ranks.rank if checkpoint.path.is_local else places.index(place)
+    with checkpoint.files() if fetching == ranks.rank else nullcontext() as own:
+        directory: Path = ranks.gathered(own)[fetching]
+        yield directory
+        ranks.gathered(None)  # until all of them have read
 
 
 def gradient_group() -> dist.ProcessGroup | None:

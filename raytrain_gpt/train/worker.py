@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -134,13 +135,20 @@ class Worker:
         assert spec.recorder is not None, "the attempt has started it"
         self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
         self.step = step_of(spec.resumed)
-        torch.set_num_threads(self.config.cluster.cpus_per_worker)
+        cpus = self.config.cluster.cpus_per_worker
+        torch.set_num_threads(cpus)
+        # Both are read when they are first needed: by default each rank compiles with up to 32 processes,
+        # and a GPU's free memory is in pieces that no large tensor fits into.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cpus))
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         seed_everything(train.seed, rank)
         # In local mode Ray Train takes a GPU wherever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
-        self.setup = set_up_training(self.config, spec.ingest.data, spec.resumed, device)
+        self.setup = set_up_training(
+            self.config, spec.ingest.data, spec.resumed, device, self.collectives
+        )
         self.feed, self.evaluation = self._open_feeds()
         taken = self._take_profile if rank == 0 else None
         self.profile = StepProfile(train.profile_steps, self.step, train.max_steps, device, taken)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig, decided
+from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ClusterError
@@ -20,8 +24,9 @@ from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import checkpointing, model_setup
 from raytrain_gpt.train.checkpointing import Checkpointing
-from raytrain_gpt.train.model_setup import TrainingSetup, set_up_training
+from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_up_training
 from raytrain_gpt.train.step_log import Position
+from tests.checkpoint.test_catalog import write
 from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
@@ -59,7 +64,7 @@ def config(make_config: MakeConfig) -> ResolvedConfig:
 
 
 def set_up(config: ResolvedConfig, resumed: Checkpoint | None = None) -> TrainingSetup:
-    return set_up_training(config, data_of(config), resumed, CPU)
+    return set_up_training(config, data_of(config), resumed, CPU, Collectives(0, 1))
 
 
 def update(setup: TrainingSetup) -> None:
@@ -180,3 +185,46 @@ def test_whoever_lost_the_run_s_name_writes_no_more(
             checkpoints.collect()
     assert Catalog(run_dir).complete() == []
     assert reports == []
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self._barrier, self._values = rank, barrier, values
+
+    def gathered(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(60)
+        found = list(self._values)
+        self._barrier.wait(60)
+        return found
+
+
+def test_the_ranks_of_a_machine_fetch_a_checkpoint_once(
+    bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them read it before it is removed; on a disk each reads it where it is."""
+    fetched = []
+    download = Location.download
+
+    def counted(self: Location, target: Path) -> None:
+        fetched.append(target.name)
+        download(self, target)
+
+    monkeypatch.setattr(Location, "download", counted)
+    barrier, values = threading.Barrier(3), [None] * 3
+
+    def read(checkpoint: Checkpoint, rank: int) -> tuple[Path, bytes]:
+        ranks: Any = ThreadRanks(rank, barrier, values)
+        with files_on_machine(checkpoint, ranks) as directory:
+            return directory, (directory / MODEL_FILE).read_bytes()
+
+    for storage in (bucket / "shared", Location.of(tmp_path)):
+        write(Catalog(storage), 20)
+        (checkpoint,) = Catalog(storage).complete()
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(partial(read, checkpoint), range(3)))
+        assert len(set(found)) == 1
+        assert found[0][0].exists() == checkpoint.path.is_local
+    assert fetched.count(MODEL_FILE) == 1
