@@ -10,7 +10,9 @@ import pytest
 from raytrain_gpt.cluster.compilers import check_compiler, missing_compiler
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.train.launch import train
 from tests.conftest import RaisesLine
+from tests.runs import MakeConfig
 
 COMPILED, MASKED = Config().updated({"compile": True}), Config().updated({"document_mask": True})
 
@@ -33,6 +35,16 @@ def test_a_gpu_without_a_c_compiler_is_one_line_before_the_first_step(
         check_compiler(MASKED, on_gpu=True, where="node a")
     with raises_line(ConfigError, "compile=true needs a C++ compiler on a CPU; install g++"):
         check_compiler(COMPILED, on_gpu=False, where="a CPU")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_run_that_cannot_compile_ends_before_it_begins(
+    make_config: MakeConfig, storage: Path
+) -> None:
+    config = make_config(num_workers=0, compile=True, run_name="uncompiled")
+    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on a CPU"):
+        train(config, print)
+    assert not (storage / "uncompiled").exists()
 
 
 @pytest.mark.usefixtures("no_compiler")
