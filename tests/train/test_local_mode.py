@@ -232,7 +232,8 @@ def test_some_variables_of_torchrun_are_one_line(
 def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
     make_config: MakeConfig, start: Start
 ) -> None:
-    config = make_config(run_name="torchrun-5", micro_batch_sequences=12)
+    sizes = {"global_batch_tokens": 11 * 32, "micro_batch_sequences": 11}
+    config = make_config(run_name="torchrun-5", **sizes)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
     _, err = process.communicate(timeout=120)
