@@ -10,8 +10,8 @@ chmod 600 ~/.ray/auth_token
 # torch.compile and document masks build code on the nodes.
 headers=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 if ! command -v gcc > /dev/null || ! command -v g++ > /dev/null || [ ! -f "$headers/Python.h" ]; then
-  sudo apt-get update -q
-  sudo apt-get install -y -q gcc g++ python3-dev
+  sudo apt-get update -q && sudo apt-get install -y -q gcc g++ python3-dev \
+    || echo "no compiler or no headers of Python: compile and document masks will not work on this node" >&2
 fi
 
 [ -x "$home/bin/python" ] || python3 -m venv "$home"

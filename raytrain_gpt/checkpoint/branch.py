@@ -22,6 +22,7 @@ from raytrain_gpt.checkpoint.catalog import (
     Checkpoint,
     read_checkpoint,
 )
+from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import changed_fields, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
@@ -109,7 +110,7 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]
     trained = config.updated({name: before[name] for name in autos})
     own = {"run_name", "storage_path", "branch_from"}
-    changed = changed_fields(before, trained.field_values())
+    changed = changed_fields(before, for_workers(trained, state.num_workers).field_values())
     branch = Branch(
         checkpoint=str(origin.path),
         step=state.step,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_gpt.config.batch import check_shares, nearest_multiples, shares_equally
+from raytrain_gpt.config.batch import check_shares, nearest_multiples, shares_equally, sharing_unit
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError
@@ -183,7 +183,8 @@ def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str
     used, free = fitted.cluster.num_workers, resources.gpus - num_async_evaluations(config)
     if config.cluster.num_workers != "auto" or fitted.cluster.num_gpus != 1 or used >= free:
         return None
-    tokens, unit = config.train.global_batch_tokens, config.data.seq_len * free
+    tokens = config.train.global_batch_tokens
+    unit = config.data.seq_len * sharing_unit(config, free)
     return (
         f"num_workers auto: {used} of {free} GPUs, since a step's {config.batch_sequences} sequences do not "
         f"divide over more; all would share global_batch_tokens {nearest_multiples(tokens, unit)}"

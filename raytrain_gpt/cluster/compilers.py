@@ -15,8 +15,10 @@ from raytrain_gpt.errors import ConfigError
 
 
 def fields_that_compile(config: Config, on_gpu: bool) -> list[str]:
-    """Names of the set fields for which something is compiled: on GPUs also kernels for document masks."""
-    names = ("compile", "document_mask") if on_gpu else ("compile",)
+    """Names of the set fields for which something is compiled: on GPUs also a kernel for document masks."""
+    has_kernel = on_gpu and not config.model.dropout
+    has_kernel &= config.train.activation_checkpointing != "selective"
+    names = ("compile", "document_mask") if has_kernel else ("compile",)
     return [name for name in names if config.field_values()[name]]
 
 

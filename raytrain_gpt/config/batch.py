@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from raytrain_gpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raytrain_gpt.config.schema import Config
+    from raytrain_gpt.config.schema import Config, ConfigT
 
 
 def check_shares(config: Config, world_size: int) -> None:
@@ -23,7 +23,9 @@ def check_shares(config: Config, world_size: int) -> None:
     sequences, micro, exact = config.batch_sequences, _asked(config), config.train.exact
     workers = [] if sequences % micro else divisors(sequences // (micro if exact else 1))
     micros = [] if sequences % world_size else divisors(sequences // (world_size if exact else 1))
-    ways = [f"global_batch_tokens {nearest_multiples(tokens, seq_len * _unit(config, world_size))}"]
+    ways = [
+        f"global_batch_tokens {nearest_multiples(tokens, seq_len * sharing_unit(config, world_size))}"
+    ]
     ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
     is_auto = config.train.micro_batch_sequences == "auto"
     ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros and not is_auto)
@@ -39,7 +41,7 @@ def shares_equally(config: Config, world_size: int) -> bool:
 
     A worker's share need not: it is trained in smaller ones (`micro_batch_for`), unless sums are exact.
     """
-    return config.batch_sequences % _unit(config, world_size) == 0
+    return config.batch_sequences % sharing_unit(config, world_size) == 0
 
 
 def _asked(config: Config) -> int:
@@ -47,7 +49,8 @@ def _asked(config: Config) -> int:
     return 1 if micro == "auto" else micro
 
 
-def _unit(config: Config, world_size: int) -> int:
+def sharing_unit(config: Config, world_size: int) -> int:
+    """Sequences of which a global batch must be a multiple."""
     micro = _asked(config)
     return micro * world_size if config.train.exact else math.lcm(micro, world_size)
 
@@ -67,6 +70,11 @@ def divisors(number: int) -> list[int]:
 def nearest(valid: list[int], value: int) -> str:
     """The one or two valid numbers next to a value, as text."""
     return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
+
+
+def for_workers(config: ConfigT, world_size: int) -> ConfigT:
+    """The configuration with the micro-batch that so many workers train it with."""
+    return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:

@@ -171,7 +171,7 @@ class TrainSection(Strict):
     global_batch_tokens: int = Field(4096, ge=1, le=2**40)
     """Tokens per optimizer step over all workers; a multiple of seq_len."""
     micro_batch_sequences: Annotated[CountOrAuto, SAFE] = 16
-    """Sequences per worker in one forward pass, or the most below that divide its share; auto: as many as fit."""
+    """Sequences per worker in a forward pass; fewer if its share needs it; auto: as many as fit in memory."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 on GPUs and CPUs that have it, else fp32 (TF32 on GPUs); fp16 uses loss scaling."""
     parallel: Annotated[Literal["ddp", "fsdp"], SAFE] = "ddp"

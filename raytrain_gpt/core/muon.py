@@ -66,11 +66,11 @@ class Muon(torch.optim.AdamW):
             self.state[matrix] = {MOMENTUM_BUFFER: torch.zeros_like(matrix)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
+        """Drop or zero all gradients."""
         super().zero_grad(set_to_none)
         for stack in self._stacks.values():
             for matrix in stack:
-                matrix.grad = None
+                matrix.grad = None if set_to_none or matrix.grad is None else matrix.grad.zero_()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -109,7 +109,7 @@ def model_to_evaluate(model: GPT) -> GPT:
     if not hasattr(model, "set_requires_gradient_sync"):  # `shard` adds it
         return model
     with torch.device("meta"):
-        return new_model(model.shape, document_end=model.document_end).requires_grad_(False)
+        return new_model(model.shape, document_end=model.document_end)
 
 
 @contextlib.contextmanager

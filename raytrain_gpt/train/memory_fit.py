@@ -25,7 +25,7 @@ from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.batch import micro_batch_for
+from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
@@ -78,7 +78,7 @@ def fit_memory(
         ray.exceptions.RayError: the probe died, or got no resources.
     """
     asked = config.train.micro_batch_sequences
-    config = config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
+    config = for_workers(config, world_size)
     if asked != config.train.micro_batch_sequences:
         log(
             f"micro_batch_sequences {asked} -> {config.train.micro_batch_sequences}: it divides the "

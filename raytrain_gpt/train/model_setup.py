@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -112,12 +112,15 @@ def set_up_training(
 @contextmanager
 def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Path]:
     """A checkpoint's `files` for all ranks; those of an object store are fetched once on each machine."""
-    place = (socket.gethostname(), Path(tempfile.gettempdir()).stat().st_ino)
-    places = ranks.gathered(None if checkpoint.path.is_local else place)
-    fetching = ranks.rank if checkpoint.path.is_local else places.index(place)
+    if checkpoint.path.is_local:
+        with checkpoint.files() as directory:
+            yield directory
+        return
+    found = Path(tempfile.gettempdir()).stat()
+    place = (uuid.getnode(), found.st_dev, found.st_ino)
+    fetching = ranks.gathered(place).index(place)
     with checkpoint.files() if fetching == ranks.rank else nullcontext() as own:
-        directory: Path = ranks.gathered(own)[fetching]
-        yield directory
+        yield ranks.gathered(own)[fetching]
         ranks.gathered(None)  # until all of them have read
 
 

@@ -11,6 +11,7 @@ import json
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
+from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.spikes import BadStretch
@@ -71,8 +72,9 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
         )
     if state.step < config.train.max_steps:
         log(f"going on from step {state.step} ({resumed.path})")
-    for name, change in changed.items():
-        if name not in AUTO_MEMORY_FIELDS or config.field_values()[name] != "auto":
+    then = for_workers(config, state.num_workers).field_values()
+    for name, change in changed_fields(before, then).items():
+        if name not in AUTO_MEMORY_FIELDS or then[name] != "auto":
             log(f"changed since then: {name} {change}")
 
 

@@ -125,16 +125,15 @@ class RunData:
         Raises:
             ConfigError: the run has no such step, or the step had no such worker.
         """
-        sequences = self.batch(self.batch_of(step), documents)
-        if worker is None:
-            return sequences
-        num = next(int(a.row["num_workers"]) for a in self._attempts if step in a.kept)
-        if worker >= num:
-            raise ConfigError(
-                f"--worker {worker}: step {step} had {num} workers; set it to 0 to {num - 1}"
-            )
-        share = len(sequences) // num
-        return sequences[worker * share : (worker + 1) * share]
+        ids = self._order.batch_ids(self.batch_of(step))
+        if worker is not None:
+            num = next((int(a.row["num_workers"]) for a in self._attempts if step in a.kept), 0)
+            if worker >= num:
+                had = f"had {num} workers; set it to 0 to {num - 1}"
+                none = f"has no event in {self.dir} that tells its workers; leave it out"
+                raise ConfigError(f"--worker {worker}: step {step} {had if num else none}")
+            ids = np.split(ids, num)[worker]
+        return self._described(ids, documents)
 
     def batch(self, batch: int, documents: bool = False) -> list[TrainedSequence]:
         """The sequences of a global batch, which a rollback may have skipped.

@@ -169,6 +169,7 @@ class Worker:
         )
         self._evaluated: Row = {}
         self._preemption_asked_at = time.monotonic()
+        self._asks_ray = False
         self._leaves_for: str | None = None
         self._device_name = name
         self.recorder.log(
@@ -320,7 +321,10 @@ class Worker:
         stop, writing, ask = self.agreement.on(*wishes)
         if not writing:
             self.checkpoints.collect()
-        if ask:
+        self._asks_ray = (
+            ask and not self._asks_ray
+        )  # the answer comes late, so the wish is told twice
+        if self._asks_ray:
             self._preemption_asked_at = now
             notice = ray.train.get_preemption_info()
             if notice is not None and self._leaves_for is None:

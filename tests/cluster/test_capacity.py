@@ -277,8 +277,11 @@ def test_gpus_that_the_batch_leaves_alone_are_said() -> None:
     fitted, _ = fit_to_cluster(given_config, resources)
     assert idle_gpus(given_config, fitted, resources) == (
         "num_workers auto: 16 of 24 GPUs, since a step's 512 sequences do not divide over more; all would "
-        "share global_batch_tokens 516096, 540672"
+        "share global_batch_tokens 491520, 589824"
     )
+    for tokens in (491520, 589824):
+        larger = given_config.updated({"global_batch_tokens": tokens})
+        assert fit_to_cluster(larger, resources)[1] == 24
     asked = given_config.updated({"num_workers": 24})
     with pytest.raises(ConfigError, match="does not divide over 24 workers"):
         fit_to_cluster(asked, given(Node(128, 24)))

@@ -51,6 +51,8 @@ def test_a_run_that_cannot_compile_ends_before_it_begins(
 def test_who_compiles_nothing_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     check_compiler(Config(), on_gpu=True, where="here")
     check_compiler(MASKED, on_gpu=False, where="here")
+    for changes in ({"dropout": 0.1}, {"activation_checkpointing": "selective"}):
+        check_compiler(MASKED.updated(changes), on_gpu=True, where="here")
     monkeypatch.setenv("CC", "/opt/cc")
     assert missing_compiler(on_gpu=True) == ""
     assert missing_compiler(on_gpu=False) == "a C++ compiler"

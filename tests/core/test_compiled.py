@@ -104,14 +104,15 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
             torch.testing.assert_close(ours, theirs)
 
 
-def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, optimizer: str) -> None:
     """Else they are in memory twice while micro-batches accumulate."""
     raw = made()
     model = replicated(raw)
     settle_gradient_buckets(model, batch(0), bf16)
     steps = train_steps(
         model,
-        build_optimizer(raw, OptimSection()),
+        build_optimizer(raw, OptimSection(optimizer=optimizer)),
         map(batch, range(100)),
         first_step=0,
         max_steps=4,

@@ -235,8 +235,8 @@ def test_a_trial_that_is_not_possible_is_one_line(
 def test_every_batch_divides_over_the_workers(raises_line) -> None:
     sweep = sweep_of({"global_batch_tokens": BATCHES})
     assert len(check_sweep(sweep, num_workers=1)) == 2
-    with raises_line(ConfigError, "a trial with global_batch_tokens=1,024", "2 workers × 8"):
-        check_sweep(sweep, num_workers=2)
+    with raises_line(ConfigError, "a trial with global_batch_tokens=1,024", "3 workers × 8"):
+        check_sweep(sweep, num_workers=3)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
         writing=False, collect=lambda: worker.done.append("collect")
     )
     worker.step, worker._leaves_for, worker._preemption_asked_at = 3, None, 0.0
+    worker._asks_ray = False
     worker.notice = None
 
     def get_preemption_info() -> Any:
@@ -134,6 +135,46 @@ def test_ray_is_asked_for_a_preemption_every_few_seconds(rank_0: Any) -> None:
         assert not rank_0.should_stop()
         asked.append("ask Ray" in rank_0.done)
     assert asked == [False, True, False, True]
+
+
+class OtherRank:
+    """Another rank wishes nothing."""
+
+    world_size = 2
+
+    def any_later(self, *wishes: bool) -> Any:
+        return lambda: list(wishes)
+
+
+def test_ray_is_asked_once_though_the_answer_comes_a_step_later(rank_0: Any) -> None:
+    """A question is a barrier of all ranks."""
+    rank_0.agreement = Agreement(OtherRank())  # type: ignore[arg-type]
+    rank_0.checkpoints.writing = True
+    asked = []
+    for now in range(1, 16):
+        rank_0.clock.now, rank_0.done = float(now), []
+        assert not rank_0.should_stop()
+        asked += [now] * rank_0.done.count("ask Ray")
+    assert asked == [6, 12]
+
+
+def test_what_was_agreed_before_a_checkpoint_begins_does_not_collect_it(rank_0: Any) -> None:
+    rank_0.agreement = Agreement(OtherRank())  # type: ignore[arg-type]
+    rank_0.should_stop()
+    rank_0.done, rank_0._evaluated = [], {}
+
+    def begin(step: int, val_loss: float | None) -> None:
+        rank_0.checkpoints.writing = True
+
+    rank_0.checkpoints.begin = begin
+    rank_0.save_checkpoint()
+    rank_0.should_stop()
+    assert rank_0.done == []
+    rank_0.checkpoints.writing = False
+    rank_0.should_stop()
+    assert rank_0.done == []
+    rank_0.should_stop()
+    assert rank_0.done == ["collect"]
 
 
 def test_the_first_reason_to_leave_stays(rank_0: Any) -> None:
