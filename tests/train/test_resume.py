@@ -116,6 +116,20 @@ def test_what_decides_exact_sums_may_change_only_without_them(
         check_changes(exact.updated({leaf: value}), manifest, trained, pytest.fail)
 
 
+def test_a_micro_batch_that_became_smaller_is_no_change(made: Made) -> None:
+    config, manifest, checkpoint = made
+    assert checkpoint.state.num_workers == 1
+    trained = config.updated({"micro_batch_sequences": 3}).model_dump()
+    smaller = replace(checkpoint.state, config=trained, num_workers=4)
+    lines: list[str] = []
+    asked = config.updated({"micro_batch_sequences": 4})
+    check_changes(asked, manifest, replace(checkpoint, state=smaller), lines.append)
+    assert len(lines) == 1
+    whole = replace(smaller, num_workers=3)
+    check_changes(asked, manifest, replace(checkpoint, state=whole), lines.append)
+    assert lines[-1] == "changed since then: micro_batch_sequences 3 -> 4"
+
+
 def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(made: Made) -> None:
     config, manifest, checkpoint = made
     old = {k: dict(v) for k, v in checkpoint.state.config.items() if k != "spikes"}
