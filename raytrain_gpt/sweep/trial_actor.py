@@ -200,6 +200,7 @@ class TrialRun:
                 self._error = TrainingFailed(
                     f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
+                self._killed.set()  # in MLflow such a trial is not FINISHED
                 self._signals.stop.set()
                 return
             report = self._report(row, rows)

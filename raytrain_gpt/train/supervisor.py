@@ -70,7 +70,7 @@ class TrialPart:
     Attributes:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
-        killed: Set before the stop signal where the sweep was interrupted, not where it ends the trial.
+        killed: Set before the stop signal, except where the sweep has seen enough of the trial.
         origin: Checkpoint of another run that this one continues while it has none of its own.
     """
 
