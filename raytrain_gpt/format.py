@@ -34,11 +34,11 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def amount(value: float) -> str:
-    """`850.7k`, `124.5M`, `9.9B`."""
+    """`433`, `850.7k`, `124.5M`, `9.9B`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
-    return f"{value:g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def size(num_bytes: float) -> str:

@@ -135,7 +135,7 @@ def test_a_path_that_nobody_can_use_is_one_line(
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     code, shown, errors = run_cli(*arguments, path)
-    if arguments[:2] == ["runs", "list"] and path in ("file/below", "pipe"):
+    if arguments[:2] == ["runs", "list"] and path == "pipe":
         assert code == 0, "there are no runs"
         return
     assert (code, shown, errors.count("\n")) == (2, "", 1), errors

@@ -41,8 +41,9 @@ def test_the_console_line_has_the_form_of_the_specification() -> None:
 def test_durations_and_amounts_read_well() -> None:
     durations = ["0s", "59s", "3m 20s", "1h 0m", "8d 9h"]
     assert [duration(s) for s in (0, 59, 200, 3600, 724000)] == durations
-    amounts = ["12", "850.7k", "124.5M", "9.9B"]
-    assert [amount(n) for n in (12, 850_688, 124_475_904, 9.9e9)] == amounts
+    amounts = ["0.123", "12", "433", "1000", "850.7k", "124.5M", "9.9B"]
+    numbers = (0.12345, 12, 433.025, 999.7, 850_688, 124_475_904, 9.9e9)
+    assert [amount(n) for n in numbers] == amounts
 
 
 @pytest.mark.parametrize(

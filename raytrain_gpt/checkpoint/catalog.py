@@ -279,12 +279,15 @@ class Catalog:
         """A checkpoint to be written; see `Draft`."""
         return Draft(self._dir, step, mark)
 
-    def complete(self) -> list[Checkpoint]:
-        """Checkpoints that look complete, oldest step first."""
+    def complete(self, on_skip: Log | None = None) -> list[Checkpoint]:
+        """Checkpoints that look complete, oldest step first; `on_skip` gets a line for each other one."""
         found = []
         for path in self._paths():
-            with contextlib.suppress(CheckpointError):
+            try:
                 found.append(read_checkpoint(path))
+            except CheckpointError as error:
+                if on_skip:
+                    on_skip(f"skipped: {error}")
         return found
 
     def _paths(self) -> list[Location]:
@@ -378,24 +381,49 @@ def _step(path: Location) -> int:
     return int(path.name.removeprefix("step="))
 
 
-def resolve_checkpoint(path: Location) -> Checkpoint:
+def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """The lowest validation loss first, the earlier step on a tie; then those without, newest first."""
+
+    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
+        loss, step = checkpoint.val_loss, checkpoint.state.step
+        return loss is None, -step if loss is None else loss, step
+
+    return sorted(checkpoints, key=rank)
+
+
+def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint:
     """The checkpoint at a path; in a run's directory the best, or the newest if none was evaluated.
 
+    Args:
+        on_skip: Gets a line for each damaged checkpoint of a run, in whose place the next best is used;
+            None: the best one has to be good.
+
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is none, or it is damaged, or all of the run are.
     """
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)
-    elif complete := Catalog(path).complete():
-        checkpoint = best_of(complete) or complete[-1]
-    elif path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
+        checkpoint.verify()
+        return checkpoint
+    complete = by_preference(Catalog(path).complete(on_skip))
+    for checkpoint in complete:
+        try:
+            checkpoint.verify()
+            return checkpoint
+        except (CheckpointError, OSError) as error:
+            if on_skip is None:
+                raise
+            on_skip(f"skipped: {error}")
+    if complete:
+        raise CheckpointError(
+            f"all checkpoints of {path} are damaged; restore one from a copy, or train again under a new "
+            "run_name"
+        )
+    if path.name.endswith((".safetensors", ".bin")) or (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
-    else:
-        raise CheckpointError(
-            f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
-        )
-    checkpoint.verify()
-    return checkpoint
+    raise CheckpointError(
+        f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
+    )

@@ -8,9 +8,10 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.batch import check_shares
@@ -43,7 +44,15 @@ class CheckpointOptions(Options):
     """Options of a command that uses a checkpoint."""
 
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
-    """Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest."""
+    """Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest. Or the name
+    of a run in ./runs."""
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _named(cls, given: str) -> str:
+        """Where only ./runs has a directory of this name, that one."""
+        in_runs = Path(Config().run.storage_path, given)
+        return str(in_runs) if not Path(given).exists() and in_runs.is_dir() else given
 
 
 class JsonOptions(Options):

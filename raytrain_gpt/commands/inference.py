@@ -96,10 +96,9 @@ def sample(options: SampleOptions) -> None:
     elif options.prompt is not None and options.batch is None and options.out is None:
         from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-        for text in sample_checkpoint(
-            options.checkpoint, options.prompt, say, num_samples=num or 5, **how
-        ):
-            say(f"{text}\n{'-' * 40}")
+        sample_checkpoint(
+            options.checkpoint, options.prompt, say, num_samples=num or 5, show=say, **how
+        )
     else:
         raise ConfigError("give either --prompt TEXT, or --batch FILE and --out FILE")
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint)}")

@@ -139,8 +139,8 @@ class RunsOptions(JsonOptions):
 @command("runs", RunsOptions)
 def runs(options: RunsOptions) -> None:
     """List runs, or show one, its checkpoints or a report."""
-    from raytrain_gpt.storage.location import Location
+    from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
     from raytrain_gpt.tracking.runs import runs_command
 
-    storage = Location.of(options.storage_path)
+    storage = Location.of(options.storage_path, retry_for_s=COMMAND_RETRY_S)
     runs_command(options.action, options.runs, storage, options.as_json, say)

@@ -18,7 +18,7 @@ text. The token after the end of a document starts again at position 0, as in tr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -254,6 +254,7 @@ def sample_tokens(
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
     first_stream: int = 0,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[Continuation]:
     """Continue each prompt to its end, as many at a time as fit; see `DecodingBatch`.
 
@@ -261,6 +262,7 @@ def sample_tokens(
         model: Not wrapped.
         prompts: At least one token each; the model sees the last seq_len of them.
         first_stream: Stream of the first prompt; the next ones count up.
+        on_token: Called with the index of a prompt and a token as soon as it is sampled.
 
     Raises:
         DataError: a prompt is empty or has a token that is not in the vocabulary.
@@ -278,6 +280,8 @@ def sample_tokens(
             place = places[drawn.handle]
             if drawn.token is not None:
                 tokens[place].append(drawn.token)
+                if on_token is not None:
+                    on_token(place, drawn.token)
             reasons[place] = drawn.finish_reason or reasons[place]
     return [Continuation(t, reason) for t, reason in zip(tokens, reasons, strict=True)]
 

@@ -157,7 +157,8 @@ def _connect(found: Examination) -> Check:
     found.resources = resources
     where = f"joined at {ray.get_runtime_context().gcs_address}"
     whose = "started for this command alone" if resources.ours else where
-    has = f"{len(resources.nodes)} nodes, {resources.cpus:g} CPUs, {resources.gpus} GPUs"
+    cores = f"{os.cpu_count()} cores counted as " if resources.ours else ""
+    has = f"{len(resources.nodes)} nodes, {cores}{resources.cpus:g} CPUs, {resources.gpus} GPUs"
     return Check("cluster", "PASS", f"{whose}: {has}")
 
 

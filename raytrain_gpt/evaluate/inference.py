@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,29 +26,35 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, text_of
+from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, bytes_of, read_tokenizer, text_of
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
 
+RULE = "-" * 40
+"""Between samples that are shown."""
+
+
 def open_checkpoint(
-    path: Place, device: torch.device | None = None
+    path: Place, device: torch.device | None = None, on_skip: Log | None = None
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on a device, its tokenizer, the device.
 
     Args:
+        path: A checkpoint or a run; an object store that does not answer is given up after a few seconds.
         device: None: the best one.
+        on_skip: As in `resolve_checkpoint`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    checkpoint = resolve_checkpoint(Location.of(path))
+    checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
     config = parse_config(checkpoint.state.config, str(checkpoint.path))
     device = best_device() if device is None else device
     model, tokenizer = load_checkpoint(checkpoint, config, device)
@@ -96,7 +103,7 @@ def evaluate_checkpoint(
         ConfigError: eval_tokens is below 1.
         DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
     """
-    checkpoint, config, model, tokenizer, device = open_checkpoint(path)
+    checkpoint, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
     if config.train.precision == "bf16" and not has_bf16(device):
         log("evaluated in fp32: this device does not support bf16")
         config = config.updated({"precision": "fp32"})
@@ -165,12 +172,19 @@ def validation_feed(
 
 
 def sample_checkpoint(
-    path: str | Path, prompt: str, log: Log, *, num_samples: int, **options: Any
+    path: str | Path,
+    prompt: str,
+    log: Log,
+    *,
+    num_samples: int,
+    show: Log | None = None,
+    **options: Any,
 ) -> list[str]:
     """Continuations of a prompt (which may be empty), the prompt included.
 
     Args:
         path: A checkpoint or a run.
+        show: Gets the first continuation line by line while it is generated, then the others.
         options: Those of `SamplingOptions`.
 
     Raises:
@@ -180,13 +194,40 @@ def sample_checkpoint(
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
     how = SamplingOptions(**options)
-    _, _, model, tokenizer, device = open_checkpoint(path)
+    _, _, model, tokenizer, device = open_checkpoint(path, on_skip=log)
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
+    first = _Lines(tokenizer, prompt, show)
+    prompts = [ids] * num_samples
     with inference_autocast(device):
-        drawn = sample_tokens(model, tokenizer.eot_token, [ids] * num_samples, how)
-    return [prompt + text_of(tokenizer, one.tokens) for one in drawn]
+        drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
+    texts = [prompt + text_of(tokenizer, one.tokens) for one in drawn]
+    first.close()
+    if show is not None:
+        for text in texts[1:]:
+            show(f"{text}\n{RULE}")
+    return texts
+
+
+class _Lines:
+    """Shows prompt 0 and its tokens line by line: whole ones, in which secrets are seen."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log | None) -> None:
+        self._tokenizer, self._show, self._text = tokenizer, show, prompt
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, index: int, token: int) -> None:
+        if self._show is None or index:
+            return
+        self._text += self._decoder.decode(bytes_of(self._tokenizer, token))
+        *lines, self._text = self._text.split("\n")
+        for line in lines:
+            self._show(line)
+
+    def close(self) -> None:
+        if self._show is not None:
+            self._show(f"{self._text}{self._decoder.decode(b'', final=True)}\n{RULE}")
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:

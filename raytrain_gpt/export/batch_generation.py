@@ -38,7 +38,7 @@ from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
 from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens
 from raytrain_gpt.format import Log, amount, duration
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
 
 TASK_PROMPTS = 32
 PROGRESS_EVERY_S = 2.0
@@ -72,7 +72,7 @@ def sample_batch(
     lines = list(_prompt_lines(source))
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
-    found = resolve_checkpoint(Location.of(checkpoint))
+    found = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
         results = _results(lines, resources, log, (found.path, num_samples, sampling))

@@ -45,7 +45,7 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     place = Location.of(out)
     if place.path.exists():
         raise CheckpointError(f"{place} exists; set --out to a new file")
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"))
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
     writer = GGUFWriter(None, model.shape.architecture)
     writer.add_name(config.run.run_name)
     _add_sizes(writer, model.shape)

@@ -69,7 +69,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         raise ConfigError(f"{out} is a URL; export to a local directory and copy it there")
     place = Location.of(out)
     _check_free(place)
-    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"))
+    checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
     tensors = hf_tensors(model, DTYPES[dtype])
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     texts = {

@@ -11,40 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, by_preference
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
-
-
-def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """The lowest validation loss first, the earlier step on a tie; then those without, newest first."""
-
-    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        loss, step = checkpoint.val_loss, checkpoint.state.step
-        return loss is None, -step if loss is None else loss, step
-
-    return sorted(checkpoints, key=rank)
-
-
-def best_usable(path: Location, log: Log) -> Checkpoint:
-    """The best undamaged checkpoint of a run, or a checkpoint itself, with all its hashes verified.
-
-    `log` receives a line for each damaged checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or all are damaged.
-    """
-    for checkpoint in by_preference(Catalog(path).complete()):
-        try:
-            checkpoint.verify()
-            return checkpoint
-        except (CheckpointError, OSError) as error:
-            log(f"skipped: {user_error_in(error) or root_cause(error)}")
-    return resolve_checkpoint(path)
 
 
 @dataclass(frozen=True)

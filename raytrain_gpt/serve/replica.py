@@ -11,9 +11,9 @@ from starlette.applications import Starlette
 
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.evaluate.inference import open_checkpoint
+from raytrain_gpt.format import Log
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine, Weights
-from raytrain_gpt.serve.follow import best_usable
 from raytrain_gpt.serve.serve_options import ServeOptions
 from raytrain_gpt.storage.location import Location, Place
 
@@ -30,7 +30,7 @@ class Replica:
 
     def __init__(self, path: str, options: ServeOptions, needs_key: bool) -> None:
         _listen_on_loopback_only()
-        weights = load_weights(best_usable(Location.of(path), logger.warning).path)
+        weights = load_weights(path, logger.warning)
         loop = asyncio.get_running_loop()
         self._engine = Engine(weights, loop, options.max_batch, options.max_queue)
         self._options, self._needs_key = options, needs_key
@@ -71,13 +71,13 @@ def _listen_on_loopback_only() -> None:
     serve_replica.add_port_to_grpc_server = lambda server, _: listen(server, "127.0.0.1:0")
 
 
-def load_weights(path: Place) -> Weights:
-    """The model of a checkpoint, whose files are verified.
+def load_weights(path: Place, on_skip: Log | None = None) -> Weights:
+    """The model of a checkpoint, whose files are verified; `on_skip` as in `resolve_checkpoint`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    checkpoint, config, model, tokenizer, _ = open_checkpoint(path)
+    checkpoint, config, model, tokenizer, _ = open_checkpoint(Location.of(path), on_skip=on_skip)
     return Weights(
         name=config.run.run_name,
         step=checkpoint.state.step,

@@ -26,10 +26,10 @@ from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
-from raytrain_gpt.serve.follow import Follower, best_usable, described
+from raytrain_gpt.serve.follow import Follower, described
 from raytrain_gpt.serve.replica import Replica
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
 
 APP = "raytrain-gpt"
 FOLLOW_EVERY_S = 3.0
@@ -54,8 +54,8 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
         Interrupted: Ctrl+C or SIGTERM.
     """
     check_can_listen(options)
-    location = Location.of(path)
-    checkpoint = best_usable(location, say) if options.follow else resolve_checkpoint(location)
+    location = Location.of(path, retry_for_s=COMMAND_RETRY_S)
+    checkpoint = resolve_checkpoint(location, say)
     if options.follow and checkpoint.path == location:
         raise ConfigError(f"--follow needs a run's directory, but {path} is a checkpoint")
     with StopSignals("interrupted before it served") as signals, _own_cluster(options, say) as gpus:

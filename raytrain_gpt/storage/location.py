@@ -28,6 +28,8 @@ from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_er
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
 
 RETRY_FOR_S = 300.0
+COMMAND_RETRY_S = 20.0
+"""Where somebody waits for the answer, and nothing is lost by giving up."""
 UNFINISHED = ".unfinished"
 MAX_NAME_BYTES = 255
 """Of one name in a path, on all usual file systems."""

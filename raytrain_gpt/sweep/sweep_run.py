@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
 from raytrain_gpt.sweep.trial_plan import num_trials, planned_trials, trial_config
 from raytrain_gpt.sweep.trials import State, Trial, best_trial
-from raytrain_gpt.tracking.mlflow_run import OFF, MLflowRun, mlflow_store
+from raytrain_gpt.tracking.mlflow_run import OFF, MLflowRun, mark_killed, mlflow_store
 from raytrain_gpt.train.supervisor import TrainLoop
 
 TRIALS_DIR = "trials"
@@ -171,7 +172,7 @@ class SweepRun:
             begun=remaining.begun,
             train_loop=train_loop,
         )
-        signals.defer()
+        signals.defer(partial(mark_killed, self._directory))
         callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
         status = "FAILED"
         try:

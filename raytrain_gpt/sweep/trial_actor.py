@@ -130,6 +130,7 @@ class TrialRun:
         assert reported_tokens < self._all_tokens, "nothing is left of a trial that has ended"
         self._sync = RunSync(self.run_dir)
         self._signals = StopSignals("")
+        self._killed = threading.Event()
         self._reports: queue.SimpleQueue[Report | BaseException] = queue.SimpleQueue()
         self._continue = threading.Semaphore(0)
         self._error: TrainingFailed | None = None
@@ -152,8 +153,14 @@ class TrialRun:
         """Let the run continue after a report."""
         self._continue.release()
 
-    def stop(self) -> None:
-        """Let the run save and stop, and wait until it has."""
+    def stop(self, *, killed: bool = False) -> None:
+        """Let the run save and stop, and wait until it has.
+
+        Args:
+            killed: The sweep was interrupted: the trial is to go on later.
+        """
+        if killed:
+            self._killed.set()
         self._signals.stop.set()
         self._continue.release()
         self._thread.join()
@@ -175,7 +182,9 @@ class TrialRun:
         origin = None
         if self._origin is not None:
             origin = read_checkpoint(location(self._config, self._origin))
-        trial = TrialPart(lambda _: self._report_new(), origin, self._context.mlflow_tags)
+        trial = TrialPart(
+            lambda _: self._report_new(), self._killed, origin, self._context.mlflow_tags
+        )
         config, train_loop = self._config, self._context.train_loop
         data, world_size = data_of(config), config.cluster.num_workers
         Run(config, world_size, data, self._signals, print, train_loop, trial).go()
@@ -191,6 +200,7 @@ class TrialRun:
                 self._error = TrainingFailed(
                     f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
+                self._killed.set()  # in MLflow such a trial is not FINISHED
                 self._signals.stop.set()
                 return
             report = self._report(row, rows)
@@ -288,8 +298,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
 
     def _end_when_told(self, run: TrialRun) -> None:
         ray.get(self._context.barrier.wait_for_stop.remote())
-        self._end(run)
+        self._end(run, killed=True)
 
-    def _end(self, run: TrialRun) -> None:
-        run.stop()
+    def _end(self, run: TrialRun, *, killed: bool = False) -> None:
+        run.stop(killed=killed)
         ray.get(self._context.barrier.leave.remote(self.trial_name))

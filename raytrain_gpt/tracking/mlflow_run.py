@@ -16,7 +16,7 @@ from typing import Any
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
@@ -69,10 +69,10 @@ class MLflowRun:
         from mlflow.entities import Param
 
         experiment = config.tracking.experiment
-        known = self.client.get_experiment_by_name(experiment)
+        found = self.client.get_experiment_by_name(experiment)
         experiment_id = (
-            known.experiment_id
-            if known is not None
+            found.experiment_id
+            if found is not None
             else self.client.create_experiment(experiment, artifact_location)
         )
         texts = {name: str(value)[:_PARAMETER_LENGTH] for name, value in parameters.items()}
@@ -85,6 +85,8 @@ class MLflowRun:
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
         self.run_id: str = run.info.run_id
         self.tags: dict[str, str] = run.data.tags
+        known = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
+        (directory / TRACKING_FILE).write_text(json.dumps(known) + "\n")
         self.client.update_run(self.run_id, status="RUNNING")
         new = [Param(name, text) for name, text in texts.items() if name not in run.data.params]
         self.client.log_batch(self.run_id, params=new)
@@ -111,6 +113,26 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
     log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
 
 
+def mark_killed(directory: Location) -> None:
+    """End the MLflow run of a directory as KILLED, if it has one; may raise any error."""
+    if "run_id" in (known := read_tracking(directory)):
+        _client(known["uri"]).set_terminated(known["run_id"], "KILLED")
+
+
+def tracking_lines(directory: Location) -> list[str]:
+    """How to look at the MLflow run of a directory: the command that shows it, if any, and its page."""
+    if not (known := read_tracking(directory)):
+        return []
+    server, lines = known["uri"].rstrip("/"), []
+    if not server.startswith("http"):
+        lines = [shell("mlflow", "ui", "--backend-store-uri", server)]
+        server = "http://127.0.0.1:5000"
+    if "run_id" in known:
+        page = f"{server}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}"
+        lines.append(f"mlflow      {page}")
+    return lines
+
+
 def _client(uri: str) -> Any:
     """MLflow's client, which gives up within seconds where a server does not answer."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -122,10 +144,14 @@ def _client(uri: str) -> Any:
 
 
 def read_tracking(directory: Location) -> dict[str, str]:
-    """`uri` and `identity` of a run's MLflow run; empty if there is none, or the file is damaged."""
+    """`uri` and `identity` of a run's MLflow run; empty if there is none, or the file is damaged.
+
+    Once the server has it also `experiment_id` and `run_id`.
+    """
     try:
         known = parse_json((directory / TRACKING_FILE).read_bytes())
-        return {name: str(known[name]) for name in ("uri", "identity")}
+        names = ("uri", "identity", "experiment_id", "run_id")
+        return {name: str(known[name]) for name in names if name in known or name in names[:2]}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
 

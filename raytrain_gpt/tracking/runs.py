@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
-from raytrain_gpt.format import Log, sample_command, shell, table
+from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.tracking.report import RunStory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
@@ -40,9 +40,14 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
     """The `runs` command.
 
     Raises:
-        CheckpointError: a run does not exist, or none or too many are named.
+        CheckpointError: a run or `storage` does not exist, or none or too many are named.
     """
     if action == "list":
+        if not storage.exists():
+            raise CheckpointError(
+                f"no runs: {storage} does not exist; set --storage_path to that of train, or start a run: "
+                "raytrain-gpt train"
+            )
         content: Any = {
             "runs": [facts for path in _run_dirs(storage) if (facts := _facts(path, say))]
         }
@@ -86,7 +91,7 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
     run_dir = runs[0].run_dir
     checkpoints = Catalog(run_dir).complete()
     best = best_of(checkpoints)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "step": c.state.step,
             "tokens_seen": c.state.tokens_seen,
@@ -98,9 +103,16 @@ def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
         }
         for c in checkpoints
     ]
-    _say_table(
-        rows, ("step", "tokens_seen", "val_loss", "size_bytes", "age_s", "best", "path"), say
-    )
+    shown = [
+        {
+            **row,
+            "size": size(row["size_bytes"]),
+            "age": duration(row["age_s"]),
+            "best": "best" if row["best"] else None,
+        }
+        for row in rows
+    ]
+    _say_table(shown, ("step", "tokens_seen", "val_loss", "size", "age", "best", "path"), say)
     say(f"next: {sample_command(run_dir)}")
     return {"run": run_dir.name, "checkpoints": rows}
 

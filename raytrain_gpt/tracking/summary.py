@@ -9,7 +9,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.format import Log, amount, duration, sample_command, shell
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import read_tracking
+from raytrain_gpt.tracking.mlflow_run import tracking_lines
 from raytrain_gpt.tracking.report import REPORT_FILE, RunStory
 from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.tracking.sync import RunSync
@@ -59,8 +59,8 @@ def run_end(summary: RunSummary, say: Log) -> None:
     say(f"report      {run_dir / REPORT_FILE}")
     if run_dir.is_local and (run_dir / "tensorboard").exists():
         say(shell("tensorboard", "--logdir", run_dir / "tensorboard"))
-    if known := read_tracking(Location.of(work_dir)):
-        say(shell("mlflow", "ui", "--backend-store-uri", known["uri"]))
+    for line in tracking_lines(Location.of(work_dir)):
+        say(line)
     say(next_line(run_dir, sample_command(run_dir)))
 
 
@@ -72,14 +72,16 @@ def next_line(place: Location, command: str) -> str:
 
 
 def run_facts(run: RunStory) -> dict[str, Any]:
-    """State and last numbers of a run."""
+    """State and last numbers of a run; its step is the newest done, or once it stopped the saved one."""
     losses = [row["train/loss"] for row in run.rows if row["train/loss"] is not None]
     evaluations = [row for row in run.evals if row["val/loss"] is not None]
     newest = run.checkpoints[-1].state if run.checkpoints else None
-    max_steps = newest.config.get("train", {}).get("max_steps") if newest else None
+    max_steps = run.max_steps or None
     step = newest.step if newest else 0
+    tokens_seen = newest.tokens_seen if newest else 0
     if live_holder(run.dir / LEASE_FILE):
         state = "running"
+        step, tokens_seen = run.last["step"], run.last.get("data/tokens_seen", tokens_seen)
     else:
         is_finished = isinstance(max_steps, int) and step >= max_steps
         state = "finished" if is_finished else "stopped"
@@ -89,7 +91,7 @@ def run_facts(run: RunStory) -> dict[str, Any]:
         "state": state,
         "step": step,
         "max_steps": max_steps,
-        "tokens_seen": newest.tokens_seen if newest else 0,
+        "tokens_seen": tokens_seen,
         "first_loss": losses[0] if losses else None,
         "train_loss": losses[-1] if losses else None,
         "val_loss": evaluations[-1]["val/loss"] if evaluations else None,

@@ -92,6 +92,7 @@ class Attempt:
     """One `fit()`: made, run, closed.
 
     Attributes:
+        killed: Set where `stop` means that the run was interrupted; a sweep stops a trial without it.
         evaluations: Evaluates the checkpoints asynchronously; None: the workers evaluate.
         evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
     """
@@ -100,6 +101,7 @@ class Attempt:
     recorder_spec: RecorderSpec
     train_loop: Callable[[WorkerSpec], None]
     stop: threading.Event
+    killed: threading.Event
     lease: Lease
     log: Log
     evaluations: AsyncEvaluation | None = None
@@ -253,6 +255,8 @@ class Attempt:
         """Finish all files and hand them to the trackers; a dead recorder's next one does so."""
         statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
         status = statuses.get(end.kind, "KILLED")
+        if end.kind == "stopped" and not self.killed.is_set():
+            status = "FINISHED"  # a trial that has trained as long as its sweep wanted
         with contextlib.suppress(ray.exceptions.RayActorError):
             self.recorder.ask("close", status, str(newest.path) if newest else None)
             for news in self.recorder.ask("take_news", 0.01):

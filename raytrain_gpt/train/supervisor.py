@@ -15,10 +15,12 @@ With async evaluation a run is finished when its last checkpoint is evaluated.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -43,6 +45,8 @@ from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log, amount
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.mlflow_run import mark_killed
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
@@ -66,10 +70,12 @@ class TrialPart:
     Attributes:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
+        killed: Set before the stop signal, except where the sweep has seen enough of the trial.
         origin: Checkpoint of another run that this one continues while it has none of its own.
     """
 
     evaluated: Callable[[Row], None]
+    killed: threading.Event
     origin: Checkpoint | None = None
     mlflow_tags: dict[str, str] = field(default_factory=dict)
 
@@ -258,7 +264,7 @@ class Run:
             )
         except ray.exceptions.RayError as error:  # the task that tries what fits died
             return End("failed", error)
-        self.signals.defer()
+        self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir)))
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
         self.catalog.clean(good_until=step_of(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
@@ -318,6 +324,7 @@ class Run:
             recorder_spec=recorder,
             train_loop=self.train_loop,
             stop=self.signals.stop,
+            killed=self.trial.killed if self.trial else self.signals.stop,
             lease=lease,
             log=self.log,
             evaluations=self._evaluations,

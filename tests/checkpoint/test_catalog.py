@@ -21,6 +21,7 @@ from raytrain_gpt.checkpoint.catalog import (
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
+from tests.conftest import RaisesLine
 from tests.s3 import S3Server
 
 STATE = CheckpointState(
@@ -328,6 +329,26 @@ def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     assert best.state.step == 20
     assert resolve_checkpoint(run_dir).state.step == 20
     assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
+
+
+def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(
+    run_dir: Location, raises_line: RaisesLine
+) -> None:
+    catalog = Catalog(run_dir)
+    paths = [write(catalog, step, loss) for step, loss in ((10, 2.0), (20, 1.0), (30, 3.0))]
+    (paths[1] / "model.safetensors").write_bytes(MODEL[::-1])
+    with raises_line(CheckpointError, "step=00000020", "was changed"):
+        resolve_checkpoint(run_dir)
+    skipped: list[str] = []
+    assert resolve_checkpoint(run_dir, skipped.append).state.step == 10
+    (paths[0] / "state.json").write_bytes(b"{")
+    assert resolve_checkpoint(run_dir, skipped.append).state.step == 30
+    for line, step in zip(skipped, (20, 10, 20), strict=True):
+        assert line.startswith("skipped: ")
+        assert f"step={step:08d}" in line
+    (paths[2] / "model.safetensors").write_bytes(MODEL[::-1])
+    with raises_line(CheckpointError, "are damaged", "restore one from a copy"):
+        resolve_checkpoint(run_dir, skipped.append)
 
 
 def test_pruning_keeps_the_newest_alone_where_it_is_the_best(tmp_path: Path) -> None:

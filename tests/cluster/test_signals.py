@@ -138,3 +138,26 @@ def test_a_signal_that_comes_while_the_one_before_is_handled_locks_nothing() -> 
     """The second of the three comes inside the handler of the first."""
     ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=20)
     assert ended.returncode == 130
+
+
+LAST_ACT = """
+import os, signal
+from raytrain_gpt.cluster.signals import StopSignals
+
+def last_act():
+    print("acted", flush=True)
+    raise OSError
+
+with StopSignals("") as signals:
+    signals.defer(last_act)
+    for _ in range(3):
+        print("signal", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_the_third_signal_ends_the_process_after_a_last_act() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=20, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout.split()) == (130, [*["signal"] * 3, "acted"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +73,19 @@ def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cl
     for name in names if command == "tune" else FIELDS:
         assert shown.count(f"  --{name} ") == 1, name
     assert len(shown.split("\n\n")[0]) < 200
+
+
+def test_the_name_of_a_run_is_its_directory_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/book", "runs/both", "both"):
+        Path(path).mkdir(parents=True)
+    for given, meant in (
+        ("book", "runs/book"),
+        ("both", "both"),
+        ("other", "other"),
+        ("runs/book", "runs/book"),
+        ("s3://b/book", "s3://b/book"),
+    ):
+        assert parsed(SampleOptions, given).checkpoint == meant

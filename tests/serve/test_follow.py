@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import read_checkpoint
+from raytrain_gpt.checkpoint.catalog import read_checkpoint, resolve_checkpoint
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.errors import CheckpointError, ClusterError
-from raytrain_gpt.serve.follow import FIRST_PAUSE_S, LONGEST_PAUSE_S, Follower, best_usable
+from raytrain_gpt.serve.follow import FIRST_PAUSE_S, LONGEST_PAUSE_S, Follower
 from raytrain_gpt.storage.location import Location
 from tests.conftest import RaisesLine
 from tests.serve.checkpoints import flip_last_byte, write_checkpoint, write_damaged
@@ -143,10 +143,10 @@ def test_a_replica_starts_with_the_best_that_is_not_damaged(
     good = [write_checkpoint(run_dir, 10, 3.0), write_checkpoint(run_dir, 20, 2.5)]
     write_damaged(run_dir, 30, 2.0)
     skipped: list[str] = []
-    assert best_usable(Location.of(run_dir), skipped.append).path.name == "step=00000020"
+    assert resolve_checkpoint(Location.of(run_dir), skipped.append).path.name == "step=00000020"
     assert ["step=00000030" in line for line in skipped] == [True]
-    assert best_usable(Location.of(good[0]), print).path == Location.of(good[0])
+    assert resolve_checkpoint(Location.of(good[0]), print).path == Location.of(good[0])
     for path in good:
         flip_last_byte(path / MODEL_FILE)
-    with raises_line(CheckpointError, "step=00000030"):
-        best_usable(Location.of(run_dir), print)
+    with raises_line(CheckpointError, "all checkpoints", "are damaged"):
+        resolve_checkpoint(Location.of(run_dir), print)

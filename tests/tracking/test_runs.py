@@ -9,6 +9,7 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE, read_tracking
 from raytrain_gpt.tracking.report import RunStory
@@ -16,6 +17,8 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
+from tests.conftest import RaisesLine
+from tests.serve.checkpoints import write_checkpoint
 
 
 def test_a_run_is_found_by_its_name_and_by_its_place(run_dir: Location, tmp_path: Path) -> None:
@@ -61,3 +64,42 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 def test_a_damaged_identity_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / TRACKING_FILE).write_bytes(content)
     assert read_tracking(Location.of(tmp_path)) == {}
+
+
+def test_a_live_run_is_shown_by_its_newest_step_and_a_stopped_one_by_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run_dir = Location.of(tmp_path / "run")
+    (run_dir / CONFIG_FILE).write_text(Config().updated({"max_steps": 40}).to_yaml())
+    row = {"step": 12, "train/loss": 2.0, "data/tokens_seen": 1200}
+    (run_dir / METRICS_FILE).write_text(json.dumps(row) + "\n")
+
+    def shown() -> tuple[object, ...]:
+        facts = run_facts(RunStory(RunSync(run_dir)))
+        return tuple(facts[name] for name in ("state", "step", "max_steps", "tokens_seen"))
+
+    with held_lease(run_dir / LEASE_FILE, "run run"):
+        assert shown() == ("running", 12, 40, 1200)
+    assert shown() == ("stopped", 0, 40, 0)
+
+
+def test_checkpoints_are_shown_for_people_and_for_programs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "a-run-with-a-long-name"
+    (Location.of(run_dir) / CONFIG_FILE).write_text(Config().to_yaml())
+    places = [write_checkpoint(run_dir, 10, 3.0), write_checkpoint(run_dir, 20, 2.5)]
+    lines: list[str] = []
+    runs_command("checkpoints", [str(run_dir)], Location.of(tmp_path), True, lines.append)
+    assert lines[0].split() == ["step", "tokens_seen", "val_loss", "size", "age", "best", "path"]
+    for line, place, best in zip(lines[1:3], places, ("-", "best"), strict=True):
+        step, _, _, number, unit, *_, mark, path = line.split()
+        assert (mark, path) == (best, str(place))
+        assert (step, unit) == (str(int(place.name.removeprefix("step="))), "kB")
+        assert float(number) > 1
+    rows = json.loads(lines[-1])["checkpoints"]
+    assert [row["best"] for row in rows] == [False, True]
+    assert all(isinstance(row["size_bytes"], int) for row in rows)
+
+
+def test_a_storage_that_is_not_there_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+    with raises_line(CheckpointError, "no runs", "nowhere does not exist", "--storage_path"):
+        runs_command("list", [], Location.of(tmp_path / "nowhere"), False, print)

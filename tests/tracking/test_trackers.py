@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from mlflow import MlflowClient
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import MLflowRun, track_export
+from raytrain_gpt.tracking.mlflow_run import (
+    TRACKING_FILE,
+    MLflowRun,
+    mark_killed,
+    track_export,
+    tracking_lines,
+)
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow, points
 
@@ -117,3 +124,23 @@ def test_an_export_is_logged_with_its_run(
     assert len(lines) == 2
     assert "artifacts/exported of run run" in lines[0]
     assert "has no run of run; the export is not logged" in lines[1]
+
+
+def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
+    track: Track, client: MlflowClient, tmp_path: Path
+) -> None:
+    place = Location.of(tmp_path / "run")
+    assert tracking_lines(place) == []
+    mark_killed(place)
+    track(0).close("FINISHED", None)
+    (run,) = runs(client)
+    command, page = tracking_lines(place)
+    assert command == f"mlflow ui --backend-store-uri file:{tmp_path / 'mlruns'}"
+    ids = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    assert page.split() == ["mlflow", f"http://127.0.0.1:5000/#/{ids}"]
+    client.update_run(run.info.run_id, status="RUNNING")
+    mark_killed(place)
+    assert runs(client)[0].info.status == "KILLED"
+    known = json.loads((place / TRACKING_FILE).read_bytes())
+    (place / TRACKING_FILE).write_text(json.dumps({**known, "uri": "http://host:5000/"}))
+    assert tracking_lines(place) == [f"mlflow      http://host:5000/#/{ids}"]
