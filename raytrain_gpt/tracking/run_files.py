@@ -28,16 +28,6 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 PROFILE_DIR = "profile"
-_LOGGED = (
-    ("train/loss", "train loss {}", ".6f"),
-    ("optim/lr", "lr {}", ".2e"),
-    ("optim/grad_norm", "norm {}", ".2f"),
-    ("perf/tokens_per_s", "{} tok/s", ",.0f"),
-    ("val/loss", "val loss {}", ".4f"),
-    ("val/perplexity", "perplexity {}", ".2f"),
-    ("hellaswag/acc_norm", "hellaswag {}", ".4f"),
-)
-"""Key of a row, its text in log.txt, format of its number."""
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
@@ -75,15 +65,17 @@ def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
 
 
 def log_text(row: Row) -> str:
-    """A row's line in log.txt: `step 20 | train loss 2.433498 | lr 4.00e-04 | norm 0.96 | 1,293 tok/s`."""
-    parts = [
-        label.format(format(row[key], form))
-        for key, label, form in _LOGGED
-        if row.get(key) is not None
-    ]
+    """A row's lines in log.txt."""
+    step, lines = row["step"], []
+    if row.get("train/loss") is not None:
+        lines.append(f"{step} train {row['train/loss']:.6f}")
+    if row.get("val/loss") is not None:
+        lines.append(f"{step} val {row['val/loss']:.4f}")
+    if row.get("hellaswag/acc_norm") is not None:
+        lines.append(f"{step} hellaswag {row['hellaswag/acc_norm']:.4f}")
     if "event" in row:
-        parts.append(event_text(row))
-    return f"step {row['step']} | {' | '.join(parts)}\n" if parts else ""
+        lines.append(f"{step} {event_text(row)}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def event_text(row: Row) -> str:

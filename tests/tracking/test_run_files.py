@@ -59,10 +59,10 @@ def test_files_go_on_where_they_were(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 2, 3]
     assert read_samples(tmp_path) == [(2, "0: 'two'")]
     assert (tmp_path / "log.txt").read_text().splitlines() == [
-        "step 1 | train loss 1.000000",
-        "step 2 | train loss 0.500000",
-        "step 2 | val loss 2.5000",
-        "step 3 | train loss 0.333333",
+        "1 train 1.000000",
+        "2 train 0.500000",
+        "2 val 2.5000",
+        "3 train 0.333333",
     ]
 
 
@@ -83,26 +83,26 @@ def test_losses_that_are_not_finite_stand_as_null_and_can_be_read_again(tmp_path
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        (event("resume", 100, 1.0), "step 100 | resume"),
-        (event("failed", 7, 1.0, error="OSError: no\nspace"), "step 7 | failed OSError: no space"),
-        (event("failed", 7, 1.0), "step 7 | failed"),
+        (event("resume", 100, 1.0), "100 resume"),
+        (event("failed", 7, 1.0, error="OSError: no\nspace"), "7 failed OSError: no space"),
+        (event("failed", 7, 1.0), "7 failed"),
         (
             event("spike", 117, 1.0, loss=8.3, loss_zscore=9.1, grad_norm=2.0),
-            "step 117 | spike loss 8.3000 z 9.1 norm 2.00",
+            "117 spike loss 8.3000 z 9.1 norm 2.00",
         ),
         (
             event(
                 "spike", 9, 1.0, loss=3.0, loss_zscore=None, grad_norm=40.0, grad_norm_zscore=12.0
             ),
-            "step 9 | spike loss 3.0000 norm 40.00 z 12.0",
+            "9 spike loss 3.0000 norm 40.00 z 12.0",
         ),
         (
             event("nonfinite", 9, 1.0, loss=None, grad_norm=2.0),
-            "step 9 | nonfinite loss not finite norm 2.00",
+            "9 nonfinite loss not finite norm 2.00",
         ),
         (
             event("rollback", 120, 1.0, to_step=100, first_batch=112, stop_batch=123),
-            "step 120 | rollback to step 100, batches 112 to 122 skipped",
+            "120 rollback to step 100, batches 112 to 122 skipped",
         ),
     ],
 )
