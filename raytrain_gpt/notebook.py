@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.load import described, given_fields, resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import printable
@@ -102,7 +102,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
     with config_on_disk(config) as file:
-        resolved = resolve(preset, file, fields)
+        resolved, given = resolve(preset, file, fields), given_fields(file, fields)
     # In a notebook, Ray and tqdm ask for ipywidgets, which only displays that are off here would need.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -112,8 +112,11 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         from raytrain_gpt.tracking.run_files import read_rows
         from raytrain_gpt.tracking.summary import run_end
         from raytrain_gpt.train import launch
+        from raytrain_gpt.train.preflight import with_shape_of_init_from
 
+    resolved = with_shape_of_init_from(resolved, given)
     log = _log(resolved)
+    log(described(preset, config, resolved))
     summary = launch.train(resolved, log)
     run_end(summary, log)
     rows = read_rows(summary.sync.work_dir)

@@ -48,6 +48,22 @@ def check_data(ingest: IngestSpec) -> None:
         cache_directory()
 
 
+def with_shape_of_init_from(config: Config, given: set[str]) -> Config:
+    """The configuration with the sizes of the checkpoint of `init_from`, if any, but for the `given` fields.
+
+    Raises:
+        CheckpointError: there is no good checkpoint.
+        ConfigError: a given field does not go with the checkpoint's.
+    """
+    if config.model.init_from is None:
+        return config
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
+    if "architecture" in given and config.model.architecture != theirs["architecture"]:
+        return config  # refused by `check_init_from`
+    return config.updated({name: theirs[name] for name in SHAPE_FIELDS if name not in given})
+
+
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
     """The configuration with `init_from` naming one checkpoint, which exists and fits the model.
 
