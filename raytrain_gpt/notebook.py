@@ -102,7 +102,11 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
     with config_on_disk(config) as file:
-        resolved, given = resolve(preset, file, fields), given_fields(file, fields)
+        if "init_from" in given_fields(file, fields):
+            from raytrain_gpt.train.preflight import sizes_of_init_from  # here: seconds of import
+
+            fields = {**sizes_of_init_from(preset, file, fields), **fields}
+        resolved = resolve(preset, file, fields)
     # In a notebook, Ray and tqdm ask for ipywidgets, which only displays that are off here would need.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -112,9 +116,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         from raytrain_gpt.tracking.run_files import read_rows
         from raytrain_gpt.tracking.summary import run_end
         from raytrain_gpt.train import launch
-        from raytrain_gpt.train.preflight import with_shape_of_init_from
 
-    resolved = with_shape_of_init_from(resolved, given)
     log = _log(resolved)
     log(described(preset, config, resolved))
     summary = launch.train(resolved, log)

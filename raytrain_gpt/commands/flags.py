@@ -85,11 +85,14 @@ class ConfigOptions(Options):
         from raytrain_gpt.data.locations import config_on_disk
 
         with config_on_disk(self.config) as file:
-            config = resolve(self.preset, file, self.fields)
-            if config.model.init_from is not None:
-                from raytrain_gpt.train.preflight import with_shape_of_init_from
+            fields: dict[str, Any] = dict(self.fields)
+            if "init_from" in given_fields(file, fields):
+                from raytrain_gpt.train.preflight import (
+                    sizes_of_init_from,
+                )  # here: seconds of import
 
-                config = with_shape_of_init_from(config, given_fields(file, self.fields))
+                fields = {**sizes_of_init_from(self.preset, file, fields), **fields}
+            config = resolve(self.preset, file, fields)
         if isinstance(config.cluster.num_workers, int):
             check_shares(config, max(1, config.cluster.num_workers))
         return config

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
 from raytrain_gpt.config.sections import SHAPE_FIELDS
@@ -48,20 +51,24 @@ def check_data(ingest: IngestSpec) -> None:
         cache_directory()
 
 
-def with_shape_of_init_from(config: Config, given: set[str]) -> Config:
-    """The configuration with the sizes of the checkpoint of `init_from`, if any, but for the `given` fields.
+def sizes_of_init_from(
+    preset: str | None, file: Path | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field -> value of the shape of `init_from`'s checkpoint, but for what file or fields give.
 
     Raises:
         CheckpointError: there is no good checkpoint.
-        ConfigError: a given field does not go with the checkpoint's.
+        ConfigError: the configuration is not possible.
     """
+    # The others may be possible only with these sizes.
+    where = {n: fields[n] for n in ("init_from", "s3_endpoint", "retry_for_s") if n in fields}
+    config = resolve(preset, file, where)
     if config.model.init_from is None:
-        return config
+        return {}
     checkpoint = resolve_checkpoint(location(config, config.model.init_from))
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
-    if "architecture" in given and config.model.architecture != theirs["architecture"]:
-        return config  # refused by `check_init_from`
-    return config.updated({name: theirs[name] for name in SHAPE_FIELDS if name not in given})
+    given = given_fields(file, fields)
+    return {name: theirs[name] for name in SHAPE_FIELDS if name not in given}
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:

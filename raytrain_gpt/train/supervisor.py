@@ -183,6 +183,11 @@ class Run:
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''} each"
         )
+        if (warmup := self.config.optim.warmup_steps) > train.max_steps:
+            self.log(
+                f"warmup_steps={warmup} is above max_steps={train.max_steps}, so the learning rate never "
+                f"reaches peak_lr; usual: {train.max_steps // 20}"
+            )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         counters = Counters()
