@@ -181,12 +181,12 @@ class Run:
             f"{_epochs(ingest, train.max_steps)} | {train.max_steps} steps of "
             f"{train.global_batch_tokens} tokens | "
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
-            f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''} each"
+            f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
         if (warmup := self.config.optim.warmup_steps) > train.max_steps:
             self.log(
                 f"warmup_steps={warmup} is above max_steps={train.max_steps}, so the learning rate never "
-                f"reaches peak_lr; usual: {train.max_steps // 20}"
+                "reaches peak_lr; usual: a twentieth of max_steps"
             )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
