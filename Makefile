@@ -63,6 +63,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): 3 GB, PyTorch and Ray most of it; minutes, as fast as the network"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch $@

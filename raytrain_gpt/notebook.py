@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.config.load import resolve
+from raytrain_gpt.config.load import described, given_fields, resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import printable
@@ -102,6 +102,10 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
     with config_on_disk(config) as file:
+        if "init_from" in given_fields(file, fields):
+            from raytrain_gpt.train.preflight import sizes_of_init_from  # here: seconds of import
+
+            fields = {**sizes_of_init_from(preset, file, fields), **fields}
         resolved = resolve(preset, file, fields)
     # In a notebook, Ray and tqdm ask for ipywidgets, which only displays that are off here would need.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
@@ -114,6 +118,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         from raytrain_gpt.train import launch
 
     log = _log(resolved)
+    log(described(preset, config, resolved))
     summary = launch.train(resolved, log)
     run_end(summary, log)
     rows = read_rows(summary.sync.work_dir)

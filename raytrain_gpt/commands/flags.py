@@ -6,7 +6,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -16,7 +16,13 @@ from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.batch import check_shares
 from raytrain_gpt.config.call_options import Options
-from raytrain_gpt.config.load import preset_names, resolve
+from raytrain_gpt.config.load import (
+    DEFAULT_PRESET,
+    given_fields,
+    load_preset,
+    preset_names,
+    resolve,
+)
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.format import shell
 from raytrain_gpt.redact import printable
@@ -75,7 +81,7 @@ class ConfigOptions(Options):
         description=f"Configuration to start from (default: quickstart): {', '.join(preset_names())}",
     )
     config: Annotated[str | None, Metavar("FILE")] = None
-    """Configuration to start from, as a YAML file or its URL (default: the preset)."""
+    """Configuration to start from instead of a preset, as a YAML file or its URL (default: the preset)."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
     def resolved(self) -> Config:
@@ -88,7 +94,14 @@ class ConfigOptions(Options):
         from raytrain_gpt.data.locations import config_on_disk
 
         with config_on_disk(self.config) as file:
-            config = resolve(self.preset, file, self.fields)
+            fields: dict[str, Any] = dict(self.fields)
+            if "init_from" in given_fields(file, fields):
+                from raytrain_gpt.train.preflight import (
+                    sizes_of_init_from,
+                )  # here: seconds of import
+
+                fields = {**sizes_of_init_from(self.preset, file, fields), **fields}
+            config = resolve(self.preset, file, fields)
         if isinstance(config.cluster.num_workers, int):
             check_shares(config, max(1, config.cluster.num_workers))
         return config
@@ -127,10 +140,13 @@ class Command(Generic[OptionsT]):
         for name, field in self.options.model_fields.items():
             if not field.exclude:
                 _add(parser, field.alias or name, field, is_switch=field.annotation is bool)
+        preset = None
+        if self.groups and issubclass(self.options, ConfigOptions):
+            preset = load_preset(DEFAULT_PRESET).field_values()
         for title, fields in self.groups.items():
             group = parser.add_argument_group(title)
             for name, field in fields.items():
-                _add(group, name, field, show_default=issubclass(self.options, ConfigOptions))
+                _add(group, name, field, show_default=preset is not None, preset=preset)
         parser.set_defaults(command=self)
 
     def __call__(self, args: argparse.Namespace) -> None:
@@ -156,9 +172,19 @@ def command(
 
 
 def _add(
-    group: Any, name: str, field: FieldInfo, *, is_switch: bool = False, show_default: bool = True
+    group: Any,
+    name: str,
+    field: FieldInfo,
+    *,
+    is_switch: bool = False,
+    show_default: bool = True,
+    preset: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag or an argument, which is absent from the parsed arguments unless it is given."""
+    """Add a flag or an argument, which is absent from the parsed arguments unless it is given.
+
+    Args:
+        preset: Values that stand in for the defaults where no preset or file is named.
+    """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = next((one for one in field.metadata if isinstance(one, Metavar)), None)
     kind = mark.text if mark and mark.text else _kind(field.annotation)
@@ -175,7 +201,11 @@ def _add(
     elif show_default and field.is_required():
         how["required"] = True
     elif show_default:
-        text += f" (default: {json.dumps(field.default)})".replace('"', "")
+        value = field.default if preset is None else preset[name]
+        text += f" (default: {json.dumps(value)}".replace('"', "")
+        if value != field.default:
+            text += f"; in a file: {json.dumps(field.default)}".replace('"', "")
+        text += ")"
     group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
 
 

@@ -165,10 +165,6 @@ def import_(options: ImportOptions) -> None:
 
     more = options.model_dump(exclude={"source", "out"})
     place, shape = import_weights(options.source, options.out, say, **more)
-    fields = {name: str(value).lower() for name, value in shape.fields.items() if name != "dropout"}
-    sizes = [part for name, value in fields.items() for part in (f"--{name}", value)]
-    say(
-        f"fine-tune: {shell('raytrain-gpt', 'train', '--init_from', place, *sizes)} --data_path DATA "
-        "--run_name NAME"
-    )
+    train = shell("raytrain-gpt", "train", "--init_from", place, "--seq_len", shape.seq_len)
+    say(f"fine-tune: {train} --data_path DATA --run_name NAME")
     say(f"next: {sample_command(place)}")

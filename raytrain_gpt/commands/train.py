@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options
-from raytrain_gpt.data.mixture import parse_data_path
+from raytrain_gpt.config.load import described
 from raytrain_gpt.format import shell
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
@@ -58,7 +59,7 @@ class TrainOptions(ConfigOptions):
     """Whether anything is done."""
 
     dry_run: bool = False
-    """Print the resolved configuration and stop."""
+    """Print the resolved configuration, the size of the run and whether its data is there, and stop."""
 
 
 @command("train", TrainOptions, SECTIONS)
@@ -69,10 +70,15 @@ def train(options: TrainOptions) -> None:
     """
     config = options.resolved()
     if options.dry_run:
-        parse_data_path(config.data.data_path)
+        from raytrain_gpt.estimate.estimate import run_lines
+
         say(config.to_yaml().rstrip())
-        say("next: the same command without --dry_run")
+        for line in (described(options.preset, options.config, config), *run_lines(config, say)):
+            say(f"# {line}")  # what is printed stays YAML
+        say("# next: the same command without --dry_run")
         return
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
+        say(described(options.preset, options.config, config))
     from raytrain_gpt.tracking.summary import run_end
     from raytrain_gpt.train import launch
 

@@ -1,13 +1,14 @@
-"""Where a configuration comes from: defaults < a preset < a file < flags, later ones winning."""
+"""Where a configuration comes from: defaults < a preset or a file < flags, later ones winning."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.parsing import parse_yaml, regular
@@ -63,7 +64,7 @@ def read_mapping(path: Path, what: str, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) -> Config:
-    """Defaults < preset < file < fields. A file without a run_name gives the run its own name.
+    """Defaults < preset or file < fields. A file without a run_name gives the run its own name.
 
     Local mode as a field drops the `min_workers` of a preset or file.
 
@@ -83,3 +84,29 @@ def resolve(preset: str | None, file: Path | None, fields: Mapping[str, Any]) ->
     if "run_name" not in base.run.model_fields_set:
         base = base.updated({"run_name": file.stem})
     return base.updated(fields)
+
+
+def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
+    """Names of what `fields` and the file say themselves, without what a preset or the defaults do.
+
+    Raises:
+        ConfigError: as `load_config_file`.
+    """
+    config = Config() if file is None else load_config_file(file)
+    sections = [getattr(config, section) for section in config.model_fields_set]
+    return {*fields}.union(*(section.model_fields_set for section in sections))
+
+
+def described(preset: str | None, file: object, config: Config) -> str:
+    """A line: where a configuration comes from, and what in it is not as there, or as the defaults.
+
+    Args:
+        preset: As of `resolve`.
+        file: Path or URL of the file; None: there is none.
+    """
+    preset = preset or DEFAULT_PRESET
+    start = f"preset {preset}" if file is None else f"configuration {file}"
+    base = load_preset(preset) if file is None else Config()
+    changes = changed_fields(base.field_values(), config.field_values())
+    values = {name: config.field_values()[name] for name in changes}
+    return f"{start}: {', '.join(f'{n} {json.dumps(v)}' for n, v in values.items()) or 'as it is'}"

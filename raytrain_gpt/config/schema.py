@@ -2,7 +2,7 @@
 
 A field's name is unique over all sections, so it is at once the YAML key (in its section), the flat
 command line flag (`--peak_lr`), the key of a sweep and the name of the tracked parameter. Values come
-from, later ones winning: the defaults here < a preset < a configuration file < flags. The defaults are
+from, later ones winning: the defaults here < a preset or a configuration file < flags. The defaults are
 a small GPT that trains on a laptop; every preset states what it changes.
 """
 
@@ -107,13 +107,12 @@ class Config(Strict):
             tree[field_section(name)][name] = value
         return _parsed(type(self), tree, "command line")
 
-    def to_yaml(self, compact: bool = False) -> str:
-        """The file that `--config` reads back as this configuration; compact: a line per section."""
+    def to_yaml(self) -> str:
+        """The file that `--config` reads back as this configuration."""
         return yaml.safe_dump(
             self.model_dump(),
             sort_keys=False,
             allow_unicode=True,
-            default_flow_style=None if compact else False,
             width=10_000,
         )
 

@@ -19,7 +19,7 @@ from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import cluster_for, expected_vocab_size
+from raytrain_gpt.train.launch import DEFAULT_DATA, cluster_for, expected_vocab_size
 from raytrain_gpt.train.memory_fit import fit_memory
 
 SPEED_SOURCES = {
@@ -138,6 +138,24 @@ def lines(config: Config, found: Estimate) -> list[str]:
             f"activation_checkpointing full): {fits}"
         )
     return out + _time_lines(found)
+
+
+def run_lines(config: Config, log: Log) -> list[str]:
+    """Parameters, batch, steps and workers of a run, and whether its data is there; no cluster is asked.
+
+    Raises:
+        UserError: the configuration is not possible, or the data is damaged.
+    """
+    out = lines(*answer(config, Facts(), log))[:3]
+    if config.cluster.num_workers == "auto":
+        out.append("workers  auto: one for each GPU found, 1 without; the batch is shown for 1")
+    if data_is_there(config):
+        data = data_of(config)
+        tokens = amount(data.split_tokens("train"))
+        return [*out, f"data     {config.data.data_path}: {tokens} train tokens ({data.tokenizer})"]
+    path = config.data.data_path
+    way = "train prepares it" if path == DEFAULT_DATA else "make it with raytrain-gpt prepare"
+    return [*out, f"data     {path} is not there; {way}"]
 
 
 def _memory_line(found: Estimate) -> str:

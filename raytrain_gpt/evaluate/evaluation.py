@@ -5,6 +5,7 @@ The same code runs in the training workers, in the task of an async evaluation a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,12 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
+from raytrain_gpt.format import Log
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
+
+SHOW_EVERY_S = 10.0
 
 
 def watched(
@@ -60,13 +64,20 @@ class Evaluation:
         lengths = token_bytes(tokenizer, model.shape.padded_vocab_size)
         self._token_bytes = torch.from_numpy(lengths)
 
-    def metrics(self, progress: Callable[[], None] = lambda: None) -> dict[str, float | int]:
-        """The keys of an evaluation's row, over all ranks; `progress` is called before every micro-batch."""
+    def metrics(
+        self, progress: Callable[[], None] = lambda: None, log: Log | None = None
+    ) -> dict[str, float | int]:
+        """The keys of an evaluation's row, over all ranks.
+
+        Args:
+            progress: Called before every micro-batch.
+            log: Told how many examples of HellaSwag this rank has scored, every SHOW_EVERY_S.
+        """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
             metrics |= self._validated(self._feed, progress)
         if self._choices is not None:
-            score = self._scored(self._choices, progress)
+            score = self._scored(self._choices, progress, log)
             metrics |= {f"hellaswag/{name}": value for name, value in score.items()}
             metrics["hellaswag/cut"] = self._choices.num_cut
         return metrics
@@ -86,11 +97,17 @@ class Evaluation:
                 metrics |= {f"val/loss/{name}": alone.loss, f"val/tokens/{name}": alone.tokens}
         return metrics
 
-    def _scored(self, choices: Choices, progress: Callable[[], None]) -> dict[str, float | int]:
+    def _scored(
+        self, choices: Choices, progress: Callable[[], None], log: Log | None
+    ) -> dict[str, float | int]:
         own = torch.zeros(3, dtype=torch.int64)
+        shown_at = time.monotonic()
         for _, labels, *chosen in self.answers(choices, progress):
             right = [(endings == labels).sum() for endings in chosen]
             own += torch.stack([torch.tensor(len(labels)), *right])
+            if log is not None and time.monotonic() - shown_at >= SHOW_EVERY_S:
+                log(f"hellaswag: {own[0]} of {len(choices.labels)} examples")
+                shown_at = time.monotonic()
         return choice_metrics(*self._collectives.summed(own).tolist())
 
     def answers(

@@ -116,7 +116,7 @@ def evaluate_checkpoint(
             raise
         log(f"only HellaSwag is evaluated: {error}")
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
-    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics()}
+    return checkpoint.path, {"step": checkpoint.state.step, **evaluation.metrics(log=log)}
 
 
 def lone_evaluation(

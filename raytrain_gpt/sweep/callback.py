@@ -1,8 +1,9 @@
-"""Ray Tune's callback: keeps the history, prints the table of trials, and passes on a stop."""
+"""Ray Tune's callback: keeps the history, prints the table of trials on a terminal, passes on a stop."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -93,4 +94,6 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         names = {trial.name for trial in known}
         waiting = [str(trial) for trial in trials if trial.status == TuneTrial.PENDING]
         known += [Trial(name) for name in waiting if name not in names]
-        self._log(progress_table(known, self._sweep.objective, self._sweep.budget_tokens))
+        table = progress_table(known, self._sweep.objective, self._sweep.budget_tokens)
+        # In a file or a job's log it would stand again and again.
+        self._log(table if sys.stdout.isatty() else table.partition("\n")[0])

@@ -30,6 +30,8 @@ from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 
 PROBE_S = 5.0
 """Duration of the speed measurement, which is at least one forward and backward pass."""
+START_S = 35.0
+"""All but the steps of a trial: processes, imports, evaluations; two sweeps on two cores had 33 and 51 s."""
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
@@ -68,10 +70,11 @@ def cost_lines(sweep: Sweep) -> list[str]:
     speed = share * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
+    steps_s, starts_s = full / speed / at_once, count * START_S / at_once
     lines.append(
-        f"time: at most {duration(full / speed / at_once)} for the steps, at {speed:,.0f} tok/s per trial "
-        f"(measured here, {device.type}) and {at_once} at full speed at once; without start-up and "
-        "evaluations"
+        f"time: at most {duration(steps_s + starts_s)}: {duration(steps_s)} of steps at {speed:,.0f} tok/s "
+        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count} starts (about "
+        f"{START_S:.0f} s each), {at_once} at full speed at once"
     )
     return lines
 

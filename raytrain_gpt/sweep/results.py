@@ -10,12 +10,13 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, duration, table
+from raytrain_gpt.sweep.space import Domain, Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
@@ -67,6 +68,23 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
         + _best_text(best_trial(trials, budget_tokens), objective)
     )
     return "\n".join(lines)
+
+
+def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
+    """A line for each field whose best value is at an end of its grid, if that has three numbers or more."""
+    lines = []
+    for name, domain in space.items():
+        if not isinstance(domain, Grid) or name == "seed" or len(domain.grid) < 3:
+            continue
+        numbers = [v for v in domain.grid if isinstance(v, int | float) and not isinstance(v, bool)]
+        value = best.values[name]
+        if len(numbers) == len(domain.grid) and value in (min(numbers), max(numbers)):
+            end, way = ("lowest", "below") if value == min(numbers) else ("highest", "above")
+            lines.append(
+                f"the best {name}, {value_text(value)}, is the {end} of its grid: a better one may lie "
+                f"{way} it; move the grid"
+            )
+    return lines
 
 
 def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:

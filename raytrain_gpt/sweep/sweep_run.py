@@ -29,7 +29,14 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.resources import trial_cpus
-from raytrain_gpt.sweep.results import BEST_FILE, RESULTS_FILE, best_yaml, final_table, results_csv
+from raytrain_gpt.sweep.results import (
+    BEST_FILE,
+    RESULTS_FILE,
+    best_yaml,
+    edge_lines,
+    final_table,
+    results_csv,
+)
 from raytrain_gpt.sweep.schedulers import Population, TokenHalving, optuna_search
 from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import ShutdownBarrier, SweepContext, TrialActor, checkpoint_of
@@ -286,4 +293,6 @@ class SweepRun:
         if best is None:
             errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
             raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
+        for line in edge_lines(best, sweep.space):
+            self._log(line)
         return SweepSummary(self._directory, trials, best, tuple(files))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
 from raytrain_gpt.config.sections import SHAPE_FIELDS
@@ -46,6 +49,27 @@ def check_data(ingest: IngestSpec) -> None:
     check_val_split(ingest.data, ingest.seq_len)
     if ingest.cache_bytes:
         cache_directory()
+
+
+def sizes_of_init_from(
+    preset: str | None, file: Path | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field -> value of the shape of `init_from`'s checkpoint, but for what file or fields give.
+
+    Raises:
+        CheckpointError: there is no good checkpoint.
+        ConfigError: the configuration is not possible.
+    """
+    # The others may be possible only with these sizes.
+    where = {n: fields[n] for n in ("init_from", "s3_endpoint", "retry_for_s") if n in fields}
+    config = resolve(preset, file, where)
+    given = given_fields(file, fields)
+    open_fields = [name for name in SHAPE_FIELDS if name not in given]
+    if config.model.init_from is None or not open_fields:
+        return {}
+    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
+    return {name: theirs[name] for name in open_fields}
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:

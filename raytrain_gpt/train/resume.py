@@ -14,6 +14,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
+from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
@@ -76,6 +77,18 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     for name, change in changed_fields(before, then).items():
         if name not in AUTO_MEMORY_FIELDS or then[name] != "auto":
             log(f"changed since then: {name} {change}")
+    _say_if_rate_rises(config, state.step, before["max_steps"], log)
+
+
+def _say_if_rate_rises(config: Config, step: int, steps_before: int, log: Log) -> None:
+    """Say that another number of steps makes the learning rate rise again, as the end of its decay moves."""
+    last, planned = (learning_rate(at, config.optim, steps_before) for at in (step - 1, step))
+    rate = learning_rate(step, config.optim, config.train.max_steps)
+    if rate > max(last, planned):
+        log(
+            f"the {config.optim.schedule} decay now ends at step {config.train.max_steps}: at step {step} "
+            f"the learning rate rises again, from {last:.2e} to {rate:.2e}"
+        )
 
 
 class Rollback:

@@ -42,12 +42,12 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
-from raytrain_gpt.format import Log, amount
+from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import mark_killed
-from raytrain_gpt.tracking.run_files import Row
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.attempt import Attempt, End
@@ -178,15 +178,22 @@ class Run:
         return read_choices(self.config, path, read_tokenizer(self.data.first.directory))
 
     def _announce(self, ingest: IngestSpec) -> None:
-        self.log(self.config.to_yaml(compact=True).rstrip())
-        train = self.config.train
+        self.log(f"configuration {self.run_dir / CONFIG_FILE}")
+        train, c = self.config.train, self.config.cluster
         shape = GPTShape.of(self.config, self.data.vocab_size)
         self.log(
             f"model {amount(shape.num_parameters)} parameters | data "
             f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
             f"{_epochs(ingest, train.max_steps)} | {train.max_steps} steps of "
-            f"{train.global_batch_tokens} tokens"
+            f"{train.global_batch_tokens} tokens | "
+            f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
+            f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
+        if (warmup := self.config.optim.warmup_steps) > train.max_steps:
+            self.log(
+                f"warmup_steps={warmup} is above max_steps={train.max_steps}, so the learning rate never "
+                "reaches peak_lr; usual: a twentieth of max_steps"
+            )
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         counters = Counters()

@@ -65,6 +65,31 @@ def test_fields_of_the_configuration_win_over_the_preset_and_make_the_same_train
     assert command == ("raytrain-gpt train --preset quickstart --min_workers null --run_name 'a b'")
 
 
+def test_the_help_of_train_shows_what_a_plain_train_uses(run_cli: RunCli) -> None:
+    _, shown, _ = run_cli("train", "--help")
+    shown = " ".join(shown.split())
+    assert "extend a finished run (default: 250; in a file: 300)" in shown
+    assert "Context length in tokens (default: 128)" in shown
+    _, shown, _ = run_cli("sample", "--help")
+    assert "in a file" not in shown
+
+
+def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
+    data = tmp_path / "none"
+    code, shown, _ = run_cli(
+        "train", "--dry_run", "--max_steps", 7, "--num_workers", "auto", "--data_path", data
+    )
+    assert code == 0
+    lines = shown.splitlines()
+    start = lines.index(f'preset quickstart: data_path "{data}", max_steps 7, num_workers "auto"')
+    model, batch, work, workers, there = lines[start + 1 : -1]
+    assert " parameters: 4 layers" in model
+    assert batch.startswith("batch    2,048 tokens a step")
+    assert work.startswith("work     7 steps")
+    assert workers.startswith("workers  auto: one for each GPU")
+    assert there == f"data     {data} is not there; make it with raytrain-gpt prepare"
+
+
 @pytest.mark.parametrize("command", ["train", "tune", "doctor", "estimate"])
 def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cli: RunCli) -> None:
     code, shown, _ = run_cli(command, "--help")

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
-from raytrain_gpt.config.load import load_config_file, load_preset, preset_names, resolve
+from raytrain_gpt.config.load import (
+    described,
+    given_fields,
+    load_config_file,
+    load_preset,
+    preset_names,
+    resolve,
+)
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
@@ -23,6 +30,17 @@ REFERENCE = {
     "global_batch_tokens": 524_288,
     "micro_batch_sequences": 32,
 }
+
+
+def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path) -> None:
+    assert described(None, None, resolve(None, None, {})) == "preset quickstart: as it is"
+    changed = resolve("gpt2-124m", None, {"seed": "3"})
+    assert described("gpt2-124m", None, changed) == "preset gpt2-124m: seed 3"
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {max_steps: 7}\nmodel: {}")
+    line = described(None, file, resolve(None, file, {"dropout": "0.1"}))
+    assert line == f'configuration {file}: dropout 0.1, max_steps 7, run_name "mine"'
+    assert given_fields(file, {"dropout": "0.1"}) == {"max_steps", "dropout"}
 
 
 def test_field_names_are_unique_over_all_sections() -> None:

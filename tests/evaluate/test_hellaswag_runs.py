@@ -177,13 +177,20 @@ def test_one_process_answers_as_transformers_does(
     assert together(evaluation.answers(choices)) == wanted
 
 
-def test_a_qwen3_answers_as_transformers_does(examples: Path, tmp_path: Path) -> None:
+def test_a_qwen3_answers_as_transformers_does(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(Location.of(tmp_path / "run"), seq_len=SEQ_LEN, **UNTIED)
     export = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
     _, config, model, tokenizer, _ = open_checkpoint(tmp_path / "run")
     config = config.updated({"precision": "fp32"})
     choices = read_choices(config, str(examples), tokenizer)
     evaluation = lone_evaluation(config, model, tokenizer, None, choices)
+    monkeypatch.setattr("raytrain_gpt.evaluate.evaluation.SHOW_EVERY_S", 0.0)
+    lines: list[str] = []
+    evaluation.metrics(log=lines.append)
+    num = len(choices.labels)
+    assert lines[-1] == f"hellaswag: {num} of {num} examples"
     found = together(evaluation.answers(choices))
     assert found == answers_of_transformers(export, examples)
 

@@ -51,7 +51,8 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
         "each trial: 2 CPUs (1 × 1 for workers, 1 for data) | on this machine alone: 1 at once"
     )
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
-    assert time.startswith("time: at most 6m 45s for the steps, at 1,024 tok/s per trial")
+    assert time.startswith("time: at most 12m 0s: 6m 45s of steps at 1,024 tok/s per trial")
+    assert "5m 15s of 9 starts" in time, "of so small trials the starts take as long as the steps"
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])

@@ -15,10 +15,12 @@ from raytrain_gpt.config.load import load_config_file, load_preset
 from raytrain_gpt.sweep.results import (
     MAX_PROGRESS_ROWS,
     best_yaml,
+    edge_lines,
     final_table,
     progress_table,
     results_csv,
 )
+from raytrain_gpt.sweep.space import Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 BUDGET = 1_000_000
@@ -159,6 +161,28 @@ def test_the_progress_table_stays_short(number: int) -> None:
 def test_before_the_first_trial_starts_there_is_only_a_count() -> None:
     waiting = [Trial("000"), Trial("001")]
     assert progress_table(waiting, "val/loss", BUDGET) == "2 trials: 2 pending"
+
+
+@pytest.mark.parametrize(
+    ("value", "grid", "end"),
+    [
+        (1e-3, (1e-3, 2e-3, 4e-3), "lowest of its grid: a better one may lie below it"),
+        (4e-3, (1e-3, 2e-3, 4e-3), "highest of its grid: a better one may lie above it"),
+        (2e-3, (1e-3, 2e-3, 4e-3), ""),
+        (1e-3, (1e-3, 2e-3), ""),
+    ],
+)
+def test_a_best_value_at_the_edge_of_its_grid_is_told(
+    value: float, grid: tuple[float, ...], end: str
+) -> None:
+    space = {
+        "peak_lr": Grid(grid=grid),
+        "seed": Grid(grid=(1, 2, 3)),
+        "schedule": Grid(grid=("cosine", "wsd", "constant")),
+    }
+    lines = edge_lines(trial(0, peak_lr=value, seed=1, schedule="wsd"), space)
+    assert len(lines) == bool(end)
+    assert all(end in line for line in lines)
 
 
 def test_the_final_table_is_by_rank_and_says_what_was_saved() -> None:

@@ -76,6 +76,17 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
     ]
 
 
+@pytest.mark.parametrize(("warmup_steps", "told"), [(50, False), (51, True)])
+def test_a_warm_up_that_does_not_end_is_told(
+    attempts: Attempts, warmup_steps: int, told: bool
+) -> None:
+    run, _, lines = attempts(warmup_steps=warmup_steps)
+    run._announce(run._ingest(None))
+    assert lines[0] == f"configuration {run.run_dir / 'config.yaml'}"
+    assert lines[1].endswith("50 steps of 384 tokens | 1 worker with 1 CPU")
+    assert any("warmup_steps=51 is above max_steps=50" in line for line in lines) == told
+
+
 def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
     run, begun, lines = attempts((End("failed", ERROR), [10, 20]), (End("finished"), [50]))
     write(Catalog(run.run_dir), 30)
