@@ -11,14 +11,14 @@ import argparse
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
-from raytrain_gpt.commands import cluster, data, inference, train
-from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
 from raytrain_gpt.redact import printable
 
@@ -37,6 +37,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            from raytrain_gpt.config.wording import suggestion
+
             flag = unknown[0].split("=")[0]
             flags = [f.lstrip("-") for action in self._actions for f in action.option_strings]
             hint = suggestion(flag.lstrip("-"), flags) if flag.startswith("--") else ""
@@ -49,7 +51,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     try:
-        args = _parser().parse_args(_underscored(sys.argv[1:] if argv is None else argv))
+        with _interrupts_end():
+            parser = _parser()
+        args = parser.parse_args(_underscored(sys.argv[1:] if argv is None else argv))
         args.command(args)
     except RaytrainGptError as error:
         kind = "error: " if error.exit_code != Interrupted.exit_code else ""
@@ -74,6 +78,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+@contextmanager
+def _interrupts_end() -> Iterator[None]:
+    """Inside, Ctrl+C ends the process: libraries turn an exception in their imports into another one."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> NoReturn:
+    _complain("interrupted")
+    os._exit(Interrupted.exit_code)
+
+
 def _complain(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
@@ -89,6 +110,8 @@ def _underscored(argv: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from raytrain_gpt.commands import cluster, data, inference, train  # half a second and more
+
     parser = _Parser(
         prog="raytrain-gpt",
         allow_abbrev=False,

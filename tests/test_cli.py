@@ -152,3 +152,29 @@ def test_a_path_without_access_is_one_line(
     code, _, errors = run_cli("runs", "list", "--storage_path", tmp_path)
     assert (code, errors.count("\n")) == (2, 1)
     assert f"cannot use {tmp_path}: Permission denied" in errors
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "raytrain_gpt.commands.data":
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ImportError("what a library makes of an interrupt")
+
+sys.meta_path.insert(0, Interrupt())
+from raytrain_gpt import cli
+assert "pydantic" not in sys.modules, "slow to import, before Ctrl+C is taken care of"
+cli.main(["--version"])
+"""
+
+
+def test_an_interrupt_while_the_commands_are_imported_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 
 import raytrain_gpt
 
@@ -36,6 +37,9 @@ LINK = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+MADE = re.compile(r"(?:--out|--local-dir) ([a-z][\w./-]*)")
+"""What a command on a page makes in the working directory."""
 
 MAX_LINE = 120
 """Characters of a line of the README."""
@@ -143,3 +147,17 @@ def test_the_readme_links_every_page() -> None:
 def test_no_line_of_the_readme_is_long() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]
+
+
+def test_what_the_commands_of_the_pages_make_is_neither_committed_nor_submitted() -> None:
+    lines = [line for page in CURRENT for line in page.read_text("utf-8").splitlines()]
+    made = {path for line in lines if "benchmarks/" not in line for path in MADE.findall(line)}
+    assert {"book-hf", "gpt2-hf", "models/gpt2", "data/book"} <= made
+    made |= {"runs/book", "examples/data/stdlib", "examples/runs/notebook"}
+    excludes = get_excludes_from_ignore_files(ROOT, include_gitignore=True)
+    uploaded = [
+        path for path in made if not any(excluded(ROOT / path / "file") for excluded in excludes)
+    ]
+    assert not uploaded
+    kept = ["train.py", "constraints.txt", "raytrain_gpt/data/order.py", "tune_configs/muon.yaml"]
+    assert not any(excluded(ROOT / path) for path in kept for excluded in excludes)

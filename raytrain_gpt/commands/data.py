@@ -19,16 +19,20 @@ class PrepareOptions(Options):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
     stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin of nanoGPT or
-    llm.c, .npy, .parquet with lists."""
+    llm.c, .npy, .parquet with lists. A named file with another ending is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
     """bytes, a tiktoken encoding: gpt2, cl100k_base, …, or a checkpoint; for token ids: what made them."""
     text_field: str = "text"
     """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
+    text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
+    """Ends of names of further files of directories that are read as text (default: none)."""
+    val: Annotated[str | None, Metavar("SOURCE")] = None
+    """Source of the validation split, left out of the others (default: val_fraction)."""
     val_fraction: float | None = None
     """Fraction of documents for validation; of fewer than 100 documents: the end of the text
-    (default: 0.01; files of token ids with val in their name)."""
+    (default: files named for it, as train.txt and val.txt; else 0.01)."""
     val_tokens: int | None = None
     """Use the first documents for validation, about this many tokens (default: val_fraction)."""
     shard_tokens: int = 100_000_000
@@ -67,10 +71,10 @@ def prepare(options: PrepareOptions) -> None:
 
     A stopped command continues where it was; the finished dataset is the same on any number of CPUs.
     """
-    if options.val_fraction is not None and options.val_tokens is not None:
-        raise ConfigError(
-            "--val_fraction and --val_tokens exclude each other; leave one of them out"
-        )
+    ways = ("val", "val_fraction", "val_tokens")
+    given = [f"--{name}" for name in ways if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.ingest import prepare as tasks

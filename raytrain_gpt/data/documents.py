@@ -1,8 +1,8 @@
 """Documents of text in a piece of a source file.
 
-A `.txt` file, a JSON line and a row of a `.parquet` file is a document. Every document has its file's
-name and a position inside the file (0, the line's byte offset in the text, the row), so that its split
-does not depend on who reads it, or on where the file is.
+A JSON line, a row of a `.parquet` file and any other file as a whole is a document. Every document has
+its file's name and a position inside the file (0, the line's byte offset in the text, the row), so that
+its split does not depend on who reads it, or on where the file is.
 """
 
 from __future__ import annotations
@@ -83,23 +83,34 @@ def read_documents(
         DataError: more bad documents than the limit, or a damaged file; names file and place.
     """
     bad = bad or BadDocuments()
+    name = piece.location.name
     if piece.location.url.startswith(f"{STDLIB}:"):
         path = stdlib_root() / piece.location.url.removeprefix(f"{STDLIB}:")
         yield from _text_document(Location.of(path), bad)
-    elif piece.location.name.endswith(".txt"):
-        yield from _text_document(piece.location, bad)
-    elif piece.location.name.endswith(".parquet"):
+    elif name.endswith(".parquet"):
         yield from _parquet_documents(piece, text_field, bad)
-    else:
+    elif name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
         yield from _jsonl_documents(piece, text_field, bad)
+    else:
+        yield from _text_document(piece.location, bad)
 
 
 def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
+    compression = _compression(path)
     try:
         with failure_as(DataError, f"cannot read {path}"):
-            yield Document(0, path.read_bytes().decode("utf-8"))
+            if compression is None:
+                content = path.read_bytes()
+            else:
+                with _opened(path, compression) as file:
+                    content = file.read()
+        yield Document(0, content.decode("utf-8"))
     except UnicodeDecodeError as error:
         bad.add(path, f"byte {error.start}", "not UTF-8")
+
+
+def _compression(path: Location) -> str | None:
+    return COMPRESSIONS.get(Path(path.name).suffix)
 
 
 def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
@@ -116,7 +127,7 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
-    compression = COMPRESSIONS.get(Path(path.name).suffix)
+    compression = _compression(path)
     try:
         with _opened(path, compression) as file:
             if piece.start:

@@ -19,10 +19,18 @@ from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.split import VAL_FRACTION, SplitRule, fraction_rule, head_rule, id_rule
+from raytrain_gpt.data.split import (
+    VAL_FRACTION,
+    SplitRule,
+    are_named_for_splits,
+    fraction_rule,
+    head_rule,
+    id_rule,
+    is_named_val,
+)
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.web_files import without_query
 
 SHARD_TOKENS = 100_000_000
@@ -73,6 +81,8 @@ def make_plan(
     encoding: tiktoken.Encoding,
     *,
     text_field: str = "text",
+    text_suffixes: str | None = None,
+    val: str | None = None,
     val_fraction: float | None = None,
     val_tokens: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
@@ -82,6 +92,10 @@ def make_plan(
     log: Log | None = None,
 ) -> Plan:
     """The plan of a preparation; `max_bad_documents` does not change it, only what is an error.
+
+    Args:
+        text_suffixes: Ends of names, such as `.md,.py`, of further files that are read as text.
+        val: Source of the val split; its files are left out of the others.
 
     Raises:
         DataError: a source is missing or empty, or a split would be.
@@ -94,7 +108,24 @@ def make_plan(
         raise DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
     if max_bad_documents < 0:
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
-    pieces = find_pieces(sources, text_field)
+    ends = [end.strip(" .") for end in (text_suffixes or "").split(",")]
+    find = partial(
+        find_pieces,
+        text_field=text_field,
+        text_suffixes=tuple(f".{end}" for end in ends if end),
+        log=log,
+    )
+    num_val = 0
+    if val is None:
+        pieces = find(sources)
+    else:
+        num_val = len(val_pieces := find([val]))
+        of_val = {piece.location for piece in val_pieces}
+        both = find([*sources, val])  # names are told apart over both
+        pieces = [piece for piece in both[:-num_val] if piece.location not in of_val]
+        if not pieces:
+            raise DataError(f"the sources have no file beside those of --val {val}; add text")
+        pieces += both[-num_val:]
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Counting against the limit is left to the tasks, as some documents are read here twice.
@@ -106,13 +137,24 @@ def make_plan(
         raise DataError(
             f"{pieces[0].location} contains token ids, but dedupe compares text; remove --dedupe"
         )
-    if is_import:
+    if num_val:
+        rule = SplitRule(cut_piece=len(pieces) - num_val)
+    elif is_import:
         read_chunks = partial(read_ids, encoding=encoding)
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
     elif val_tokens is not None:
         rule = head_rule(pieces, read, encoding, val_tokens, log)
+    elif val_fraction is None and are_named_for_splits(pieces):
+        rule = SplitRule(by_name=True)
     else:
         rule = fraction_rule(pieces, read, VAL_FRACTION if val_fraction is None else val_fraction)
+    if log and rule.by_name:
+        files = {piece.location for piece in pieces}
+        named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
+        log(
+            f"split by the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
+            f"{', …' * (len(named) > 3)} for validation; --val_fraction splits otherwise"
+        )
     is_bytes = encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN
     total = sum(piece.text_bytes for piece in pieces)

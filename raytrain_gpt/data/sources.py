@@ -1,7 +1,8 @@
 """Sources of documents and token ids: files, cut into pieces that can be read independently.
 
 A source is a file, a directory or a glob, on a disk, in an object store or on the HF hub; a file of a
-web server; or `stdlib`, the text of the running Python's standard library. `documents` reads text,
+web server; or `stdlib`, the text of the running Python's standard library. A file that is named, or fits
+a glob, is read whatever its ending; of a directory those with known endings are. `documents` reads text,
 `imports` reads token ids.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,30 +23,75 @@ import pyarrow.parquet as pq
 from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
 from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
+from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin", ".npy")
+_TEXT = (".txt", ".txt.gz", ".txt.zst")
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+SUFFIXES = (*_TEXT, *_JSON_LINES, ".parquet", ".bin", ".npy")
+"""What is read of a directory."""
+_SHOWN_ENDINGS = 5
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _JSONL_PIECE_BYTES = 2**23
 _ID_PIECE_TOKENS = 2**22
 _TEXT_PER_COMPRESSED_BYTE = 3
-"""Roughly, for JSON lines of web pages."""
+"""Roughly, for web pages."""
 _TEXT_BYTES_PER_ID = 4
 
 
-def find_pieces(sources: list[str], text_field: str) -> list[SourcePiece]:
+class _Endings:
+    """Which files of a directory are read, by the ends of their names; counts the others."""
+
+    def __init__(self, more: tuple[str, ...]) -> None:
+        self._read = (*SUFFIXES, *more)
+        self._left_out = Counter[str]()
+
+    def fit(self, name: str) -> bool:
+        """Whether a file of this name is read."""
+        if name.endswith(self._read):
+            return True
+        whole = Path(name)
+        endings = whole.suffixes[-2:] if whole.suffix in COMPRESSIONS else [whole.suffix]
+        self._left_out["".join(endings) or "without an ending"] += 1
+        return False
+
+    def left_out(self) -> str:
+        """`3 .md, 1 .pdf`; empty if all were read."""
+        most = self._left_out.most_common(_SHOWN_ENDINGS)
+        rest = self._left_out.total() - sum(number for _, number in most)
+        return ", ".join(
+            f"{number} {ending}" for ending, number in [*most, ("others", rest)] if number
+        )
+
+
+def find_pieces(
+    sources: list[str],
+    text_field: str,
+    text_suffixes: tuple[str, ...] = (),
+    log: Log | None = None,
+) -> list[SourcePiece]:
     """All pieces of the sources, in source order; files of a directory or glob are sorted.
 
+    Args:
+        text_suffixes: Further ends of names of files that are read as text, of directories.
+        log: Says which files of a directory are left out.
+
     Raises:
-        DataError: a source is missing, of an unknown kind, or has no file; or some contain text and
-            others token ids.
+        DataError: a source is missing, or has no file; or some contain text and others token ids.
     """
-    pieces = [piece for source in sources for piece in _source_pieces(source, text_field)]
+    pieces: list[SourcePiece] = []
+    for source in sources:
+        endings = _Endings(text_suffixes)
+        pieces += _source_pieces(source, text_field, endings)
+        if log and (left_out := endings.left_out()):
+            log(
+                f"left out of {without_query(source)}: {left_out}; --text_suffixes .md,.rst reads files that "
+                "end so, too"
+            )
     if not any(piece.text_bytes for piece in pieces):
         raise DataError(
-            f"no text in {' '.join(map(without_query, sources))}; expected {', '.join(SUFFIXES)} or {STDLIB}"
+            f"no text in {' '.join(map(without_query, sources))}: the files are empty; give others"
         )
     text = next((piece for piece in pieces if piece.ids is None), None)
     ids = next((piece for piece in pieces if piece.ids is not None), None)
@@ -72,7 +119,7 @@ def _told_apart(pieces: list[SourcePiece]) -> list[SourcePiece]:
     return told_apart
 
 
-def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+def _source_pieces(source: str, text_field: str, endings: _Endings) -> Iterator[SourcePiece]:
     if source == STDLIB and not Path(source).exists():
         for name in _stdlib_names():
             size = (stdlib_root() / name).stat().st_size
@@ -82,14 +129,14 @@ def _source_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if is_url(source):
         find = _web_pieces if source.startswith(("http://", "https://")) else _stored_pieces
     with failure_as(DataError, f"cannot read source {without_query(source)}"):
-        yield from find(source, text_field)
+        yield from find(source, text_field, endings)
 
 
-def _local_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+def _local_pieces(source: str, text_field: str, endings: _Endings) -> Iterator[SourcePiece]:
     root = Path(source)
     found: Iterable[Path]
     if root.is_dir():
-        found = (p for p in _files(root, ["**"], set(), hidden=True) if p.name.endswith(SUFFIXES))
+        found = (p for p in _files(root, ["**"], set(), hidden=True) if endings.fit(p.name))
     elif root.is_file():
         found, root = [root], root.parent
     else:
@@ -98,7 +145,7 @@ def _local_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     # The first name of each file: others are links to it.
     files = sorted({path.resolve(): path for path in sorted(found, reverse=True)}.values())
     if not files:
-        raise _nothing_in(source)
+        raise _nothing_in(source, endings)
     for file in files:
         name = file.name if root not in file.parents else str(file.relative_to(root))
         yield from _file_pieces(Location.of(file), file.stat().st_size, name, text_field)
@@ -134,24 +181,29 @@ def _fits(name: str, part: str) -> bool:
     return name.startswith(".") == part.startswith(".") and fnmatchcase(name, part)
 
 
-def _nothing_in(source: str) -> DataError:
+def _nothing_in(source: str, endings: _Endings) -> DataError:
+    if left_out := endings.left_out():
+        return DataError(
+            f"source {without_query(source)} has no {', '.join(SUFFIXES)} file, but {left_out}; name those "
+            "that are text by a glob, or their endings with --text_suffixes"
+        )
     return DataError(
-        f"source {without_query(source)} does not exist or has no {', '.join(SUFFIXES)} file"
+        f"source {without_query(source)} does not exist or has no file; check the path"
     )
 
 
-def _web_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+def _web_pieces(source: str, text_field: str, endings: _Endings) -> Iterator[SourcePiece]:
     file = Location.of_source(source)
     if glob.has_magic(urlsplit(source).path):
         raise DataError(
             f"source {file} has a wildcard, but web servers do not list files; give each address"
         )
     if not file.is_file():
-        raise _nothing_in(source)
+        raise _nothing_in(source, endings)
     yield from _file_pieces(file, file.size_bytes(), file.name, text_field)
 
 
-def _stored_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
+def _stored_pieces(source: str, text_field: str, endings: _Endings) -> Iterator[SourcePiece]:
     """The pieces of a store's file, directory or glob, with the same names as on a disk."""
     scheme, _, key = source.partition("://")
     parts = [part for part in key.split("/") if part]
@@ -164,10 +216,10 @@ def _stored_pieces(source: str, text_field: str) -> Iterator[SourcePiece]:
     if pattern:
         files = [f for f in root.files() if _matches(f[0].split("/"), pattern)]
     else:
-        files = [f for f in root.files() if f[0].endswith(SUFFIXES)]
+        files = [f for f in root.files() if endings.fit(f[0])]
     if not files:
         root.exists()  # raises if it is the bucket that is missing
-        raise _nothing_in(source)
+        raise _nothing_in(source, endings)
     for name, size in files:
         yield from _file_pieces(root / name, size, name, text_field)
 
@@ -192,8 +244,6 @@ def _fixed_prefix(pattern: str) -> Path:
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:
     whole = SourcePiece(name, path, 0, size, size)
-    if not path.name.endswith(SUFFIXES):
-        raise DataError(f"source {path} has an unknown file type; expected {', '.join(SUFFIXES)}")
     in_parts = path.has_ranges()
     if path.name.endswith(".parquet"):
         yield from _parquet_pieces(whole, text_field, in_parts)

@@ -1,7 +1,7 @@
 """Which documents validate: a rule derived from the sources alone, before anything is tokenized.
 
-Imported token ids are split like text; their documents are what `eot` ends, and those that are not whole
-in one chunk go to the train split.
+Files that are named for a split keep it. Imported token ids are split like text; their documents are what
+`eot` ends, and those that are not whole in one chunk go to the train split.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ VAL_FRACTION = 0.01
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
 """If this many ids contain hardly any documents, they have no `eot`."""
+_TRAIN_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])", re.IGNORECASE)
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
 Read = Callable[[SourcePiece], Iterator[Document]]
@@ -46,7 +47,7 @@ class SplitRule:
         cut_offset: For text, byte of the document's UTF-8 before which it is cut; 0: before the
             document. For token ids, ids of the piece before the cut.
         head_is_val: What is before the cut validates (`val_tokens`), instead of what is after it.
-        by_name: Files with a name such as `val.bin` validate.
+        by_name: Files with a name such as `val.bin` or `valid.txt` validate.
     """
 
     hash_below: int = 0
@@ -62,6 +63,8 @@ class SplitRule:
 
     def parts(self, piece: int, name: str, document: Document) -> list[tuple[Split, str]]:
         """(split, text) of a document; two of them where it is cut."""
+        if self.by_name:
+            return [("val" if is_named_val(name) else "train", document.text)]
         if self.cut_piece is None:
             is_val = document_hash(name, document.position) < self.hash_below
             return [("val" if is_val else "train", document.text)]
@@ -192,6 +195,7 @@ def id_rule(
     if val_tokens is not None:
         return _id_head_rule(pieces, read, eot, val_tokens)
     if val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
+        next(read(pieces[0]), None)  # ids of another tokenizer are refused before any task starts
         return SplitRule(by_name=True)
     fraction = VAL_FRACTION if val_fraction is None else val_fraction
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
@@ -250,6 +254,17 @@ def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens
 def is_named_val(name: str) -> bool:
     """Whether a file's name says that it validates, as `val.bin` or `fineweb_val_000000.npy`."""
     return _VAL_NAME.search(name) is not None
+
+
+def are_named_for_splits(pieces: list[SourcePiece]) -> bool:
+    """Whether every file of text is named for one split, and each split has one.
+
+    Stricter than for token ids: texts may have any name, and `test` is a word in many.
+    """
+    kinds = {
+        (_TRAIN_NAME.search(piece.name) is not None, is_named_val(piece.name)) for piece in pieces
+    }
+    return kinds == {(True, False), (False, True)}
 
 
 def _whole_documents(chunk: IdChunk, eot: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ With `dedupe` the text is read twice: the first pass hashes every document.
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 import tempfile
 import time
@@ -63,8 +64,8 @@ def prepare(
         tokenizer: `bytes` or a name that tiktoken knows.
         in_process: Do without Ray; else that is done with less than SMALL_BYTES of text, if RAY_ADDRESS
             names no cluster. A cluster that is started for the tasks ends with them.
-        options: Of `make_plan`: text_field, val_fraction, val_tokens, shard_tokens, dedupe,
-            max_bad_documents.
+        options: Of `make_plan`: text_field, text_suffixes, val, val_fraction, val_tokens, shard_tokens,
+            dedupe, max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
@@ -78,14 +79,17 @@ def prepare(
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
-    with cluster, _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
+    with _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
         manifest = start(directory, plan, encoding, log)
         if manifest is not None:
             log(f"{directory} is already prepared")
             return manifest
         max_bad = options.get("max_bad_documents", 0)
-        source = {"sources": [redacted(without_query(source)) for source in sources]}
-        results = _run_tasks(directory, plan, max_bad, run, log)
+        source: dict[str, Any] = {"sources": [redacted(without_query(name)) for name in sources]}
+        if val := options.get("val"):
+            source["val"] = redacted(without_query(val))
+        with cluster:  # after all checks: it takes ten seconds and more to start
+            results = _run_tasks(directory, plan, max_bad, run, log)
         return finish(directory, plan, results, source, max_bad, log)
 
 
@@ -125,6 +129,7 @@ def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
     from raytrain_gpt.cluster.connection import connected
 
     def run(function: Callable[[Row], Row], rows: list[Row]) -> Iterator[Row]:
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # a task's error is raised as well
         data = ray.data.from_items(rows, override_num_blocks=len(rows)).map(function)
         try:
             yield from data.iter_rows()

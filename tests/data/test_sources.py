@@ -241,10 +241,41 @@ def test_a_missing_source_is_named(tmp_path: Path, name: str, raises_line) -> No
         find_pieces([str(tmp_path / name)], "text")
 
 
-def test_a_source_of_an_unknown_kind_is_refused(tmp_path: Path, raises_line) -> None:
-    (tmp_path / "a.csv").write_text("a")
-    with raises_line(DataError, "a.csv", ".parquet"):
-        find_pieces([str(tmp_path / "a.csv")], "text")
+@pytest.mark.parametrize("name", ["a.md", "a.py", "noending", "a.txt.gz", "a.md.gz", "a.txt.zst"])
+def test_a_named_file_is_text_whatever_its_ending(tmp_path: Path, name: str) -> None:
+    content = "# one\n\ntwo 日本\n"
+    compress = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content.encode()))
+    assert read(str(tmp_path / name)) == [(name, 0, content)]
+    assert texts(str(tmp_path / "*")) == [content]
+
+
+def test_a_json_file_is_json_lines_if_it_is_named(tmp_path: Path) -> None:
+    Path(write_jsonl(tmp_path / "a.jsonl", MANY)).rename(tmp_path / "a.json")
+    assert texts(str(tmp_path / "a.json")) == MANY
+
+
+@pytest.mark.parametrize("keep", [-1, 100])
+def test_compressed_text_that_is_cut_off_is_refused(tmp_path: Path, keep: int, raises_line) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(made_text(900, seed=1).encode())[:keep])
+    with raises_line(DataError, "a.txt.gz", "Truncated"):
+        texts(str(tmp_path / "a.txt.gz"))
+
+
+def test_what_a_directory_is_left_without_is_counted(tmp_path: Path, raises_line) -> None:
+    for name in ("b.md", "c.md", "d.rst", "e.csv.gz", "noending"):
+        (tmp_path / name).write_text(name)
+    with raises_line(DataError, "has no .txt", "2 .md, 1 ", "--text_suffixes"):
+        find_pieces([str(tmp_path)], "text")
+    (tmp_path / "a.txt").write_text("a")
+    lines: list[str] = []
+    found = find_pieces([str(tmp_path)], "text", (".md", ".rst"), lines.append)
+    assert [piece.name for piece in found] == ["a.txt", "b.md", "c.md", "d.rst"]
+    assert len(lines) == 1
+    assert f"left out of {tmp_path}: 1 .csv.gz, 1 without an ending;" in lines[0]
+    lines.clear()
+    find_pieces([str(tmp_path / "a.txt"), str(tmp_path / "*.md")], "text", log=lines.append)
+    assert lines == []
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -149,6 +149,51 @@ def test_real_json_lines_are_split_by_document(tmp_path: Path, test_data: Path |
     assert sorted(both_splits(tmp_path, manifest)) == sorted(texts)
 
 
+@pytest.mark.parametrize(
+    ("names", "val"),
+    [
+        (["train.txt", "val.txt"], ["val.txt"]),
+        (
+            ["tiny-train.jsonl", "tiny-valid.jsonl", "tiny-test.jsonl"],
+            ["tiny-valid.jsonl", "tiny-test.jsonl"],
+        ),
+        (["train/a.txt", "validation/a.txt"], ["validation/a.txt"]),
+        (["train.txt", "val.txt", "other.txt"], None),
+        (["a.txt", "how-to-test.txt"], None),
+        (["train.txt", "train-test.txt"], None),
+        (["val.txt", "test.txt"], None),
+    ],
+)
+def test_text_keeps_the_split_that_all_its_files_are_named_for(
+    tmp_path: Path, names: list[str], val: list[str] | None
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = f"the text of {name}"
+        (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("jsonl") else text)
+    lines: list[str] = []
+    plan = make_plan([str(tmp_path)], load_tokenizer("bytes"), log=lines.append)
+    assert plan.split.by_name == bool(val)
+    assert len(lines) == bool(val)
+    if val:
+        assert all(Path(name).name in lines[0] for name in val)
+        assert dealt(plan)["val"] == [f"the text of {name}" for name in sorted(val)]
+        assert len(dealt(plan)["train"]) == len(names) - len(val)
+    asked = make_plan([str(tmp_path)], load_tokenizer("bytes"), val_fraction=0.2)
+    assert not asked.split.by_name
+
+
+def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path, raises_line) -> None:
+    write_jsonl(tmp_path / "a.jsonl", MANY[:50])
+    write_parquet(tmp_path / "b.parquet", MANY[50:90], rows=7)
+    val = write_parquet(tmp_path / "0.parquet", MANY[90:120], rows=7)
+    encoding = load_tokenizer("bytes")
+    split = dealt(make_plan([str(tmp_path)], encoding, val=val))
+    assert split == {"train": MANY[:90], "val": MANY[90:120]}
+    with raises_line(DataError, "no file beside those of --val"):
+        make_plan([val], encoding, val=val)
+
+
 def test_of_few_documents_the_end_of_the_text_validates_from_a_line_end(tmp_path: Path) -> None:
     texts = [made_text(1000, seed=i) for i in range(99)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)

@@ -136,10 +136,10 @@ def test_no_query_is_written_or_logged(
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("a.jsonl", 403), ("none.jsonl", None), ("*.jsonl", None), ("a.csv", None), ("a.bin", None)],
+    [("a.jsonl", 403), ("none.jsonl", None), ("*.jsonl", None), ("a.bin", None)],
 )
 def test_no_query_is_in_an_error(web: WebServer, path: str, status: int | None) -> None:
-    web.files |= {"a.csv": b"a", "a.bin": b"odd"}
+    web.files |= {"a.bin": b"odd"}
     web.failures += [status] if status else []
     with pytest.raises(DataError, match=r"source|refused") as caught:
         find_pieces([f"{web.url}/{path}?sig=secret"], "text")
@@ -210,7 +210,6 @@ def test_a_server_that_is_gone_is_said_to_be(raises_line) -> None:
     [
         ("nothing.jsonl", ["nothing.jsonl does not exist"]),
         ("*.jsonl", ["wildcard", "give each address"]),
-        ("a.csv", ["a.csv has an unknown file type", ".jsonl.zst"]),
         ("empty.jsonl", ["no text in"]),
         ("empty.jsonl.gz", ["empty.jsonl.gz is empty"]),
     ],
@@ -218,7 +217,7 @@ def test_a_server_that_is_gone_is_said_to_be(raises_line) -> None:
 def test_what_a_web_server_does_not_have_is_said(
     web: WebServer, path: str, words: list[str], raises_line
 ) -> None:
-    web.files |= {"a.csv": b"a", "empty.jsonl": b"", "empty.jsonl.gz": b""}
+    web.files |= {"empty.jsonl": b"", "empty.jsonl.gz": b""}
     with raises_line(DataError, *words):
         find_pieces([f"{web.url}/{path}"], "text")
 
