@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions
 from raytrain_gpt.commands.inference import SampleOptions
@@ -80,7 +81,8 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
         "train", "--dry_run", "--max_steps", 7, "--num_workers", "auto", "--data_path", data
     )
     assert code == 0
-    lines = shown.splitlines()
+    assert yaml.safe_load(shown)["train"]["max_steps"] == 7
+    lines = [line.removeprefix("# ") for line in shown.splitlines()]
     start = lines.index(f'preset quickstart: data_path "{data}", max_steps 7, num_workers "auto"')
     model, batch, work, workers, there = lines[start + 1 : -1]
     assert " parameters: 4 layers" in model
