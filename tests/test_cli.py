@@ -157,6 +157,8 @@ def test_a_path_without_access_is_one_line(
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
+
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "raytrain_gpt.commands.data":
