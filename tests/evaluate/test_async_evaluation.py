@@ -62,9 +62,7 @@ def test_metrics_samples_and_best_are_those_of_an_inline_run(
     assert best.state.step == other_best.state.step
     assert best.val_loss == pytest.approx(other_best.val_loss, 1e-5)
     log = (evaluated.run_dir.path / "log.txt").read_text()
-    assert [f"step {row['step']} | val loss {row['val/loss']:.4f}" in log for row in rows] == [
-        True
-    ] * 2
+    assert [f"{row['step']} val {row['val/loss']:.4f}" in log for row in rows] == [True] * 2
 
 
 def test_training_is_that_of_an_inline_run_and_loses_no_time(
