@@ -176,7 +176,7 @@ def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     assert saved_at[24] < left_at
     attempts = events(run_dir, "attempt")
     assert [row["num_workers"] for row in attempts] == [2, 1]
-    assert [row["step"] for row in attempts] == [0, 23]
+    assert [row["step"] for row in attempts] == [0, 24]
     assert [row["lost_steps"] for row in attempts] == [0, 0]
     assert_same_order(run_dir, straight(2))
 
