@@ -135,7 +135,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
 
     summary = train(config, print)
     run_dir = summary.run_dir.path
-    assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 23]
+    assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 24]
     assert [row["lost_steps"] for row in events(run_dir, "attempt")] == [0, 0]
     assert_same(run_dir, straight(2))
 
