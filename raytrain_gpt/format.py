@@ -113,13 +113,9 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
 def event_line(
     row: dict[str, Any], max_steps: int, spike_zscore: float, run_dir: object
 ) -> str | None:
-    """The console line of an event; None for those that say what is seen anyway.
-
-    A step whose loss is fewer than `spike_zscore` deviations above the mean is marked for its gradient
-    norm alone, which a healthy run has too: it is not called a spike.
-    """
+    """The console line of an event; None for those that say what is seen anyway."""
     event = row["event"]
-    if event == "spike" and (row["loss_zscore"] or 0) < spike_zscore:
+    if event == "spike" and not is_loss_spike(row, spike_zscore):
         event = "high gradient norm"
     start = f"step {row['step']}/{max_steps} | {event}"
     if row["event"] == "checkpoint":
@@ -131,6 +127,15 @@ def event_line(
     if row["event"] == "preemption_notice":
         return f"{start} for the node of ranks {row['ranks']}: saving a checkpoint"
     return None
+
+
+def is_loss_spike(row: dict[str, Any], spike_zscore: float) -> bool:
+    """Whether a `spike` event is called so.
+
+    A step whose loss is fewer than `spike_zscore` deviations above the mean is marked for its gradient
+    norm alone, which a healthy run has too.
+    """
+    return (row.get("loss_zscore") or 0) >= spike_zscore
 
 
 def number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Charts of a report: curves over steps, drawn by matplotlib as SVG inside the page.
+"""Charts of a report: curves over steps or tokens, drawn by matplotlib as SVG inside the page.
 
 Every colour refers to a style variable of the page, so that one drawing serves light, dark and print.
 matplotlib is imported only when something is drawn: it takes a second.
@@ -15,6 +15,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from raytrain_gpt.format import amount
+
 MAX_POINTS = 2000
 """About as many of a curve are drawn: more cannot be seen, and a long run's page stays below 1 MB."""
 
@@ -24,7 +26,13 @@ _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line; values that are not finite are gaps."""
+    """A line; values that are not finite are gaps.
+
+    Attributes:
+        steps: Where the values are: steps, or tokens for a chart whose `x` says so.
+        width: Of the line in points; 0: markers alone.
+        stairs: The values are means over blocks, so they change at once.
+    """
 
     label: str
     steps: Floats
@@ -33,24 +41,27 @@ class Curve:
     dash: str = ""
     marker: str = ""
     width: float = 1.6
+    stairs: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps; `marks` are the steps at which the run was resumed."""
+    """Curves over `x`; `marks` are the steps at which the run was resumed."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
     marks: Sequence[int] = ()
     from_zero: bool = False
+    x: str = "step"
 
     def after(self, step: int) -> Chart:
-        """The part after a step, on a scale of its own."""
+        """The part after a step (or tokens), on a scale of its own."""
         late = [(curve, curve.steps > step) for curve in self.curves]
         curves = [replace(c, steps=c.steps[at], values=c.values[at]) for c, at in late if at.any()]
         marks = [mark for mark in self.marks if mark > step]
-        return replace(self, title=f"{self.title}, second half", curves=curves, marks=marks)
+        place = f"step {step:,}" if self.x == "step" else f"{amount(step)} {self.x}"
+        return replace(self, title=f"{self.title}, after {place}", curves=curves, marks=marks)
 
 
 def running_mean(values: Floats, window: int) -> Floats:
@@ -69,7 +80,12 @@ def draw(chart: Chart) -> Markup:
 
     limit = min(MAX_POINTS, 2 * MAX_POINTS // len(chart.curves))
     with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "report", "lines.scale_dashes": False}
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "report",
+            "lines.scale_dashes": False,
+            "font.size": 11,
+        }
     ):
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
@@ -78,7 +94,8 @@ def draw(chart: Chart) -> Markup:
             dash = (0, tuple(map(float, curve.dash.split()))) if curve.dash else "-"
             marker = curve.marker or ("o" if np.isfinite(values).sum() == 1 else "")
             axes.plot(steps, values, color=f"#00000{curve.color}", linewidth=curve.width, linestyle=dash,
-                      marker=marker, markersize=5, markevery=len(steps) // 25 + 1)  # fmt: skip
+                      drawstyle="steps-mid" if curve.stairs else "default", marker=marker, markersize=5,
+                      markevery=len(steps) // 25 + 1 if curve.width else 1)  # fmt: skip
         for step in chart.marks:
             axes.axvline(step, color=_MARK, linewidth=1.2, linestyle=(0, (3, 3)), gid="resume")
         axes.margins(x=0.02)
@@ -89,8 +106,10 @@ def draw(chart: Chart) -> Markup:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if axes.get_ylim()[1] >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlabel("step", color=_TEXT)
-        axes.set_ylabel(chart.unit, color=_TEXT)
+        axes.set_xlabel(chart.x, color=_TEXT)
+        axes.set_ylabel(
+            chart.unit, color=_TEXT, labelpad=12
+        )  # on a narrow page the ticks' text grows
         axes.tick_params(color=_GRID, labelcolor=_TEXT)
         axes.grid(color=_GRID, linewidth=0.6)
         axes.spines[:].set_visible(False)

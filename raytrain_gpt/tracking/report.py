@@ -27,6 +27,7 @@ from raytrain_gpt.format import (
     Log,
     amount,
     duration,
+    is_loss_spike,
     look_at_batch,
     number,
     short_duration,
@@ -124,12 +125,12 @@ class RunStory:
             return []
         marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
         validation = self.evaluations("val/loss", "validation", 2, _DASHES[2], "D")
-        losses = [*self._noisy(self.column("train/loss")), *validation]
+        losses = [*self._noisy(self.column("train/loss")), *validation, *self._spikes()]
         loss = Chart("Loss", "nats per token", losses, marks)
         rates = [Curve("every step", self.column("step"), self.column("optim/lr"))]
         norms = self._noisy(self.column("optim/grad_norm"))
-        speeds = self._noisy(self.column("perf/tokens_per_s"))
-        waits = self._noisy(self._wait_percent())
+        speeds = self._of_blocks(self.column("perf/tokens_per_s"))
+        waits = self._of_blocks(self._wait_percent())
         return [
             loss,
             *([loss.after(self.last["step"] // 2)] if self.window > 1 else []),
@@ -148,12 +149,26 @@ class RunStory:
         mean = replace(curve, label=f"mean of {window} steps", values=running_mean(values, window))
         return [replace(curve, color=_FAINT, width=0.8), mean]
 
+    def _of_blocks(self, values: Floats) -> list[Curve]:
+        """Of step times, which are means between two flushes: a mean over these would make ramps."""
+        label = "mean between two lines of the log"
+        return [Curve(label, self.column("step"), values, stairs=True)]
+
+    def _spikes(self) -> list[Curve]:
+        limit = self.fields.get("spike_zscore", 0)
+        found = [event for event in self.events if event["event"] == "spike" and event.get("loss")]
+        spikes = sorted((e["step"], e["loss"]) for e in found if is_loss_spike(e, limit))
+        if not spikes:
+            return []
+        steps, losses = np.array(spikes, np.float64).T
+        return [Curve("spike", steps, losses, color=4, marker="v", width=0)]
+
     def evaluations(
-        self, key: str, label: str, color: int, dash: str = "", marker: str = ""
+        self, key: str, label: str, color: int, dash: str = "", marker: str = "", scale: int = 1
     ) -> list[Curve]:
-        """A curve of what the evaluations have under a key, if any has it."""
+        """A curve of what the evaluations have under a key, if any has it, over `scale` times steps."""
         rows = [row for row in self.evals if key in row]
-        steps = np.array([row["step"] for row in rows], np.float64)
+        steps = scale * np.array([row["step"] for row in rows], np.float64)
         values = np.array([row[key] for row in rows], np.float64)
         return [Curve(label, steps, values, color, dash, marker)] if rows else []
 
@@ -202,21 +217,10 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
         for run in runs:
             run.name = str(run.dir)
     window = sorted(run.window for run in runs)[len(runs) // 2]
-    train, val, hellaswag = [], [], []
-    for i, run in enumerate(runs):
-        color, dash, marker = _style(i)
-        if run.rows:
-            loss = running_mean(run.column("train/loss"), window)
-            train.append(Curve(run.name, run.column("step"), loss, color, dash))
-        val += run.evaluations("val/loss", run.name, color, dash, marker)
-        hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker)
-    title = f"Train loss, mean of {window} steps" if window > 1 else "Train loss"
-    charts = [
-        Chart(title, "nats per token", train),
-        Chart("Validation loss", "nats per token", val),
-        Chart("HellaSwag", "fraction right", hellaswag),
-    ]
-    middle = max(run.last["step"] for run in runs) // 2
+    charts = _compared(runs, window)
+    batches = {run.fields["global_batch_tokens"] for run in runs if run.fields}
+    if len(batches) > 1:  # else it is the same picture
+        charts += _compared(runs, window, by_tokens=True)
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
     common = sorted(set.intersection(*steps)) if steps else []
     keys = dict.fromkeys(key for run in runs for key in run.fields if key != "run_name")
@@ -224,11 +228,35 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     return _write_page(
         out,
         runs,
-        [chart for whole in charts for chart in (whole, whole.after(middle)) if chart.curves],
+        charts,
         common_step=common[-1] if common else None,
         same_data=[_same_data(run, runs[0], common) for run in runs],
         differing={key: texts for key, texts in values.items() if len(set(texts)) > 1},
     )
+
+
+def _compared(runs: list[RunStory], window: int, by_tokens: bool = False) -> list[Chart]:
+    train, val, hellaswag = [], [], []
+    for i, run in enumerate(runs):
+        color, dash, marker = _style(i)
+        scale = run.fields.get("global_batch_tokens") if by_tokens else 1
+        if scale is None:
+            continue
+        if run.rows:
+            loss = running_mean(run.column("train/loss"), window)
+            train.append(Curve(run.name, run.column("step") * scale, loss, color, dash))
+        val += run.evaluations("val/loss", run.name, color, dash, marker, scale)
+        hellaswag += run.evaluations(HELLASWAG_KEY, run.name, color, dash, marker, scale)
+    mean = f", mean of {window} steps" if window > 1 else ""
+    x, by = ("tokens", ", by tokens") if by_tokens else ("step", "")
+    charts = [
+        Chart(f"Train loss{by}{mean}", "nats per token", train, x=x),
+        Chart(f"Validation loss{by}", "nats per token", val, x=x),
+        Chart(f"HellaSwag{by}", "fraction right", hellaswag, x=x),
+    ]
+    # Half of the second-longest: so the later part still has two to compare.
+    ends = sorted(int(curve.steps[-1]) for curve in train)[-2:] or [0]
+    return [part for whole in charts for part in (whole, whole.after(ends[0] // 2)) if part.curves]
 
 
 def _style(i: int) -> tuple[int, str, str]:

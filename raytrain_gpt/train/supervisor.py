@@ -312,6 +312,9 @@ class Run:
             "attempt": self._attempts,
             "num_workers": self.world_size,
             "session": self._session,
+            "num_parameters": GPTShape.of(self.config, self.data.vocab_size).num_parameters,
+            "train_tokens": self.data.split_tokens("train"),
+            "tokenizer": self.data.tokenizer,
         }
         recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
         # Two windows: a spike in the last one is seen as such only with good steps before it.

@@ -189,6 +189,40 @@ def test_numbers_of_a_finished_run(full_report: Path) -> None:
     assert "metrics.jsonl" not in html  # the checkpoint's hash agrees with the row's
 
 
+def test_size_tokenizer_total_time_and_resolved_precision(tmp_path: Path) -> None:
+    facts = {"num_parameters": 124_440_000, "train_tokens": 1_000_000, "tokenizer": "gpt2<"}
+    rows = [
+        {**attempt(0, 1.0), **facts},
+        start("start", 0, 2.0, precision="bf16"),
+        *steps(60),
+        start("finished", 60, 91.0),
+    ]
+    html = page(write_report(make_run(tmp_path / "run", rows)))
+    for text in ("124.4M", "train tokens, tokenizer gpt2&lt;; 0.25 epochs seen", "1m 30s",
+                 "15s of training steps", "precision bf16"):  # fmt: skip
+        assert text in html, text
+
+
+def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
+    zscores = {34: 9.0, 40: 2.0, 50: None}
+    spikes = [start("spike", s, float(s), loss=8.0, loss_zscore=z) for s, z in zscores.items()]
+    run = make_run(tmp_path / "run", [attempt(0, 0.5), *steps(60), *spikes])
+    loss = RunStory(run).charts()[0]
+    assert [(c.steps.tolist(), c.values.tolist()) for c in loss.curves if c.label == "spike"] == [
+        ([34.0], [8.0])
+    ]
+    assert "▼" in page(write_report(run))
+
+
+def test_means_of_blocks_are_drawn_as_they_are(tmp_path: Path) -> None:
+    speeds = [1e4] * 30 + [2e4] * 30
+    rows = [step_row(i + 1, perf__tokens_per_s=speed) for i, speed in enumerate(speeds)]
+    charts = {c.title: c for c in RunStory(make_run(tmp_path / "run", rows)).charts()}
+    (speed,) = charts["Throughput"].curves
+    assert speed.stairs
+    assert speed.values.tolist() == speeds
+
+
 def test_text_from_the_run_is_escaped(full_report: Path) -> None:
     html = page(full_report)
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;\n    return" in html
@@ -210,7 +244,7 @@ def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
 def test_a_resume_is_marked_in_every_chart(full_report: Path) -> None:
     html = page(full_report)
     assert "resumed after step 30" in html
-    assert html.count('class="resume"') == 6  # all but the second half, which begins at step 31
+    assert html.count('class="resume"') == 6  # all but the one after step 30
 
 
 def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
@@ -437,6 +471,23 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
     assert len(set(keys)) == len(runs)
     for run in runs:
         assert f"</svg>{run.run_dir.name}</span>" in figure
+
+
+def test_runs_of_other_batches_are_compared_by_tokens_too(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / f"{n}", [*steps(20), eval_row(20, 3.0)], global_batch_tokens=n * 1024)
+        for n in (1, 4)
+    ]
+    path = write_comparison(runs, tmp_path / "both.html")
+    checked(path)
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", page(path))
+    assert "Validation loss, by tokens, after 10.2k tokens" in titles
+    # Both runs are in what is shown of the later half, though one ended long before the other.
+    figure = page(path)[page(path).index("Train loss, by tokens, after 10.2k tokens") :]
+    assert figure[: figure.index("</figure>")].count('class="key"') == 2
+    assert ">tokens</text>" in figure
+    same = write_comparison([runs[0], runs[0]], tmp_path / "same.html")
+    assert "by tokens" not in page(same)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
