@@ -103,10 +103,11 @@ class Order:
         self._stream = Stream(row_group_sequences, seed)
         self.num_sequences = self._stream.num_sequences
         if self.num_sequences < batch_sequences:
+            way = f"set global_batch_tokens to at most {self.num_sequences * seq_len}"
             raise DataError(
                 f"the train split has {self.num_sequences} sequences of {seq_len} tokens, fewer than "
-                f"the {batch_sequences} of one global batch; use more data or set global_batch_tokens "
-                f"to at most {self.num_sequences * seq_len}"
+                f"the {batch_sequences} of one global batch; use more data or "
+                f"{way if self.num_sequences else 'a smaller seq_len'}"
             )
         self._batch_sequences, self._seed = batch_sequences, seed
         batch_tokens = batch_sequences * seq_len

@@ -258,6 +258,11 @@ def read_manifest(directory: Place) -> Manifest:
     anew = f"remove {directory} and repeat the command that prepared it"
     if not directory.exists():
         raise DataError(f"data_path {directory} does not exist; {prepare}")
+    if directory.is_file():
+        raise DataError(
+            f"data_path {directory} is a file, not a dataset; make one of it with: raytrain-gpt prepare "
+            f"{shell(directory)} --out DIR"
+        )
     if not path.exists():
         raise DataError(
             f"{directory} has no {MANIFEST_FILE}, so it is not a finished dataset; {prepare}"

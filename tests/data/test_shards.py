@@ -128,6 +128,13 @@ def test_no_directory_is_no_dataset(tmp_path: Path, raises_line) -> None:
         read_manifest(tmp_path / "d")
 
 
+def test_a_text_is_no_dataset_but_the_source_of_one(tmp_path: Path, raises_line) -> None:
+    (tmp_path / "book.txt").write_text("once")
+    way = f"raytrain-gpt prepare {tmp_path}/book.txt --out"
+    with raises_line(DataError, "book.txt is a file, not a dataset", way):
+        read_manifest(tmp_path / "book.txt")
+
+
 def test_shards_without_a_manifest_are_no_dataset(tmp_path: Path, raises_line) -> None:
     write_dataset(tmp_path / "d", train=[100])
     (tmp_path / "d" / MANIFEST_FILE).unlink()

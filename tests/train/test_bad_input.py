@@ -135,7 +135,12 @@ def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_
     prepare_here([str(text)], tmp_path / "small", "bytes", val_fraction=0.3)
     line = refused(f"--data_path={tmp_path / 'small'}")
     assert "fewer than the 12 of one global batch" in line
-    assert "set global_batch_tokens to at most" in line
+    assert "use more data or set global_batch_tokens to at most" in line
+    line = refused(
+        f"--data_path={tmp_path / 'small'}", "--seq_len=1024", "--global_batch_tokens=2048"
+    )
+    assert "has 0 sequences of 1024 tokens" in line
+    assert line.strip().endswith("use more data or a smaller seq_len")
 
 
 @pytest.mark.ray
