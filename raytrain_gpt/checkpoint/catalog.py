@@ -373,12 +373,7 @@ def step_of(checkpoint: Checkpoint | None) -> int:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest validation loss; None if none was evaluated."""
-    losses = [((c.val_loss, c.state.step), c) for c in checkpoints if c.val_loss is not None]
-    return min(losses, key=lambda found: found[0])[1] if losses else None
-
-
-def _step(path: Location) -> int:
-    return int(path.name.removeprefix("step="))
+    return next((c for c in by_preference(checkpoints) if c.val_loss is not None), None)
 
 
 def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
@@ -389,6 +384,10 @@ def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         return loss is None, -step if loss is None else loss, step
 
     return sorted(checkpoints, key=rank)
+
+
+def _step(path: Location) -> int:
+    return int(path.name.removeprefix("step="))
 
 
 def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint:
