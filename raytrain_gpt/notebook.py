@@ -72,15 +72,13 @@ class TrainedRun:
         """Continuations of a prompt, the prompt included, by the best checkpoint, else the newest.
 
         Args:
-            options: As of `raytrain-gpt sample`: max_new_tokens (here 100 by default), temperature, top_k,
-                top_p, seed.
+            options: As of `raytrain-gpt sample`: max_new_tokens, temperature, top_k, top_p, seed.
 
         Raises:
             ConfigError: an option is unknown or out of range.
         """
         from raytrain_gpt.evaluate.inference import sample_checkpoint
 
-        options = {"max_new_tokens": 100, **options}
         path = self.best or self.checkpoint
         return sample_checkpoint(path, prompt, print, num_samples=num_samples, **options)
 

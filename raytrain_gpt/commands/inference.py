@@ -38,6 +38,8 @@ class SampleOptions(SamplingOptions, CheckpointOptions):
     """Where --batch writes its lines with their continuations (default: nowhere)."""
     num_samples: int | None = Field(None, ge=1)
     """Continuations per prompt (default: 5; with --batch: 1)."""
+    max_new_tokens: int = Field(SamplingOptions.model_fields["max_new_tokens"].default, ge=1)
+    """Tokens generated per sample (default: as many as in the run's evaluations)."""
 
 
 class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
@@ -85,7 +87,7 @@ def _accuracy(metrics: dict[str, Any], name: str) -> str:
 @command("sample", SampleOptions)
 def sample(options: SampleOptions) -> None:
     """Continue prompts with a checkpoint."""
-    how = options.model_dump(include={*SamplingOptions.model_fields})
+    how = options.model_dump(include={*SamplingOptions.model_fields}, exclude_unset=True)
     num = options.num_samples
     if options.batch is not None and options.out is not None and options.prompt is None:
         from raytrain_gpt.export.batch_generation import sample_batch

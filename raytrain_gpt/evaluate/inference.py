@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
 
 
+_MANY_PARAMETERS = 2**24
+"""From here on a token is so much work that threads share it gladly."""
 RULE = "-" * 40
 """Between samples that are shown."""
 
@@ -185,7 +189,7 @@ def sample_checkpoint(
     Args:
         path: A checkpoint or a run.
         show: Gets the first continuation line by line while it is generated, then the others.
-        options: Those of `SamplingOptions`.
+        options: Those of `sampling_options`.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
@@ -193,14 +197,14 @@ def sample_checkpoint(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
-    how = SamplingOptions(**options)
-    _, _, model, tokenizer, device = open_checkpoint(path, on_skip=log)
+    checkpoint, _, model, tokenizer, device = open_checkpoint(path, on_skip=log)
+    how = sampling_options(checkpoint, options)
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
     first = _Lines(tokenizer, prompt, show)
     prompts = [ids] * num_samples
-    with inference_autocast(device):
+    with inference_autocast(device), _few_threads(model):
         drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
     texts = [prompt + text_of(tokenizer, one.tokens) for one in drawn]
     first.close()
@@ -208,6 +212,28 @@ def sample_checkpoint(
         for text in texts[1:]:
             show(f"{text}\n{RULE}")
     return texts
+
+
+@contextlib.contextmanager
+def _few_threads(model: GPT) -> Iterator[None]:
+    """One thread for a small model on a CPU: more gain nothing, and wait for each other beside other load."""
+    threads = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) < _MANY_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def sampling_options(checkpoint: Checkpoint, given: dict[str, Any]) -> SamplingOptions:
+    """The given options; without `max_new_tokens` that of the run's evaluations, which suits its tokenizer.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    config = parse_config(checkpoint.state.config, str(checkpoint.path))
+    return SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **given})
 
 
 class _Lines:

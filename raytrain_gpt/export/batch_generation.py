@@ -36,7 +36,7 @@ from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
-from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens
+from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens, sampling_options
 from raytrain_gpt.format import Log, amount, duration
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
 
@@ -57,7 +57,7 @@ def sample_batch(
         out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
             their `finish_reasons` (`stop` or `length`); it appears when it is complete.
         num_samples: Continuations per prompt, at least 1.
-        options: Fields of `SamplingOptions`.
+        options: Those of `sampling_options`.
 
     Raises:
         ConfigError: an option is out of range.
@@ -66,13 +66,13 @@ def sample_batch(
         ClusterError: the cluster has no free CPU.
         Interrupted: Ctrl+C or SIGTERM; nothing is written.
     """
-    sampling = SamplingOptions(**options)
     source, out = Location.of(prompts), Location.of(out)
     _check_out(out, source)
     lines = list(_prompt_lines(source))
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
+    sampling = sampling_options(found, options)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
         results = _results(lines, resources, log, (found.path, num_samples, sampling))

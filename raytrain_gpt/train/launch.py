@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from raytrain_gpt.cluster.capacity import cpus_to_start, fit_to_cluster, idle_gpus
 from raytrain_gpt.cluster.connection import connected
+from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT
@@ -55,10 +56,12 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
         UserError: the configuration, data or cluster cannot be used.
     """
     config, data = with_data(config, log)
+    busy = busy_cores()
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
-        if line := idle_gpus(config, fitted, resources):
-            log(line)
+        for line in (idle_gpus(config, fitted, resources), crowded_cores(config, fitted, busy)):
+            if line:
+                log(line)
         yield fitted, world_size, data
 
 

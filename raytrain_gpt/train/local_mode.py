@@ -32,6 +32,7 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
@@ -67,7 +68,7 @@ def train_locally(
         TrainingFailed: the run failed.
     """
     check_no_cluster_named()
-    ranks = Ranks.of_environment()
+    ranks, busy = Ranks.of_environment(), busy_cores()
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
 
@@ -76,6 +77,8 @@ def train_locally(
             ranks.follow(train_loop, signals, log)
         num_gpus = torch.cuda.device_count()
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
+        if line := crowded_cores(config, fitted, busy):
+            log(line)
         fitted, data = with_data(fitted, log)
         ranks.meet()
         log(
