@@ -28,6 +28,8 @@ class PrepareOptions(Options):
     """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
     text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
     """Ends of names of further files of directories that are read as text (default: none)."""
+    document_separator: Annotated[str | None, Metavar("TEXT")] = None
+    """What separates documents in text files, as <|endoftext|> (default: none, a file is one document)."""
     val: Annotated[str | None, Metavar("SOURCE")] = None
     """Source of the validation split, left out of the others (default: val_fraction)."""
     val_fraction: float | None = None

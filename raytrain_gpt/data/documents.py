@@ -1,8 +1,8 @@
 """Documents of text in a piece of a source file.
 
-A JSON line, a row of a `.parquet` file and any other file as a whole is a document. Every document has
-its file's name and a position inside the file (0, the line's byte offset in the text, the row), so that
-its split does not depend on who reads it, or on where the file is.
+A JSON line, a row of a `.parquet` file and any other file as a whole, or what it has between separators,
+is a document. Every document has its file's name and a position inside the file (0, the row, the byte
+offset in the text), so that its split does not depend on who reads it, or on where the file is.
 """
 
 from __future__ import annotations
@@ -71,13 +71,17 @@ def stdlib_root() -> Path:
 
 
 def read_documents(
-    piece: SourcePiece, text_field: str, bad: BadDocuments | None = None
+    piece: SourcePiece,
+    text_field: str,
+    bad: BadDocuments | None = None,
+    separator: str | None = None,
 ) -> Iterator[Document]:
     """The documents of a piece of text, in order.
 
     Args:
         text_field: Field of a JSON line, or column of a parquet file.
         bad: Collects those that cannot be read; None: the first one is an error.
+        separator: What stands between the documents of a text file; None: it is one document.
 
     Raises:
         DataError: more bad documents than the limit, or a damaged file; names file and place.
@@ -86,27 +90,49 @@ def read_documents(
     name = piece.location.name
     if piece.location.url.startswith(f"{STDLIB}:"):
         path = stdlib_root() / piece.location.url.removeprefix(f"{STDLIB}:")
-        yield from _text_document(Location.of(path), bad)
+        yield from _text_documents(Location.of(path), bad, separator)
     elif name.endswith(".parquet"):
         yield from _parquet_documents(piece, text_field, bad)
     elif name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
         yield from _jsonl_documents(piece, text_field, bad)
     else:
-        yield from _text_document(piece.location, bad)
+        yield from _text_documents(piece.location, bad, separator)
 
 
-def _text_document(path: Location, bad: BadDocuments) -> Iterator[Document]:
-    compression = _compression(path)
-    try:
-        with failure_as(DataError, f"cannot read {path}"):
-            if compression is None:
-                content = path.read_bytes()
-            else:
-                with _opened(path, compression) as file:
-                    content = file.read()
-        yield Document(0, content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        bad.add(path, f"byte {error.start}", "not UTF-8")
+def _text_documents(path: Location, bad: BadDocuments, separator: str | None) -> Iterator[Document]:
+    with failure_as(DataError, f"cannot read {path}"):
+        for position, content in _whole(path) if separator is None else _parts(path, separator):
+            try:
+                yield Document(position, content.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                bad.add(path, f"byte {position + error.start}", "not UTF-8")
+
+
+def _whole(path: Location) -> Iterator[tuple[int, bytes]]:
+    if (compression := _compression(path)) is None:
+        yield 0, path.read_bytes()
+    else:
+        with _opened(path, compression) as file:
+            yield 0, file.read()
+
+
+def _parts(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
+    """(position, content) between separators, without newlines around it; holds one part at a time."""
+    mark = separator.encode("utf-8", "surrogateescape")  # a flag that is not UTF-8 has surrogates
+    held, start, looked, is_end = bytearray(), 0, 0, False  # `held` starts at byte `start`
+    with _opened(path, _compression(path)) as file:
+        while not is_end:
+            if (stop := held.find(mark, looked)) < 0:
+                looked = max(0, len(held) - len(mark) + 1)
+                if more := file.read(_READ_BYTES):
+                    held += more
+                    continue
+                is_end, stop = True, len(held)
+            part = bytes(held[:stop]).lstrip(b"\r\n")
+            if part.strip():
+                yield start + stop - len(part), part.rstrip(b"\r\n")
+            del held[: stop + len(mark)]
+            start, looked = start + stop + len(mark), 0
 
 
 def _compression(path: Location) -> str | None:

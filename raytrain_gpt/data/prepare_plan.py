@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         tasks: Pieces [first, stop) of every task.
         dedupe: Keep only the first of documents with the same text.
+        document_separator: What stands between the documents of a text file; None: it is one document.
     """
 
     pieces: tuple[SourcePiece, ...]
@@ -57,11 +58,14 @@ class Plan:
     vocab_hash: str
     row_group_tokens: int
     dedupe: bool
+    document_separator: str | None = None
 
     @property
     def hash(self) -> str:
         """Changes whenever anything that decides the shards does."""
         content = asdict(self)
+        if self.document_separator is None:  # older datasets keep their hash
+            del content["document_separator"]
         for piece in content["pieces"]:  # how a file is reached does not change its content
             piece["path"] = without_query(piece.pop("location")["url"])
         text = json.dumps(content, sort_keys=True)
@@ -82,6 +86,7 @@ def make_plan(
     *,
     text_field: str = "text",
     text_suffixes: str | None = None,
+    document_separator: str | None = None,
     val: str | None = None,
     val_fraction: float | None = None,
     val_tokens: int | None = None,
@@ -95,6 +100,7 @@ def make_plan(
 
     Args:
         text_suffixes: Ends of names, such as `.md,.py`, of further files that are read as text.
+        document_separator: What stands between the documents of a text file; None: it is one document.
         val: Source of the val split; its files are left out of the others.
 
     Raises:
@@ -108,6 +114,8 @@ def make_plan(
         raise DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
     if max_bad_documents < 0:
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
+    if document_separator == "":
+        raise DataError("document_separator is empty; give it a text, such as '<|endoftext|>'")
     ends = [end.strip(" .") for end in (text_suffixes or "").split(",")]
     find = partial(
         find_pieces,
@@ -129,7 +137,8 @@ def make_plan(
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
         # Counting against the limit is left to the tasks, as some documents are read here twice.
-        return read_documents(piece, text_field, BadDocuments(None if max_bad_documents else 0))
+        bad = BadDocuments(None if max_bad_documents else 0)
+        return read_documents(piece, text_field, bad, document_separator)
 
     read = only_first(read_all) if dedupe else read_all
     is_import = pieces[0].ids is not None
@@ -167,6 +176,7 @@ def make_plan(
         vocab_hash=vocab_hash(encoding),
         row_group_tokens=row_group_tokens,
         dedupe=dedupe,
+        document_separator=document_separator,
     )
 
 

@@ -33,7 +33,8 @@ from raytrain_gpt.storage.location import Location, Place
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
     """(index of the piece, document) for each document of a task."""
     for i in range(*plan.tasks[task]):
-        for document in read_documents(plan.pieces[i], plan.text_field, bad):
+        piece, separator = plan.pieces[i], plan.document_separator
+        for document in read_documents(piece, plan.text_field, bad, separator):
             yield i, document
 
 

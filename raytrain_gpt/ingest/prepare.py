@@ -64,8 +64,8 @@ def prepare(
         tokenizer: `bytes` or a name that tiktoken knows.
         in_process: Do without Ray; else that is done with less than SMALL_BYTES of text, if RAY_ADDRESS
             names no cluster. A cluster that is started for the tasks ends with them.
-        options: Of `make_plan`: text_field, text_suffixes, val, val_fraction, val_tokens, shard_tokens,
-            dedupe, max_bad_documents.
+        options: Of `make_plan`: text_field, text_suffixes, document_separator, val, val_fraction,
+            val_tokens, shard_tokens, dedupe, max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.

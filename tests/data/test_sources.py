@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raytrain_gpt.data import documents, sources
 from raytrain_gpt.data.bad_documents import BadDocuments
@@ -27,12 +29,14 @@ from tests.data.shard_tools import (
 MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
 
 
-def read(*names: str, text_field: str = "text") -> list[tuple[str, int, str]]:
+def read(
+    *names: str, text_field: str = "text", separator: str | None = None
+) -> list[tuple[str, int, str]]:
     """(file name, position, text) of all documents."""
     return [
         (piece.name, document.position, document.text)
         for piece in find_pieces(list(names), text_field)
-        for document in read_documents(piece, text_field)
+        for document in read_documents(piece, text_field, separator=separator)
     ]
 
 
@@ -169,6 +173,85 @@ def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path, raises_line) -
     assert peak_bytes < 4 * documents.MAX_LINE_BYTES
 
 
+EOT = "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("content", "separator", "wanted"),
+    [
+        (f"one\n{EOT}\n\ntwo\n\n2\n{EOT}\n", EOT, [(0, "one"), (19, "two\n\n2")]),
+        (f"{EOT}\r\n  one \r\n{EOT}\r\ntwo", EOT, [(15, "  one "), (38, "two")]),
+        (f"one{EOT}{EOT}\n \t\n{EOT}日本{EOT}two", EOT, [(0, "one"), (46, "日本"), (65, "two")]),
+        ("\n one\n\n\n\n\ntwo\n\nmore\n", "\n\n\n", [(1, " one"), (10, "two\n\nmore")]),
+        ("a.*b", ".*", [(0, "a"), (3, "b")]),
+        ("\none <|end\n", EOT, [(1, "one <|end")]),
+    ],
+)
+def test_separators_are_between_documents(
+    tmp_path: Path, content: str, separator: str, wanted: list[tuple[int, str]]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    found = read(str(tmp_path / "a.txt"), separator=separator)
+    assert found == [("a.txt", *document) for document in wanted]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text("ab \n\r-é日", max_size=9), min_size=1, max_size=9),
+    separator=st.sampled_from(["-", "--", "-a-", "\n\n", "日", "a\n", "b b b b b b"]),
+    name=st.sampled_from(["a.txt", "a.txt.gz", "a.txt.zst"]),
+    read_bytes=st.integers(1, 9),
+)
+def test_no_text_between_separators_is_lost_however_it_is_read(
+    tmp_path: Path, texts: list[str], separator: str, name: str, read_bytes: int
+) -> None:
+    content = separator.join(["x", *texts]).encode()
+    compress = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_READ_BYTES", read_bytes)
+        found = read(str(tmp_path / name), separator=separator)
+    parts = [part for part in content.split(separator.encode()) if part.strip()]
+    assert [text.encode() for _, _, text in found] == [part.strip(b"\r\n") for part in parts]
+    end = 0
+    for _, position, text in found:
+        between = content[end:position].replace(separator.encode(), b"")
+        assert not between.strip()
+        assert content[position:].startswith(text.encode())
+        end = position + len(text.encode())
+
+
+def test_json_lines_and_parquet_have_no_separator(tmp_path: Path) -> None:
+    wanted = ["one\n--\ntwo", "--", "\n"]
+    json_lines = write_jsonl(tmp_path / "a.jsonl", wanted)
+    parquet = write_parquet(tmp_path / "a.parquet", wanted, rows=2)
+    assert [text for _, _, text in read(json_lines, parquet, separator="--")] == wanted * 2
+
+
+def test_of_separated_documents_only_the_one_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("日\n--\n".encode() + b"b\xff\n--\nc")
+    bad = BadDocuments(None)
+    [piece] = find_pieces([str(tmp_path / "a.txt")], "text")
+    found = [document.text for document in read_documents(piece, "text", bad, "--")]
+    assert found == ["日", "c"]
+    assert [(b.place, b.why) for b in bad.kept] == [("byte 8", "not UTF-8")]
+
+
+def test_separated_documents_are_held_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_READ_BYTES", 2**16)
+    story = b"once upon a time " * 500
+    (tmp_path / "a.txt").write_bytes((story + EOT.encode()) * 2000)
+    [piece] = find_pieces([str(tmp_path / "a.txt")], "text")
+    tracemalloc.start()
+    found = sum(len(document.text) for document in read_documents(piece, "text", separator=EOT))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == 2000 * len(story)
+    assert peak_bytes < 8 * 2**16
+
+
 def test_a_directory_is_read_in_sorted_order_with_its_folders(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "a/b.txt", "c.md", "a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -258,8 +341,9 @@ def test_a_json_file_is_json_lines_if_it_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [-1, 100])
 def test_compressed_text_that_is_cut_off_is_refused(tmp_path: Path, keep: int, raises_line) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(made_text(900, seed=1).encode())[:keep])
-    with raises_line(DataError, "a.txt.gz", "Truncated"):
-        texts(str(tmp_path / "a.txt.gz"))
+    for separator in (None, EOT):
+        with raises_line(DataError, "a.txt.gz", "Truncated"):
+            read(str(tmp_path / "a.txt.gz"), separator=separator)
 
 
 def test_what_a_directory_is_left_without_is_counted(tmp_path: Path, raises_line) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -14,15 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_gpt.data.documents import read_documents
+from raytrain_gpt.data.documents import SourcePiece, read_documents
 from raytrain_gpt.data.preparation import done_tasks, finish, start
 from raytrain_gpt.data.prepare_plan import Plan, make_plan
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.data.split import SplitRule
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_hash
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import (
     TEXTS,
     all_tokens,
@@ -81,6 +84,50 @@ def test_txt_files_come_back_whole(tmp_path: Path, tokenizer: str, test_data: Pa
     texts = [path.read_bytes() for path in sorted(directory.glob("*.txt"))]
     assert b"".join(both_splits(tmp_path / "out", manifest)) == b"".join(texts)
     assert sum(shard.text_bytes for shard in manifest.shards) == sum(map(len, texts))
+
+
+STORIES = [f"Story {i}.\n\n日本 " + "x" * (i * 37 % 90) for i in range(3000)]
+EOT = "<|endoftext|>"
+
+
+def write_stories(directory: Path) -> str:
+    """Stories in three files, one of them compressed; returns the directory."""
+    directory.mkdir()
+    for name, first in (("a.txt", 0), ("b.txt.gz", 1000), ("c.txt", 2000)):
+        text = f"\n{EOT}\n".join(STORIES[first : first + 1000]) + "\n"
+        content = text.encode() if first % 2000 else text.encode() + EOT.encode() + b"\n"
+        (directory / name).write_bytes(gzip.compress(content) if ".gz" in name else content)
+    return str(directory)
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_stories_between_separators_are_split_one_by_one(tmp_path: Path) -> None:
+    source, out = write_stories(tmp_path / "text"), tmp_path / "out"
+    manifest = prepare_here([source], out, "bytes", val_fraction=0.1, document_separator=EOT)
+    train, val = (documents(out, manifest, split) for split in ("train", "val"))
+    assert sorted([*train, *val]) == sorted(story.encode() for story in STORIES)
+    assert len(manifest.split_shards("val")) == 3
+    assert len(val) == pytest.approx(300, abs=60)
+    assert sum(shard.documents for shard in manifest.shards) == len(STORIES)
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_stories_keep_their_order_in_any_order_of_tasks(tmp_path: Path) -> None:
+    source, out = write_stories(tmp_path / "text"), tmp_path / "out"
+    options: dict[str, Any] = {"val_tokens": 90_000, "dedupe": True, "document_separator": EOT}
+    whole = prepare_here([source, source], tmp_path / "whole", "bytes", **options)
+    val, train = (documents(tmp_path / "whole", whole, split) for split in ("val", "train"))
+    assert [*val, *train] == [story.encode() for story in STORIES]
+    assert 90_000 <= sum(len(story) + 1 for story in val) < 90_200
+    encoding = load_tokenizer("bytes")
+    del options["dedupe"]
+    single = prepare_here([source], tmp_path / "single", "bytes", **options)
+    plan = make_plan([source], encoding, **options)
+    start(out, plan, encoding)
+    results = [run_task(out, plan, task) for task in reversed(range(len(plan.tasks)))]
+    assert len(results) == 3
+    assert finish(out, plan, results, {"sources": [source]}) == single
+    assert files(out) == files(tmp_path / "single")
 
 
 def test_stdlib_is_the_text_of_this_pythons_library(tmp_path: Path) -> None:
@@ -420,8 +467,9 @@ def test_another_dataset_is_not_overwritten(tmp_path: Path, raises_line) -> None
     out = tmp_path / "out"
     prepare_here([source], out, "bytes")
     before = files(out)
-    with raises_line(DataError, "already contains another dataset", "--out"):
-        prepare_here([source], out, "bytes", val_fraction=0.5)
+    for options in ({"val_fraction": 0.5}, {"document_separator": EOT}):
+        with raises_line(DataError, "already contains another dataset", "--out"):
+            prepare_here([source], out, "bytes", **options)
     assert files(out) == before
 
 
@@ -437,12 +485,23 @@ def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, raises_line
 def test_a_plan_holds_all_that_decides_the_shards(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", MANY)
     encoding = load_tokenizer("bytes")
-    plans = [
-        make_plan([source], encoding, **options)
-        for options in ({}, {"val_fraction": 0.2}, {"val_tokens": 50}, {"row_group_tokens": 129})
+    different: list[dict[str, Any]] = [
+        {},
+        {"val_fraction": 0.2},
+        {"val_tokens": 50},
+        {"row_group_tokens": 129},
+        {"document_separator": EOT},
+        {"document_separator": "\n\n\n"},
     ]
+    plans = [make_plan([source], encoding, **options) for options in different]
     assert len({plan.hash for plan in plans}) == len(plans)
     assert make_plan([source], encoding).hash == plans[0].hash
+
+
+def test_a_plan_keeps_the_hash_that_is_in_older_manifests() -> None:
+    piece = SourcePiece("a.txt", Location("/a.txt"), 0, 9, 9)
+    plan = Plan((piece,), ((0, 1),), "text", SplitRule(), "v", 4, False)
+    assert plan.hash == "4d61201076b982d2eaceb82da3eaa4c50f8f47fcb657dd5acf770b3244d90ce2"
 
 
 def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
