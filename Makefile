@@ -6,6 +6,7 @@
 # make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
+# make test-readme  every command of the README in a fresh clone (SHORT=--short: without install and sweep)
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks: format, lint, types, test-fast, then
 #   test-shared      all tests that share one Ray cluster
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 SLOW := sweeps or tools or models or serve or faults or cluster
 
 .PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
-.PHONY: test-chaos wheel check format lint types clean
+.PHONY: test-chaos test-readme wheel check format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -42,6 +43,9 @@ test-shared: $(INSTALLED)
 
 test-own: $(INSTALLED)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"
+
+test-readme: $(INSTALLED)
+	$(BIN)/python -m tests.readme $(SHORT)
 
 wheel: $(INSTALLED)
 	rm -rf build dist

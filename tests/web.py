@@ -65,25 +65,25 @@ class WebServer:
 
 
 class HubServer(WebServer):
-    """One dataset, `owner/data`, with the branch `main` and a commit; only a token opens it if `private`."""
+    """One dataset with the branch `main` and a commit; only a token opens it if `private`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "owner/data") -> None:
         super().__init__()
-        self.private = False
+        self.name, self.private = name, False
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer as the hub does."""
         path = unquote(urlsplit(request.path).path)
         if self.private and request.headers.get("Authorization") != f"Bearer {HUB_TOKEN}":
             send(request, 401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif found := re.fullmatch(r"/api/datasets/owner/data(?:/revision/(.+))?", path):
+        elif found := re.fullmatch(rf"/api/datasets/{self.name}(?:/revision/(.+))?", path):
             if found[1] in (None, "main", HUB_COMMIT):
-                send(request, 200, json.dumps({"id": "owner/data", "sha": HUB_COMMIT}).encode())
+                send(request, 200, json.dumps({"id": self.name, "sha": HUB_COMMIT}).encode())
             else:
                 send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        elif found := re.fullmatch(rf"/api/datasets/owner/data/tree/{HUB_COMMIT}/?(.*)", path):
+        elif found := re.fullmatch(rf"/api/datasets/{self.name}/tree/{HUB_COMMIT}/?(.*)", path):
             self._send_tree(request, found[1].rstrip("/"), "recursive=true" in request.path.lower())
-        elif found := re.fullmatch(rf"/datasets/owner/data/resolve/{HUB_COMMIT}/(.+)", path):
+        elif found := re.fullmatch(rf"/datasets/{self.name}/resolve/{HUB_COMMIT}/(.+)", path):
             if found[1] in self.files:
                 self.send_file(request, self.files[found[1]])
             else:

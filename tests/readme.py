@@ -1,0 +1,143 @@
+"""The commands of the README, from its top to its end, in a clone of the last commit.
+
+    python -m tests.readme [--short]
+
+Every block of commands runs in one shell, as it stands. Where a command needs what a test cannot have (the network, GPUs,
+a directory of many machines), `stand_ins` says what stands in for it, and both are printed. `--short` takes the
+environment that is there instead of installing one, trains for fewer steps and leaves out the sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.web import HubServer
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ("git", "make", "raytrain-gpt", "ray", "(umask", "hf", "mlflow", "echo")
+"""First words of blocks of commands; other indented blocks are what commands print."""
+SERVERS = {
+    "raytrain-gpt serve": "http://127.0.0.1:8000",
+    "mlflow ui": "http://127.0.0.1:5000",
+    "ray start": "http://127.0.0.1:8265",
+}
+"""Commands that run until the end of their block -> where they answer."""
+SMALL = (
+    "--num_layers 2 --num_heads 2 --embd_size 64 --seq_len 64 --global_batch_tokens 512 "
+    "--micro_batch_sequences 8 --max_steps 3 --eval_tokens 1024 --use_gpu false --num_workers 1 "
+    "--cpus_per_worker 1 --precision fp32 --compile false"
+)
+"""A GPU's preset on a CPU, in seconds."""
+SHELL = r"""
+set -e -m
+run() { printf '\n$ %s\n' "$1"; [ "$1" = "$2" ] || echo "# here: $2"; SECONDS=0; eval "$2"; echo "# $SECONDS s"; }
+until_it_answers() { curl -s -o /dev/null --retry 120 --retry-connrefused --retry-delay 1 "$1"; }
+stop() { kill -INT -- -"$!"; wait "$!" || true; }
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--short", action="store_true")
+    short = parser.parse_args().short
+    text = (ROOT / "README.md").read_text("utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        hub = HubServer("HuggingFaceFW/fineweb-edu")
+        try:
+            replaced = stand_ins(directory, hub, short)
+            script = SHELL + "".join(shell_lines(block, replaced) for block in blocks(text))
+            environment = {
+                **os.environ,
+                "REPOSITORY": str(ROOT),
+                "HF_ENDPOINT": hub.url,
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            }
+            if short:
+                (directory / "raytrain-gpt").mkdir()
+                environment["PYTHONPATH"] = str(directory / "raytrain-gpt")
+            done = subprocess.run(["bash", "-c", script], cwd=directory, env=environment)
+        finally:
+            hub.close()
+    sys.exit(done.returncode)
+
+
+def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, str]]:
+    """Pattern of what a test cannot have -> what stands in for it."""
+    data = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
+    text = "".join(f"Once upon a time there were {n} stories of {n * n} kings.\n" for n in range(20_000))
+    if data:
+        text = (Path(data) / "text" / "tinyshakespeare.txt").read_text("utf-8")
+    (directory / "book.txt").write_text(text)
+    parquet = io.BytesIO()
+    pq.write_table(pa.table({"text": text.split("\n\n")}), parquet)
+    hub.files["sample/10BT/000_00000.parquet"] = parquet.getvalue()
+    clone = directory / "raytrain-gpt"
+    replaced = [
+        (r"book\.txt", str(directory / "book.txt")),
+        (r"https://raw\.githubusercontent\.com/\S+/input\.txt", str(directory / "book.txt")),
+        (r"--val_tokens 100000000", "--val_tokens 20000"),
+        (r"/nfs/", f"{clone}/"),
+        (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
+        (r"(train|doctor|train\.py) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
+        (r"(train --preset shakespeare\S*)", r"\1 --max_steps 20 --run_name \1-short"),
+    ]
+    if not data:
+        replaced.append((r"--tokenizer gpt2", "--tokenizer bytes"))
+    if short:
+        environment = "mkdir .venv && ln -s {0} .venv/bin && touch .venv/.installed"
+        replaced += [
+            (r"(--max_steps |book@)(\d+)\d\d\b", r"\1\2"),
+            (r"^git clone .*", r"\g<0> && " + environment.format(Path(sys.executable).parent)),
+            (r"^raytrain-gpt tune \S+$", ": not with --short"),
+        ]
+    return replaced
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The commands of each block; a fenced one of Python or YAML becomes a file, a program is run."""
+    found = []
+    for fenced, indented in re.findall(
+        r"^```(.*?)^```|((?:^ {4}.*\n)+)", text, re.MULTILINE | re.DOTALL
+    ):
+        if fenced:
+            language, _, content = fenced.partition("\n")
+            name = "shown.py" if language == "python" else content.split()[1]
+            write = f"cat > {name} <<'END'\n{content}END"
+            found.append([write, "python shown.py"] if language == "python" else [write])
+            continue
+        lines = re.sub(r"\\\n\s*", "", indented.replace("\n    ", "\n")[4:]).splitlines()
+        if lines[0].split()[0] in PROGRAMS:
+            found.append([re.sub(r"\s+# .*", "", line) for line in lines])
+    return found
+
+
+def shell_lines(block: list[str], replaced: list[tuple[str, str]]) -> str:
+    """Shell lines that run a block."""
+    lines, servers = [], 0
+    for command in block:
+        here = command
+        for pattern, instead in replaced:
+            here = re.sub(pattern, instead, here)
+        url = next((at for start, at in SERVERS.items() if here.startswith(start)), None)
+        if url:
+            here, servers = f"{here} & until_it_answers {url}", servers + 1
+        lines.append(f"run {shlex.quote(command)} {shlex.quote(here)}\n")
+    assert servers <= 1, f"a block starts two servers: {block}"
+    return "".join(lines) + "stop\n" * servers
+
+
+if __name__ == "__main__":
+    main()
