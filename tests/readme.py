@@ -40,6 +40,8 @@ SMALL = (
     "--cpus_per_worker 1 --precision fp32 --compile false"
 )
 """A GPU's preset on a CPU, in seconds."""
+SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
+GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64)).save_pretrained("gpt2-hf")"""
 SHELL = r"""
 set -e -m
 run() { printf '\n$ %s\n' "$1"; [ "$1" = "$2" ] || echo "# here: $2"; SECONDS=0; eval "$2"; echo "# $SECONDS s"; }
@@ -92,10 +94,20 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         (r"/nfs/", f"{clone}/"),
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
         (r"(train|doctor|train\.py) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
-        (r"(train --preset shakespeare\S*)", r"\1 --max_steps 20 --run_name \1-short"),
+        (r"train --preset (shakespeare\S*)", r"\g<0> --max_steps 20"),
     ]
-    if not data:
-        replaced.append((r"--tokenizer gpt2", "--tokenizer bytes"))
+    if data:
+        examples = (Path(data) / "hellaswag_val_1000.jsonl").read_text("utf-8").splitlines(True)
+        (directory / "hellaswag.jsonl").write_text("".join(examples[:40]))
+        replaced += [
+            (r"--hellaswag download", f"--hellaswag {directory}/hellaswag.jsonl"),
+            (r"^hf download .*", f"python -c {shlex.quote(SMALL_GPT2)}"),
+        ]
+    else:
+        replaced += [
+            (r"--tokenizer gpt2", "--tokenizer bytes"),
+            (r".*--hellaswag download|^hf download.*|.*import gpt2-hf.*", ": needs test data"),
+        ]
     if short:
         environment = "mkdir .venv && ln -s {0} .venv/bin && touch .venv/.installed"
         replaced += [
@@ -110,7 +122,7 @@ def blocks(text: str) -> list[list[str]]:
     """The commands of each block; a fenced one of Python or YAML becomes a file, a program is run."""
     found = []
     for fenced, indented in re.findall(
-        r"^```(.*?)^```|((?:^ {4}.*\n)+)", text, re.MULTILINE | re.DOTALL
+        r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE
     ):
         if fenced:
             language, _, content = fenced.partition("\n")
@@ -135,7 +147,7 @@ def shell_lines(block: list[str], replaced: list[tuple[str, str]]) -> str:
         if url:
             here, servers = f"{here} & until_it_answers {url}", servers + 1
         lines.append(f"run {shlex.quote(command)} {shlex.quote(here)}\n")
-    assert servers <= 1, f"a block starts two servers: {block}"
+    assert servers <= 1, f"the block of {block[0]} starts several servers"
     return "".join(lines) + "stop\n" * servers
 
 
