@@ -68,7 +68,6 @@ def main() -> None:
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
             if short:
-                (directory / "raytrain-gpt").mkdir()
                 environment["PYTHONPATH"] = str(directory / "raytrain-gpt")
             done = subprocess.run(["bash", "-c", script], cwd=directory, env=environment)
         finally:
