@@ -5,7 +5,7 @@ They are not part of a run's configuration, so no file keeps them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -48,3 +48,5 @@ class SamplingOptions(Options):
     """Seed of the draws."""
     stop_at_eot: bool = Field(True, exclude=True)
     """End a continuation where the model ends its text."""
+    scored: Literal["none", "new", "all"] = Field("none", exclude=True)
+    """Tell the log-probabilities of no tokens, of the sampled ones, or of those and the prompt's."""

@@ -30,12 +30,14 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.attention import kernels_for_any_shape, last_document
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.sampling import draw_tokens
+from raytrain_gpt.core.sampling import TokenScore, draw_tokens, token_scores
 from raytrain_gpt.errors import DataError
 
 PREFILL_TOKENS = 4096
 """Padded tokens per forward pass of whole sequences, unless a single one has more. Bounds the memory of the
 pass and how long the other sequences wait for it."""
+SCORED_TOKENS = 512
+"""Tokens of a prompt that are scored at a time; bounds the memory of their logits."""
 MAX_SEQUENCES = 64
 """Sequences that `sample_tokens` continues at a time, if their cache fits `CACHE_BYTES`."""
 CACHE_BYTES = 2**31
@@ -53,11 +55,14 @@ class Drawn:
         handle: The sequence, as `DecodingBatch.add` named it.
         token: None if the model ended the text; the end token is not part of it.
         finish_reason: None while the sequence continues.
+        scores: As `SamplingOptions.scored` says; first those of the prompt, then the token's, also if that is
+            the end token.
     """
 
     handle: int
     token: int | None
     finish_reason: FinishReason | None
+    scores: tuple[TokenScore, ...] = ()
 
 
 class _Sequence:
@@ -71,6 +76,8 @@ class _Sequence:
         self.options = options
         self.num_left = options.max_new_tokens
         self.generator = random.Random(f"{options.seed}/{stream}")
+        self.unscored: Sequence[int] = ()  # tokens of the prompt, until its forward pass
+        self.scores: list[TokenScore] = []  # that the next result tells
 
 
 class DecodingBatch:
@@ -127,8 +134,11 @@ class DecodingBatch:
             raise RuntimeError(f"the batch is full ({self.num_active} sequences)")
         handle = self._num_added
         self._num_added += 1
-        seen = last_document(prompt[-shape.seq_len :], self._model.document_end)
+        window = prompt[-shape.seq_len :]
+        seen = last_document(window, self._model.document_end)
         self._waiting.append(_Sequence(handle, seen, options, stream))
+        if options.scored == "all":
+            self._waiting[-1].unscored = window
         return handle
 
     def cancel(self, handle: int) -> None:
@@ -156,15 +166,22 @@ class DecodingBatch:
         sequences = [*self._cached, *self._sliding, *new]
         with kernels_for_any_shape(self._model.device):
             hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
+        logits = self._logits(hidden)
+        uniforms = [sequence.generator.random() for sequence in sequences]
+        tokens = draw_tokens(logits, [s.options for s in sequences], uniforms)
+        if rows := [row for row, s in enumerate(sequences) if s.options.scored != "none"]:
+            scores = token_scores(logits[rows], [tokens[row] for row in rows])
+            for row, score in zip(rows, scores, strict=True):
+                sequences[row].scores.append(score)
+        return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
         # On a GPU in fp32, also under autocast: in bf16, logits beyond 64 would have steps of a half.
         with torch.autocast("cuda", enabled=False):
             head = self._model.head_weight
-            logits = F.linear(hidden.to(head.dtype), head).float()  # (N, V)
-        uniforms = [sequence.generator.random() for sequence in sequences]
-        tokens = draw_tokens(
-            logits[:, : self._model.shape.vocab_size], [s.options for s in sequences], uniforms
-        )
-        return [self._advance(s, token) for s, token in zip(sequences, tokens, strict=True)]
+            logits = F.linear(hidden.to(head.dtype), head).float()
+        return logits[:, : self._model.shape.vocab_size]
 
     def _slide(self) -> None:
         """Move sequences that outgrew the context out of the cache."""
@@ -219,14 +236,29 @@ class DecodingBatch:
         attend = self._cache.prefill(len(self._cached), room)
         hidden = self._model.hidden_after(ids, torch.arange(longest, device=device), attend)
         self._cached += new
+        for row, sequence in enumerate(new):
+            if sequence.unscored:
+                self._score_prompt(sequence, hidden[row])
         rows = torch.arange(len(new), device=device)
         return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
 
+    def _score_prompt(self, sequence: _Sequence, hidden: Tensor) -> None:
+        """Score the prompt by the hidden states (T, D) of the part that the newest token sees."""
+        prompt, sequence.unscored = sequence.unscored, ()
+        if len(prompt) > len(sequence.tokens):  # earlier documents, too
+            hidden = self._model.hidden(torch.tensor([prompt], device=hidden.device))[0]
+        sequence.scores.append(TokenScore(prompt[0], None, ()))
+        for start in range(1, len(prompt), SCORED_TOKENS):
+            tokens = prompt[start : start + SCORED_TOKENS]
+            logits = self._logits(hidden[start - 1 : start - 1 + len(tokens)])
+            sequence.scores += token_scores(logits, tokens)
+
     def _advance(self, sequence: _Sequence, token: int) -> Drawn:
         """Append a sampled token to its sequence and end the sequence if it was the last."""
+        scores, sequence.scores = tuple(sequence.scores), []
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
-            return Drawn(sequence.handle, None, "stop")
+            return Drawn(sequence.handle, None, "stop", scores)
         if sequence.tokens[-1] == self._model.document_end:
             # The next document cannot see this one, so it starts with an empty cache.
             self._remove(sequence)
@@ -235,9 +267,9 @@ class DecodingBatch:
         sequence.tokens.append(token)
         sequence.num_left -= 1
         if sequence.num_left:
-            return Drawn(sequence.handle, token, None)
+            return Drawn(sequence.handle, token, None, scores)
         self._remove(sequence)
-        return Drawn(sequence.handle, token, "length")
+        return Drawn(sequence.handle, token, "length", scores)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
-"""From logits to tokens: temperature, top-k and top-p, and one uniform number for each token."""
+"""From logits to tokens: temperature, top-k and top-p, and one uniform number for each token.
+
+Scores of tokens come from the logits as they are.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +18,31 @@ TINY_TEMPERATURE = 1e-30
 """Divisor in place of a temperature of 0 or too small for float32."""
 BELOW_1 = 1 - 2**-24
 """The largest float32 below 1."""
+MAX_LOGPROBS = 5
+"""Most likely tokens whose log-probabilities are told."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely the model took a token to be, whatever the temperature, top_k and top_p.
+
+    Attributes:
+        logprob: In nats; None for the first token of a prompt, which nothing predicts.
+        top: The most likely tokens in its place with their log-probabilities, best first.
+    """
+
+    token: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+
+
+def token_scores(logits: Tensor, tokens: Sequence[int]) -> list[TokenScore]:
+    """Scores of N tokens by their logits, float32 (N, V) without padded ids."""
+    logprobs = torch.log_softmax(logits, 1)  # (N, V)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    values, ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]))  # (N, k)
+    top = [list(zip(*of, strict=True)) for of in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenScore(*of) for of in zip(tokens, own.tolist(), top, strict=True)]
 
 
 def draw_tokens(

@@ -54,6 +54,7 @@ def build_app(engine: Engine, options: ServeOptions, needs_key: bool) -> Starlet
         Route("/v1/models", interface.models),
         Route("/v1/models/{name:path}", interface.model),
         Route("/v1/completions", interface.completions, methods=["POST"]),
+        Route("/v1/chat/completions", interface.chat, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {
         HTTPException: _refused,
@@ -115,6 +116,11 @@ class _Interface:
             events = completion.events(self._engine)
             return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
         return JSONResponse(await completion.body(self._engine), headers=_HEADERS)
+
+    async def chat(self, request: Request) -> Response:
+        self._check_caller(request)
+        message = "this is a base model without a chat format; send a prompt to /v1/completions"
+        raise ApiError(404, message)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.sections import Strict
 from raytrain_gpt.config.wording import suggestion
+from raytrain_gpt.core.sampling import MAX_LOGPROBS
 from raytrain_gpt.parsing import parse_json
 
 MAX_BODY_BYTES = 1 << 20
@@ -23,8 +24,6 @@ MAX_STOPS = 4
 _SHOWN_CHARACTERS = 80  # of a wrong value in an error message
 
 _NEUTRAL: dict[str, Any] = {
-    "echo": False,
-    "logprobs": None,
     "best_of": 1,
     "suffix": "",
     "presence_penalty": 0,
@@ -82,13 +81,15 @@ class CompletionRequest(Strict, strict=True):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     model: str | None = None
-    max_tokens: Annotated[int, _SAMPLING["max_new_tokens"]] = 16
+    max_tokens: int = Field(16, ge=0)
     temperature: Annotated[float, _SAMPLING["temperature"]] = Field(1.0, le=2)
     top_p: Annotated[float, _SAMPLING["top_p"]] = 1.0
     top_k: Annotated[int | None, _SAMPLING["top_k"]] = None
     n: int = Field(1, ge=1)
     stop: str | list[str] = Field(default_factory=list)
     seed: int = Field(default_factory=lambda: secrets.randbits(31), ge=-(2**63), lt=2**63)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""
@@ -109,9 +110,10 @@ class CompletionRequest(Strict, strict=True):
 
     @property
     def options(self) -> SamplingOptions:
-        """How tokens are drawn."""
+        """How tokens are drawn; one is drawn also for max_tokens=0."""
         same = self.model_dump(include={"temperature", "top_k", "top_p", "seed"})
-        return SamplingOptions(max_new_tokens=self.max_tokens, **same)
+        scored = "none" if self.logprobs is None else "all" if self.echo else "new"
+        return SamplingOptions(max_new_tokens=max(1, self.max_tokens), scored=scored, **same)
 
 
 def parse_request(body: bytes) -> CompletionRequest:
@@ -129,14 +131,14 @@ def parse_request(body: bytes) -> CompletionRequest:
         raise ApiError(400, 'the body is not a JSON object; send {"prompt": "…", …}')
     fields = {name: value for name, value in content.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
-        value = fields.pop(name, neutral)
-        # 0 == False in Python, but logprobs: 0 and echo: 0 ask for something.
-        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+        if fields.pop(name, neutral) != neutral:
             raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
     try:
         request = CompletionRequest.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from None
+    if not request.max_tokens and not request.echo:
+        raise ApiError(400, "max_tokens=0: must be at least 1, or echo must be true", "max_tokens")
     if len(request.stops) > MAX_STOPS or "" in request.stops:
         raise ApiError(400, f"stop must be up to {MAX_STOPS} texts that are not empty", "stop")
     return request

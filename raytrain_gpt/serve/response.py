@@ -7,19 +7,23 @@ import codecs
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import tiktoken
 
+from raytrain_gpt.core.sampling import TokenScore
 from raytrain_gpt.data.tokenizer import bytes_of
 from raytrain_gpt.evaluate.inference import prompt_tokens
 from raytrain_gpt.serve.engine import Engine, Job, Weights
 from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Prompt
 
-Chunk = tuple[int, str, str | None]
-"""Index of the choice, more of its text, and its finish reason with the last chunk."""
+Logprobs = dict[str, list[Any]]
+"""OpenAI's form; empty if nothing was asked for."""
+Chunk = tuple[int, str, Logprobs, str | None]
+"""Index of the choice, more of its text and tokens, and its finish reason with the last chunk."""
 
 
 class Completion:
@@ -47,13 +51,16 @@ class Completion:
     async def body(self, engine: Engine) -> dict[str, Any]:
         """The whole response, once it is complete."""
         texts = [""] * len(self.jobs)
+        logprobs: list[Logprobs] = [defaultdict(list) for _ in self.jobs]
         reasons: list[str | None] = [None] * len(self.jobs)
         async with aclosing(self._chunks(engine)) as chunks:
-            async for index, text, reason in chunks:
+            async for index, text, more, reason in chunks:
                 texts[index] += text
+                for name, values in more.items():
+                    logprobs[index][name] += values
                 reasons[index] = reason
-        choices = [_choice((i, *ended)) for i, ended in enumerate(zip(texts, reasons, strict=True))]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        ended = zip(range(len(self.jobs)), texts, logprobs, reasons, strict=True)
+        return {**self._head, "choices": [*map(_choice, ended)], "usage": self._usage()}
 
     async def events(self, engine: Engine) -> AsyncGenerator[bytes]:
         """The response as server-sent events, while it is generated."""
@@ -72,9 +79,13 @@ class Completion:
 
     async def _chunks(self, engine: Engine) -> AsyncGenerator[Chunk]:
         """Text as it is generated; closing the generator gives up the unfinished jobs."""
-        tokenizer, stops = self._weights.tokenizer, self._request.stops
+        asked, tokenizer, stops = self._request, self._weights.tokenizer, self._request.stops
         streams = {job.index: TextStream(tokenizer, stops) for job in self.jobs}
+        logprobs = {job.index: LogprobsStream(tokenizer, asked.logprobs or 0) for job in self.jobs}
         try:
+            if asked.echo:
+                for job in self.jobs:
+                    yield job.index, streams[job.index].echo(job.prompt), {}, None
             while streams:
                 # Everything that has arrived meanwhile becomes one chunk per choice, so that a slow
                 # reader does not fall behind.
@@ -82,14 +93,17 @@ class Completion:
                 while not self._drawn.empty():
                     arrived.append(self._drawn.get_nowait())
                 texts: dict[int, str] = {}
+                scores: dict[int, list[TokenScore]] = defaultdict(list)
                 reasons: dict[int, str] = {}
                 for index, drawn in arrived:
                     if index not in streams:  # an earlier token completed its stop text
                         continue
                     if drawn is None:
                         raise ApiError(500, "the model failed; the server's log has the reason")
-                    text, reason = "", drawn.finish_reason
-                    if drawn.token is not None:
+                    text, reason, told = "", drawn.finish_reason, drawn.scores
+                    if not asked.max_tokens:
+                        reason, told = "length", told[:-1]
+                    elif drawn.token is not None:
                         self._completion_tokens += 1
                         text = streams[index].push(drawn.token)
                     if streams[index].stopped:
@@ -99,9 +113,11 @@ class Completion:
                         reasons[index] = reason
                         text += streams.pop(index).close()
                     texts[index] = texts.get(index, "") + text
+                    scores[index] += told
                 for index, text in texts.items():
-                    if text or index in reasons:
-                        yield index, text, reasons.get(index)
+                    more = logprobs[index].push(scores[index])
+                    if text or more or index in reasons:
+                        yield index, text, more, reasons.get(index)
         finally:
             engine.cancel([job for job in self.jobs if job.index in streams])
 
@@ -125,6 +141,10 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
+
+    def echo(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt, in which stop texts do not count."""
+        return self._decoder.decode(b"".join(bytes_of(self._tokenizer, token) for token in prompt))
 
     def push(self, token: int) -> str:
         """The text that has become certain with a token; sets `stopped` if a stop text is complete."""
@@ -159,6 +179,35 @@ class TextStream:
         return 0
 
 
+class LogprobsStream:
+    """The log-probabilities of one choice in OpenAI's form, while its tokens arrive."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding, num_top: int) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, scores: Sequence[TokenScore]) -> Logprobs:
+        """More tokens."""
+        formed: Logprobs = defaultdict(list)
+        for score in scores:
+            formed["tokens"].append(self._name(score.token))
+            formed["token_logprobs"].append(score.logprob)
+            # The token itself is always among them, last if it is not one of the most likely.
+            likely = [*score.top[: self._num_top], (score.token, score.logprob)]
+            top = {self._name(token): logprob for token, logprob in likely}
+            formed["top_logprobs"].append(None if score.logprob is None else top)
+            formed["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(bytes_of(self._tokenizer, score.token)))
+        return formed
+
+    def _name(self, token: int) -> str:
+        """Its text; `bytes:` and its bytes if they are not a text, so that no two tokens have one name."""
+        content = bytes_of(self._tokenizer, token)
+        name = content.decode("utf-8", "backslashreplace")
+        return name if name.encode() == content else f"bytes:{name}"
+
+
 def encoded(prompt: Prompt, weights: Weights) -> list[int]:
     """Tokens of a prompt; an empty one becomes the end token, which begins a new text.
 
@@ -191,8 +240,8 @@ def encoded(prompt: Prompt, weights: Weights) -> list[int]:
 
 
 def _choice(chunk: Chunk) -> dict[str, Any]:
-    index, text, finish_reason = chunk
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    index, text, logprobs, reason = chunk
+    return {"index": index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
 
 def _event(content: dict[str, Any]) -> bytes:

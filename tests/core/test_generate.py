@@ -185,6 +185,45 @@ def test_a_document_begins_anew_where_attention_stays_within_documents(
     assert [found[handle] for handle in handles] != elsewise
 
 
+@BOTH
+@pytest.mark.parametrize("document_end", [None, 7])
+def test_scores_are_log_probabilities_of_the_model_and_change_no_token(
+    shape: GPTShape, document_end: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "SCORED_TOKENS", 3)
+    model = random_model(shape, document_end)
+    prompts = [[5], [1, 7, 2, 3], [*range(8)], [7, 7], [*range(14)], [5, 6]]
+    ways = [{"scored": scored, **way} for scored in ("all", "new", "none") for way in WAYS.values()]
+    for way in ways:
+        options = SamplingOptions(max_new_tokens=2, **way, stop_at_eot=False)
+        batch = DecodingBatch(model, EOT, len(prompts))
+        drawn = defaultdict(list)
+        for stream, prompt in enumerate(prompts):
+            batch.add(prompt, options, stream)
+        while batch.num_active:
+            for one in batch.step():
+                drawn[one.handle].append(one)
+        for stream, prompt in enumerate(prompts):
+            text = [*prompt, *(one.token for one in drawn[stream])]
+            assert text[len(prompt) :] == reference(model, prompt, options, stream)
+            scores = [score for one in drawn[stream] for score in one.scores]
+            start = {"all": 0, "new": len(prompt), "none": len(text)}[options.scored]
+            assert [score.token for score in scores] == text[start:]
+            with torch.no_grad():
+                logits = model.logits(torch.tensor([text]))[0, :, : shape.vocab_size]
+            wanted = logits.log_softmax(1)
+            for place, score in enumerate(scores, start):
+                if place == 0:
+                    assert (score.logprob, score.top) == (None, ())
+                    continue
+                assert score.logprob == pytest.approx(
+                    wanted[place - 1, score.token].item(), abs=1e-4
+                )
+                ids, values = zip(*score.top, strict=True)
+                assert values == pytest.approx(wanted[place - 1].topk(5).values.tolist(), abs=1e-4)
+                assert values == pytest.approx(wanted[place - 1, list(ids)].tolist(), abs=1e-4)
+
+
 @settings(max_examples=25)
 @given(
     st.lists(
@@ -278,6 +317,9 @@ def test_the_end_of_the_text_ends_it_and_is_not_part_of_it() -> None:
     ]
     assert batch.num_active == 0
     assert batch.step() == []
+    batch.add([0, 3, 4], SamplingOptions(max_new_tokens=5, temperature=0, scored="new"))
+    (ended,) = batch.step()
+    assert (ended.token, [score.token for score in ended.scores]) == (None, [EOT])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -113,6 +113,23 @@ def test_a_prompt_that_fills_the_context_is_taken(ask: Ask) -> None:
     assert complete(ask, prompt="a" * 120, max_tokens=8).status_code == 200
 
 
+@pytest.mark.parametrize("prompt", ["a" * SEQ_LEN, "é", "", [195]])
+def test_a_prompt_alone_is_echoed_without_a_token_more(ask: Ask, prompt: str | list[int]) -> None:
+    answer = complete(ask, prompt=prompt, echo=True, max_tokens=0, logprobs=0).json()
+    (choice,) = answer["choices"]
+    shown = {"": "<|endoftext|>"}.get(prompt, prompt) if isinstance(prompt, str) else "\ufffd"
+    assert (choice["text"], choice["finish_reason"]) == (shown, "length")
+    num_tokens = answer["usage"]["prompt_tokens"]
+    assert {len(values) for values in choice["logprobs"].values()} == {num_tokens}
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_a_chat_is_told_what_there_is_instead(ask: Ask) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    answer = ask("POST", "/v1/chat/completions", json=body)
+    assert "without a chat format; send a prompt to /v1/completions" in message(answer, 404)
+
+
 def test_unknown_addresses_have_the_same_form(ask: Ask) -> None:
     assert "Not Found" in message(ask("GET", "/v1/chat"), 404)
     assert "Method Not Allowed" in message(ask("GET", "/v1/completions"), 405)

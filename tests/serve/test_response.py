@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
+from raytrain_gpt.core.sampling import TokenScore
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve.engine import Weights
 from raytrain_gpt.serve.protocol import ApiError
-from raytrain_gpt.serve.response import TextStream, encoded
+from raytrain_gpt.serve.response import LogprobsStream, TextStream, encoded
 
 BYTES = load_tokenizer("bytes")
 CONTEXT_TOKENS = 64
@@ -92,3 +93,30 @@ def test_the_text_ends_before_the_first_stop_text_that_is_complete(
 )
 def test_only_what_may_become_a_stop_text_is_held_back(text: str, shown: list[str]) -> None:
     assert pieces(text.encode(), ["\n\n"])[0] == shown
+
+
+def test_stop_texts_do_not_count_in_an_echo_nor_across_its_end() -> None:
+    stream = TextStream(BYTES, ["ab"])
+    assert stream.echo(b"ab a") == "ab a"
+    assert [stream.push(token) for token in b"ba"] == ["b", ""]
+    assert not stream.stopped
+    stream.push(ord("b"))
+    assert stream.stopped
+
+
+def test_a_character_may_begin_in_the_prompt_and_end_in_its_continuation() -> None:
+    stream = TextStream(BYTES, [])
+    assert stream.echo(b"a\xc3") == "a"
+    assert stream.push(0xA9) == "é"
+
+
+def test_tokens_that_are_no_text_are_told_apart_and_placed_by_characters() -> None:
+    stream = LogprobsStream(BYTES, 2)
+    first = stream.push([TokenScore(ord("a"), None, ())])
+    assert first["top_logprobs"] == first["token_logprobs"] == [None]
+    likely = [(0xC3, -0.1), (0xC4, -3.0), (ord("a"), -4.0)]
+    more = stream.push([TokenScore(token, -0.1, likely) for token in "éb".encode()])
+    assert more["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
+    assert more["text_offset"] == [1, 1, 2]
+    two = {"bytes:\\xc3": -0.1, "bytes:\\xc4": -3.0}
+    assert more["top_logprobs"] == [two, {**two, "bytes:\\xa9": -0.1}, {**two, "b": -0.1}]

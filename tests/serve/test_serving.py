@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import psutil
 import pytest
+import torch
 
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.serve.replica import load_weights
 from tests.cluster.test_security import LOOPBACK
 from tests.serve.checkpoints import RUN_NAME, write_checkpoint, write_damaged
 from tests.serve.conftest import CONTEXT_TOKENS, KEY, MAX_BATCH, Server
@@ -123,6 +125,55 @@ def test_the_official_client_is_answered(server: Server) -> None:
             assert caught.value.code == "context_length_exceeded"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("echo", "max_tokens"), [(True, 0), (True, 1), (True, 12), (False, 1), (False, 12)]
+)
+def test_log_probabilities_are_those_of_the_model(
+    server: Server, echo: bool, max_tokens: int
+) -> None:
+    step, prompt = server.facts()["step"], "é, Hello"
+    fields = {"prompt": prompt, "echo": echo, "logprobs": 2, "max_tokens": max_tokens}
+    fields |= {"model": RUN_NAME, "seed": 4, "temperature": 0.7}
+
+    async def run() -> tuple[Any, list[Any]]:
+        async with client(server) as caller:
+            whole = await caller.completions.create(**fields)
+            events = await caller.completions.create(**fields, stream=True)
+            return whole, [event.choices[0] async for event in events]
+
+    answer, events = asyncio.run(run())
+    choice, ids = answer.choices[0], [*prompt.encode()]
+    options = SamplingOptions(
+        max_new_tokens=max(1, max_tokens), temperature=0.7, top_k=None, seed=4
+    )
+    drawn = server.alone(step, prompt.encode(), options) if max_tokens else b""
+    assert choice.text == (prompt if echo else "") + text(drawn)
+    assert "".join(event.text for event in events) == choice.text
+
+    told = choice.logprobs.model_dump()
+    for name, values in told.items():
+        streamed = [event.logprobs.model_dump()[name] for event in events if event.logprobs]
+        assert [value for values in streamed for value in values] == values
+    weights = load_weights(str(server.run_dir / "checkpoints" / f"step={step:08d}"))
+    model, end = weights.model.eval(), weights.tokenizer.eot_token
+    ids += [*drawn, *[end] * (choice.finish_reason == "stop")]
+    with torch.no_grad():
+        wanted = model.logits(torch.tensor([ids]))[0, :, : end + 1].log_softmax(1)
+    start = 0 if echo else len(prompt.encode())
+    assert len(told["tokens"]) == len(ids) - start
+    for place, (own, top) in enumerate(
+        zip(told["token_logprobs"], told["top_logprobs"], strict=True), start
+    ):
+        if place == 0:
+            assert own is top is None
+            continue
+        likely = wanted[place - 1].topk(2)
+        assert own == pytest.approx(wanted[place - 1, ids[place]].item(), abs=1e-4)
+        assert sorted(top.values())[-2:] == pytest.approx(likely.values.flip(0).tolist(), abs=1e-4)
+        assert len(top) == 2 + (ids[place] not in likely.indices)
+        assert own in top.values()
 
 
 @pytest.mark.parametrize(
