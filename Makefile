@@ -6,11 +6,12 @@
 # make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
-# make test-readme  every command of the README in a fresh clone (SHORT=--short: without install and sweep)
+# make test-readme   every command of the README, in a fresh clone with an install of its own
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks: format, lint, types, test-fast, then
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
+#   and the README's commands, with fewer steps
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +46,7 @@ test-own: $(INSTALLED)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"
 
 test-readme: $(INSTALLED)
-	$(BIN)/python -m tests.readme $(SHORT)
+	$(BIN)/python -m tests.readme
 
 wheel: $(INSTALLED)
 	rm -rf build dist
@@ -53,6 +54,7 @@ wheel: $(INSTALLED)
 	cp constraints.txt dist/
 
 check: format lint types test-fast test-shared test-own
+	$(BIN)/python -m tests.readme --short
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -2,9 +2,9 @@
 
     python -m tests.readme [--short]
 
-Every block of commands runs in one shell, as it stands. Where a command needs what a test cannot have (the network, GPUs,
-a directory of many machines), `stand_ins` says what stands in for it, and both are printed. `--short` takes the
-environment that is there instead of installing one, trains for fewer steps and leaves out the sweep.
+The blocks of commands run in one shell, as they stand. Where one needs what a test cannot have (the network,
+GPUs, a directory that machines share), `stand_ins` says what is run instead, and both are printed. `--short`
+takes the environment that is there, trains for fewer steps and leaves out the sweep.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
 GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64)).save_pretrained("gpt2-hf")"""
 SHELL = r"""
 set -e -m
-run() { printf '\n$ %s\n' "$1"; [ "$1" = "$2" ] || echo "# here: $2"; SECONDS=0; eval "$2"; echo "# $SECONDS s"; }
+run() {
+  printf '\n$ %s\n' "$1"; [ "$1" = "$2" ] || echo "# here: $2"
+  SECONDS=0; eval "$2"; echo "# $SECONDS s"
+}
 until_it_answers() { curl -s -o /dev/null --retry 120 --retry-connrefused --retry-delay 1 "$1"; }
 stop() { kill -INT -- -"$!"; wait "$!" || true; }
 """
@@ -78,7 +81,9 @@ def main() -> None:
 def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, str]]:
     """Pattern of what a test cannot have -> what stands in for it."""
     data = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
-    text = "".join(f"Once upon a time there were {n} stories of {n * n} kings.\n" for n in range(20_000))
+    text = "".join(
+        f"Once upon a time there were {n} stories of {n * n} kings.\n" for n in range(20_000)
+    )
     if data:
         text = (Path(data) / "text" / "tinyshakespeare.txt").read_text("utf-8")
     (directory / "book.txt").write_text(text)
@@ -93,6 +98,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         (r"/nfs/", f"{clone}/"),
         (r"^ray start --head", r"\g<0> --num-cpus 4 --block"),
         (r"(train|doctor|train\.py) --preset gpt2-124m(?! --dry)", rf"\g<0> {SMALL}"),
+        (r"python train\.py .*", r"\g<0> --run_name job"),
         (r"train --preset (shakespeare\S*)", r"\g<0> --max_steps 20"),
     ]
     if data:
@@ -110,7 +116,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     if short:
         environment = "mkdir .venv && ln -s {0} .venv/bin && touch .venv/.installed"
         replaced += [
-            (r"(--max_steps |book@)(\d+)\d\d\b", r"\1\2"),
+            (r"(max_steps[ =]|book@)(\d+)\d\d\b", r"\1\2"),
             (r"^git clone .*", r"\g<0> && " + environment.format(Path(sys.executable).parent)),
             (r"^raytrain-gpt tune \S+$", ": not with --short"),
         ]
@@ -120,9 +126,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
 def blocks(text: str) -> list[list[str]]:
     """The commands of each block; a fenced one of Python or YAML becomes a file, a program is run."""
     found = []
-    for fenced, indented in re.findall(
-        r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE
-    ):
+    for fenced, indented in re.findall(r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE):
         if fenced:
             language, _, content = fenced.partition("\n")
             name = "shown.py" if language == "python" else content.split()[1]

@@ -11,6 +11,7 @@ import pytest
 from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 
 import raytrain_gpt
+from raytrain_gpt import cli
 
 from .test_layers import ORDER
 
@@ -40,6 +41,9 @@ CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 MADE = re.compile(r"(?:--out|--local-dir) ([a-z][\w./-]*)")
 """What a command on a page makes in the working directory."""
+
+COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
+"""A command, and the rest of its line."""
 
 MAX_LINE = 120
 """Characters of a line of the README."""
@@ -147,6 +151,22 @@ def test_the_readme_links_every_page() -> None:
 def test_no_line_of_the_readme_is_long() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=by_name)
+def test_commands_that_are_named_have_these_flags(page: Path) -> None:
+    (parsers,) = [
+        action.choices for action in cli._parser()._actions if isinstance(action.choices, dict)
+    ]
+    flags = {name: {*parser._option_string_actions} for name, parser in parsers.items()}
+    text = re.sub(r"\\\n\s*", "", page.read_text("utf-8"))
+    unknown = [
+        f"{command} {flag}"
+        for command, rest in COMMAND.findall(text)
+        for flag in [*re.findall(r"--[a-z]\w*", rest), "--help"]
+        if flag not in flags.get(command, ())
+    ]
+    assert not unknown
 
 
 def test_what_the_commands_of_the_pages_make_is_neither_committed_nor_submitted() -> None:
