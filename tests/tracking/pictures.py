@@ -17,8 +17,8 @@ from tests.serve.browser import launched
 
 SIZE = {"width": 1100, "height": 900}
 LINES, WIDTH = 40, 114
-PAGE = """<body style="margin: 0; min-height: 100vh; background: #16181d; color: #d5d9e0"><pre style="margin: 20px;
-font: 15px/1.38 'DejaVu Sans Mono', monospace; white-space: pre; overflow: hidden">{}</pre>"""
+PAGE = """<body style="margin: 0; min-height: 100vh; background: #16181d; color: #d5d9e0">
+<pre style="margin: 20px; font: 15px/1.38 'DejaVu Sans Mono', monospace; overflow: hidden">{}</pre>"""
 
 
 def main(report: str, printed: str, out: str) -> None:
