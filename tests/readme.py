@@ -4,7 +4,7 @@
 
 The blocks of commands run in one shell, as they stand. Where one needs what a test cannot have (the network,
 GPUs, a directory that machines share), `stand_ins` says what is run instead, and both are printed. `--short`
-takes the environment that is there, trains for fewer steps and leaves out the sweep.
+takes the environment that is there, trains without Ray and for fewer steps, and leaves out the sweep.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
         replaced += [
             (r"(max_steps[ =]|book@)(\d+)\d\d\b", r"\1\2"),
             (r"^git clone .*", r"\g<0> && " + environment.format(Path(sys.executable).parent)),
+            (r"^make demo", ".venv/bin/raytrain-gpt train --max_steps 10"),
+            (r"^\S*raytrain-gpt train (?!.*--dry_run).*", r"\g<0> --num_workers 0"),
+            (r"train\(.*(?=\))", r"\g<0>, num_workers=0"),
             (r"^raytrain-gpt tune \S+$", ": not with --short"),
         ]
     return replaced
