@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 from tests.web import HubServer
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = ("git", "make", "raytrain-gpt", "ray", "(umask", "hf", "mlflow", "echo")
-"""First words of blocks of commands; other indented blocks are what commands print."""
+PRINTED = ("preset quickstart",)
+"""Beginnings of indented blocks that show what commands print; all others are commands."""
 SERVERS = {
     "raytrain-gpt serve": "http://127.0.0.1:8000",
     "mlflow ui": "http://127.0.0.1:5000",
@@ -44,11 +44,14 @@ SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
 GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64)).save_pretrained("gpt2-hf")"""
 SHELL = r"""
 set -e -m
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+curl() { command curl -sS --fail-with-body "$@"; }
 run() {
   printf '\n$ %s\n' "$1"; [ "$1" = "$2" ] || echo "# here: $2"
   SECONDS=0; eval "$2"; echo "# $SECONDS s"
 }
-until_it_answers() { curl -s -o /dev/null --retry 120 --retry-connrefused --retry-delay 1 "$1"; }
+free() { ! command curl -s -o /dev/null "$1" || { echo "something else answers at $1"; exit 1; }; }
+until_it_answers() { command curl -s -o /dev/null --retry 120 --retry-connrefused --retry-delay 1 "$1"; }
 stop() { kill -INT -- -"$!"; wait "$!" || true; }
 """
 
@@ -57,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--short", action="store_true")
     short = parser.parse_args().short
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = subprocess.check_output(["git", "show", "HEAD:README.md"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         hub = HubServer("HuggingFaceFW/fineweb-edu")
@@ -137,7 +140,7 @@ def blocks(text: str) -> list[list[str]]:
             found.append([write, "python shown.py"] if language == "python" else [write])
             continue
         lines = re.sub(r"\\\n\s*", "", indented.replace("\n    ", "\n")[4:]).splitlines()
-        if lines[0].split()[0] in PROGRAMS:
+        if not lines[0].startswith(PRINTED):
             found.append([re.sub(r"\s+# .*", "", line) for line in lines])
     return found
 
@@ -151,7 +154,7 @@ def shell_lines(block: list[str], replaced: list[tuple[str, str]]) -> str:
             here = re.sub(pattern, instead, here)
         url = next((at for start, at in SERVERS.items() if here.startswith(start)), None)
         if url:
-            here, servers = f"{here} & until_it_answers {url}", servers + 1
+            here, servers = f"free {url}; {here} & until_it_answers {url}", servers + 1
         lines.append(f"run {shlex.quote(command)} {shlex.quote(here)}\n")
     assert servers <= 1, f"the block of {block[0]} starts several servers"
     return "".join(lines) + "stop\n" * servers

@@ -13,15 +13,19 @@ _SAMPLE_S = 0.2
 
 
 def busy_cores() -> float:
-    """Cores that other programs keep busy now; it takes 0.2 s, in which this one sleeps."""
+    """Cores that other programs keep busy now; 0 where nothing tells. Sleeps for 0.2 s."""
     idle_s, started = _idle_s(), time.perf_counter()
     time.sleep(_SAMPLE_S)
     idle_cores = (_idle_s() - idle_s) / (time.perf_counter() - started)
-    return max(0.0, (os.cpu_count() or 1) - idle_cores)
+    cores = os.cpu_count() or 1
+    return min(max(0.0, cores - idle_cores), cores) if idle_s else 0.0
 
 
 def _idle_s() -> float:
-    """Seconds that all cores together have been idle since the machine started (man 5 proc_stat)."""
+    """Seconds that all cores together have been idle since the machine started (man 5 proc_stat).
+
+    0 in sandboxes that do not tell.
+    """
     idle, waiting_for_disks = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
     return (int(idle) + int(waiting_for_disks)) / os.sysconf("SC_CLK_TCK")
 

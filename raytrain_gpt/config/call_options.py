@@ -26,9 +26,10 @@ class Options(Strict):
             super().__init__(**values)
         except ValidationError as error:
             fields = type(self).model_fields
+            known = [name for name, field in fields.items() if not field.exclude]
 
             def unknown(name: str) -> str:
-                return f"unknown option {name}{suggestion(name, fields)}; use {', '.join(fields)}"
+                return f"unknown option {name}{suggestion(name, known)}; use {', '.join(known)}"
 
             raise ConfigError(refusal(error, fields, unknown)) from None
 

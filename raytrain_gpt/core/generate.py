@@ -215,7 +215,7 @@ class DecodingBatch:
         """Take the sequences whose prompts fit into this step, in the order of arrival."""
         count, longest = 0, 0
         for sequence in self._waiting:
-            longest = max(longest, len(sequence.tokens))
+            longest = max(longest, len(sequence.tokens), len(sequence.unscored))
             if count and (count + 1) * longest > PREFILL_TOKENS:
                 break
             count += 1

@@ -128,7 +128,8 @@ def _parts(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
                     held += more
                     continue
                 is_end, stop = True, len(held)
-            part = bytes(held[:stop]).lstrip(b"\r\n")
+            with memoryview(held) as view:  # one copy less of what may be the whole file
+                part = bytes(view[:stop]).lstrip(b"\r\n")
             if part.strip():
                 yield start + stop - len(part), part.rstrip(b"\r\n")
             del held[: stop + len(mark)]

@@ -131,7 +131,8 @@ def parse_request(body: bytes) -> CompletionRequest:
         raise ApiError(400, 'the body is not a JSON object; send {"prompt": "…", …}')
     fields = {name: value for name, value in content.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
-        if fields.pop(name, neutral) != neutral:
+        value = fields.pop(name, neutral)
+        if value != neutral or isinstance(value, bool):
             raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
     try:
         request = CompletionRequest.model_validate(fields)

@@ -68,7 +68,9 @@ def train_locally(
         TrainingFailed: the run failed.
     """
     check_no_cluster_named()
-    ranks, busy = Ranks.of_environment(), busy_cores()
+    ranks = Ranks.of_environment()
+    # Among ranks that start together each would take the others for other programs.
+    busy = busy_cores() if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
 

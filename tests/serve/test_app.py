@@ -124,6 +124,15 @@ def test_a_prompt_alone_is_echoed_without_a_token_more(ask: Ask, prompt: str | l
     assert answer["usage"]["completion_tokens"] == 0
 
 
+def test_each_choice_of_several_prompts_begins_with_its_own(ask: Ask) -> None:
+    fields = {"prompt": ["ab", "cd"], "n": 2, "echo": True, "max_tokens": 3, "logprobs": 0}
+    answer = complete(ask, **fields).json()
+    assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+    told = [choice["logprobs"]["tokens"][:2] for choice in answer["choices"]]
+    assert told == [["a", "b"]] * 2 + [["c", "d"]] * 2
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
 def test_a_chat_is_told_what_there_is_instead(ask: Ask) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
     answer = ask("POST", "/v1/chat/completions", json=body)

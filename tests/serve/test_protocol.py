@@ -77,6 +77,7 @@ def test_what_asks_for_nothing_or_is_possible_is_taken(fields: dict[str, Any]) -
         ({"logprobs": 6}, "logprobs", "logprobs=6: must be less than or equal to 5"),
         ({"logprobs": True}, "logprobs", "integer"),
         ({"best_of": 3}, "best_of", "not supported"),
+        ({"best_of": True}, "best_of", "not supported"),
         ({"prompt": {"a": "secret"}}, "prompt", "must be a text"),
         ({"prompt": ["secret", 1]}, "prompt", "must be a text"),
         ({"prompt": [True]}, "prompt", "must be a text"),

@@ -176,6 +176,22 @@ def test_log_probabilities_are_those_of_the_model(
         assert own in top.values()
 
 
+def test_log_probabilities_end_with_the_stop_text(server: Server) -> None:
+    fields = {"model": RUN_NAME, "prompt": "a", "seed": 1, "max_tokens": 60, "logprobs": 1}
+
+    async def run() -> None:
+        async with client(server) as caller:
+            (whole,) = (await caller.completions.create(**fields)).choices
+            names = whole.logprobs.tokens
+            last, stop = next((i, name) for i, name in enumerate(names) if len(name) == 1)
+            (choice,) = (await caller.completions.create(**fields, stop=stop)).choices
+            assert (choice.finish_reason, choice.text) == ("stop", whole.text.split(stop)[0])
+            told, all_told = choice.logprobs.model_dump(), whole.logprobs.model_dump()
+            assert told == {name: values[: last + 1] for name, values in all_told.items()}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
