@@ -11,7 +11,7 @@
 # make check         all that CI checks: format, lint, types, test-fast, then
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
-#   and the README's commands, with fewer steps
+#   and the README's commands, shortened
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
