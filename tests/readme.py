@@ -57,7 +57,7 @@ run() {
 }
 free() { ! command curl -s -o /dev/null "$1" || { echo "something else answers at $1"; exit 1; }; }
 until_it_answers() { command curl -s -o /dev/null --retry 120 --retry-connrefused --retry-delay 1 "$1"; }
-stop() { kill -INT -- -"$!"; wait "$!" || true; }
+stop() { kill -- -"$!"; wait "$!" || true; }
 """
 
 

@@ -28,6 +28,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_gpt.cluster.failures import root_cause
+from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.data.order import Ids
@@ -153,6 +154,7 @@ def ask_ranks(
         )
         thread, raised = start_fit(trainer)
         thread.join()
+        kill_controllers()
     found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
     return GroupFacts(world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **found)

@@ -13,6 +13,7 @@ import pytest
 from raytrain_gpt.config.schema import Config
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
+from tests.faults.processes import own
 from tests.faults.test_leaving import RAY, Head
 
 from .conftest import Doctor
@@ -42,6 +43,7 @@ def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
     batch = config.train.global_batch_tokens
     assert bench["tokens_per_s"] == pytest.approx(batch / bench["step_time_s"])
     assert not list(own_storage.iterdir())
+    assert own("ray::TrainController") == []
 
 
 def test_what_the_configuration_asks_for_is_not_there(
