@@ -42,7 +42,7 @@ SMALL = (
 )
 """A GPU's preset on a CPU, in seconds."""
 HAVE_OTHER_TESTS = (
-    r"^(mlflow|hf|curl|python|ray|export|\(umask|raytrain-gpt (import|serve|doctor|tune|train --preset|"
+    r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|serve|doctor|tune|train --preset|"
     r"sample.* --batch)).*"
 )
 SMALL_GPT2 = """from transformers import GPT2Config, GPT2LMHeadModel
