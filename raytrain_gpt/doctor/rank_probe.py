@@ -41,6 +41,8 @@ from raytrain_gpt.train.worker_group import start_fit, worker_group
 
 GROUP_WITHIN_S = 60
 """For the ranks to connect, and for every collective."""
+CONTROLLER_WITHIN_S = 10.0
+"""For Ray Train's controller to leave; a hanging one would stay behind."""
 NUM_BATCHES = 4
 """Global batches that are read."""
 ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
@@ -154,7 +156,7 @@ def ask_ranks(
         )
         thread, raised = start_fit(trainer)
         thread.join()
-        kill_controllers()
+        kill_controllers(CONTROLLER_WITHIN_S)
     found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
     return GroupFacts(world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **found)
