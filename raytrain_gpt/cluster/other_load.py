@@ -12,8 +12,13 @@ from raytrain_gpt.config.schema import Config
 _SAMPLE_S = 0.2
 
 
-def busy_cores() -> float:
-    """Cores that other programs keep busy now; 0 where nothing tells. Sleeps for 0.2 s."""
+def busy_cores(config: Config) -> float:
+    """Cores that other programs keep busy now, found in 0.2 s of sleep.
+
+    0 where nothing tells, and where `cpus_per_worker` is given.
+    """
+    if config.cluster.cpus_per_worker != "auto":
+        return 0.0
     idle_s, started = _idle_s(), time.perf_counter()
     time.sleep(_SAMPLE_S)
     idle_cores = (_idle_s() - idle_s) / (time.perf_counter() - started)
@@ -30,15 +35,15 @@ def _idle_s() -> float:
     return (int(idle) + int(waiting_for_disks)) / os.sysconf("SC_CLK_TCK")
 
 
-def crowded_cores(config: Config, fitted: FittedConfig, busy: float) -> str | None:
-    """A line where `cpus_per_worker=auto` takes cores that others keep busy.
+def crowded_cores(fitted: FittedConfig, busy: float) -> str | None:
+    """A line where a worker's threads take cores that others keep busy.
 
     Threads meet hundreds of times in a step, and all wait for the one whose core is taken
     (docs/decisions.md).
     """
     threads, cores = fitted.cluster.cpus_per_worker, os.cpu_count() or 1
     free = max(1, round(threads * (1 - busy / cores)))
-    if config.cluster.cpus_per_worker != "auto" or fitted.cluster.num_gpus or free >= threads:
+    if fitted.cluster.num_gpus or free >= threads:
         return None
     return (
         f"other programs keep {busy:.1f} of {cores} cores busy, and {threads} threads wait for each other: "

@@ -197,8 +197,8 @@ def sample_checkpoint(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
-    checkpoint, _, model, tokenizer, device = open_checkpoint(path, on_skip=log)
-    how = sampling_options(checkpoint, options)
+    _, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
+    how = sampling_options(config, options)
     ids = prompt_tokens(tokenizer, prompt)
     if len(ids) > model.shape.seq_len:
         log(f"the prompt has {len(ids)} tokens; the model sees the last {model.shape.seq_len}")
@@ -218,7 +218,7 @@ def sample_checkpoint(
 def _few_threads(model: GPT) -> Iterator[None]:
     """One thread for a small model on a CPU: more gain nothing, and wait for each other beside other load."""
     threads = torch.get_num_threads()
-    if sum(parameter.numel() for parameter in model.parameters()) < _MANY_PARAMETERS:
+    if model.shape.num_parameters < _MANY_PARAMETERS:
         torch.set_num_threads(1)
     try:
         yield
@@ -226,13 +226,12 @@ def _few_threads(model: GPT) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def sampling_options(checkpoint: Checkpoint, given: dict[str, Any]) -> SamplingOptions:
+def sampling_options(config: Config, given: dict[str, Any]) -> SamplingOptions:
     """The given options; without `max_new_tokens` that of the run's evaluations, which suits its tokenizer.
 
     Raises:
         ConfigError: an option is out of range.
     """
-    config = parse_config(checkpoint.state.config, str(checkpoint.path))
     return SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **given})
 
 

@@ -32,6 +32,7 @@ from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.cluster.failures import user_error_in
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.call_options import SamplingOptions
+from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
@@ -72,7 +73,7 @@ def sample_batch(
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
     found = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
-    sampling = sampling_options(found, options)
+    sampling = sampling_options(parse_config(found.state.config, str(found.path)), options)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
         results = _results(lines, resources, log, (found.path, num_samples, sampling))

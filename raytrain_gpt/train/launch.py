@@ -56,10 +56,10 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
         UserError: the configuration, data or cluster cannot be used.
     """
     config, data = with_data(config, log)
-    busy = busy_cores()
+    busy = busy_cores(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
-        for line in (idle_gpus(config, fitted, resources), crowded_cores(config, fitted, busy)):
+        for line in (idle_gpus(config, fitted, resources), crowded_cores(fitted, busy)):
             if line:
                 log(line)
         yield fitted, world_size, data

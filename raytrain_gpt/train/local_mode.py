@@ -70,7 +70,7 @@ def train_locally(
     check_no_cluster_named()
     ranks = Ranks.of_environment()
     # Among ranks that start together each would take the others for other programs.
-    busy = busy_cores() if ranks.world_size == 1 else 0.0
+    busy = busy_cores(config) if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
 
@@ -79,7 +79,7 @@ def train_locally(
             ranks.follow(train_loop, signals, log)
         num_gpus = torch.cuda.device_count()
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
-        if line := crowded_cores(config, fitted, busy):
+        if line := crowded_cores(fitted, busy):
             log(line)
         fitted, data = with_data(fitted, log)
         ranks.meet()

@@ -18,32 +18,22 @@ def test_another_program_that_computes_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", endless], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         program.stdout.readline()
-        busy = busy_cores()
+        busy, unasked = busy_cores(Config()), busy_cores(Config().updated({"cpus_per_worker": 1}))
         program.kill()
     assert 0.5 < busy <= (os.cpu_count() or 1)
+    assert unasked == 0.0
 
 
 @pytest.mark.parametrize(
-    ("busy", "given", "gpu", "advice"),
-    [
-        (1.1, "auto", False, 6),
-        (9.0, "auto", False, 1),
-        (0.4, "auto", False, None),
-        (9.0, 8, False, None),
-        (9.0, "auto", True, None),
-    ],
+    ("busy", "gpu", "advice"),
+    [(1.1, False, 6), (9.0, False, 1), (0.4, False, None), (9.0, True, None)],
 )
 def test_fewer_threads_are_advised(
-    busy: float,
-    given: int | str,
-    gpu: bool,
-    advice: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    busy: float, gpu: bool, advice: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    config = Config().updated({"cpus_per_worker": given})
-    fitted = decided(FittedConfig, config, num_workers=1, use_gpu=gpu, cpus_per_worker=7)
-    line = crowded_cores(config, fitted, busy)
+    fitted = decided(FittedConfig, Config(), num_workers=1, use_gpu=gpu, cpus_per_worker=7)
+    line = crowded_cores(fitted, busy)
     assert (line and line.split("--")[1]) == (
         advice and f"cpus_per_worker {advice} is probably faster"
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
 from raytrain_gpt.core import generate
 from raytrain_gpt.evaluate.inference import RULE, sample_checkpoint, sampling_options
-from raytrain_gpt.storage.location import Location
 from tests.serve.checkpoints import SEQ_LEN, small_config, write_checkpoint
 
 
@@ -39,13 +36,10 @@ def test_the_first_sample_is_shown_while_it_is_generated(
     assert events[1] == "a", "the first line is there after the first token"
 
 
-def test_a_sample_is_as_long_as_those_of_the_run(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "run", 10, 3.0)
-    checkpoint = resolve_checkpoint(Location.of(tmp_path / "run"))
-    config = small_config(SEQ_LEN).updated({"max_new_tokens": 77}).model_dump(mode="json")
-    of_run = replace(checkpoint, state=replace(checkpoint.state, config=config))
-    assert sampling_options(of_run, {"seed": 1}).max_new_tokens == 77
-    assert sampling_options(of_run, {"max_new_tokens": 5}).max_new_tokens == 5
+def test_a_sample_is_as_long_as_those_of_the_run() -> None:
+    config = small_config(SEQ_LEN).updated({"max_new_tokens": 77})
+    assert sampling_options(config, {"seed": 1}).max_new_tokens == 77
+    assert sampling_options(config, {"max_new_tokens": 5}).max_new_tokens == 5
 
 
 def test_threads_do_not_wait_for_each_other_over_a_small_model(

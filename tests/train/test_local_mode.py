@@ -177,7 +177,7 @@ def test_another_number_of_threads_is_no_other_run(
 def test_cores_that_other_programs_use_are_told(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_mode, "busy_cores", lambda: 2.0)
+    monkeypatch.setattr(local_mode, "busy_cores", lambda config: 2.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     lines: list[str] = []
     train(make_config(cpus_per_worker="auto", max_steps=2, run_name="crowded"), lines.append)
