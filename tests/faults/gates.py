@@ -141,7 +141,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
         if at["step"] == faults.notice_step and worker.collectives.world_size > 1:
             context = get_train_context()
             wait_until(lambda: context.preemption_context.preemption_info, "the notice")
-            worker._preemption_asked_at = -math.inf
+            worker._preemption_asked_at = -math.inf  # asks now
         if at["step"] == faults.stop_step:
             assert worker.recorder.stop.wait(WITHIN_S), "nobody told this rank to stop"
 
@@ -170,6 +170,8 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
             if gate.in_checkpoint and gate.rank == at["rank"] and name in str(path):
                 gate.pass_through()
 
+    if faults.notice_step is not None:  # else the step before may ask already, and be answered here
+        patch.setattr(worker_module, "PREEMPTION_CHECK_S", math.inf)
     patch.setattr(Worker, "record", recording)
     patch.setattr(HostCopy, "write", writing)
     patch.setattr(worker_module, "set_up_training", setting_up)
