@@ -44,6 +44,7 @@ CLUSTER_ENVIRONMENT = {
 }
 
 RaisesLine = Callable[..., AbstractContextManager[None]]
+ForksWorkers = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -117,8 +118,16 @@ def raises_line() -> RaisesLine:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[str]:
-    """Address of a process that forks the workers of the shared cluster."""
+def forks_workers() -> Iterator[ForksWorkers]:
+    """A context in which Ray nodes that this process starts have their workers forked."""
+
+    @contextmanager
+    def forks() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as start:
+            start.setenv(forked_worker.ADDRESS, address)
+            start.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
+            yield
+
     with tempfile.TemporaryDirectory(prefix="fork-") as directory:
         address = str(Path(directory, "server"))
         with subprocess.Popen(
@@ -130,12 +139,12 @@ def fork_server() -> Iterator[str]:
             assert server.stdin is not None
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
-            yield address
+            yield forks
             server.stdin.close()
 
 
 @pytest.fixture(scope="session")
-def cluster(s3: S3Server, fork_server: str) -> Iterator[str]:
+def cluster(s3: S3Server, forks_workers: ForksWorkers) -> Iterator[str]:
     """Address of a cluster that the tests' own process and commands started by them use.
 
     Its processes have the variables for the object store, which must be set before it starts.
@@ -143,12 +152,11 @@ def cluster(s3: S3Server, fork_server: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CLUSTER_ENVIRONMENT.items():
             patch.setenv(name, value)
-        with patch.context() as start:
-            start.setenv(forked_worker.ADDRESS, fork_server)
-            start.setattr(ray_constants, "SETUP_WORKER_FILENAME", forked_worker.__file__)
+        with forks_workers():
             context = ray.init(
                 "local", num_cpus=CLUSTER_CPUS, include_dashboard=False, log_to_driver=False
             )
+        ray._private.worker._global_node.kill_log_monitor(check_alive=False)  # as the package does
         yield context.address_info["gcs_address"]
         ray.shutdown()
 

@@ -3,13 +3,14 @@
 A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. For
 the cluster that the tests share, this file stands in for Ray's `setup_worker.py`, which becomes a
 worker: it hands its arguments, environment and output files to a server, which forks. The child runs
-Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. Ray
-and the package are imported by the child, never before, so none of their threads is forked. Clusters
-that tests or commands start themselves begin their workers as Ray does.
+Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. None
+of the imports starts a thread of Ray's or connects to anything, of which a child would have half.
+Clusters that commands start themselves begin their workers as Ray does.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -17,9 +18,18 @@ import select
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
 ADDRESS = "RAYTRAIN_GPT_TEST_FORK_SERVER"
 LIBRARIES = ("torch", "torch._dynamo", "pandas", "pyarrow.dataset", "requests", "boto3", "tiktoken")
+LIBRARIES_ON_RAY = (
+    "ray.data",
+    "ray.train.torch",
+    "raytrain_gpt.train.launch",
+    "raytrain_gpt.train.worker",
+)
+MOST_ENVIRONMENTS = 4
+"""Of Ray's variables, whose servers are kept: two jobs with two each."""
 LARGEST_REQUEST = 1 << 20
 LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
 """Arguments of `setup_worker.py` alone."""
@@ -44,10 +54,11 @@ def ask(arguments: list[str]) -> None:
 
 
 def serve(address: str) -> tuple[bytes, list[int]] | None:
-    """Fork for every request, until stdin ends. Returns in a child: the request and its files."""
+    """Have every request forked, until stdin ends. Returns in the new worker: its request and files."""
     for library in LIBRARIES:
         __import__(library)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    servers: dict[str, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -58,10 +69,52 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
             connection, _ = listener.accept()
             with connection:
                 request, files, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
-                if os.fork() == 0:
-                    return request, files
+                variables = json.loads(request)[1].items()
+                of_ray = {name: value for name, value in variables if name.startswith("RAY_")}
+                key = json.dumps(of_ray, sort_keys=True)
+                if key not in servers:
+                    servers[key], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    servers[key].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
+                    if os.fork() == 0:
+                        for inherited in (listener, connection, *servers.values()):
+                            inherited.close()
+                        for file in files:
+                            os.close(file)
+                        os.environ.update(of_ray)
+                        return serve_one_environment(theirs)
+                    theirs.close()
+                    if len(servers) > MOST_ENVIRONMENTS:
+                        servers.pop(
+                            next(iter(servers))
+                        ).close()  # it forks what is queued, and ends
+                socket.send_fds(servers[key], [request], [*files, connection.fileno()])
             for file in files:
                 os.close(file)
+
+
+def serve_one_environment(requests: socket.socket) -> tuple[bytes, list[int]] | None:
+    """The same for workers of a job and the same variables, which Ray reads when it is imported."""
+    import ray.actor
+
+    class_id = ray.actor.ActorClassID
+    # Ray's own generator, once used, would give all children the same ids for tasks and objects.
+    ray.actor.ActorClassID = SimpleNamespace(  # type: ignore[misc, assignment]
+        from_random=lambda: class_id(os.urandom(class_id.size()))
+    )
+    for library in LIBRARIES_ON_RAY:
+        __import__(library)
+    ray.actor.ActorClassID = class_id  # type: ignore[misc]
+    gc.freeze()  # a child's collections would write to, and so copy, the memory it shares
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, LARGEST_REQUEST, 4)
+        if not request:
+            return None
+        if os.fork() == 0:
+            requests.close()
+            os.close(files.pop())
+            return request, files
+        for file in files:
+            os.close(file)
 
 
 def become(request: bytes, files: list[int]) -> None:

@@ -73,7 +73,7 @@ class Gate:
         """In the worker: say that the gate is reached, with the process, and wait."""
         if self._file.with_suffix(".open").exists():
             return
-        self._file.write_text(str(os.getpid()))
+        self._file.write_text(f"{os.getpid()} {os.environ.get('RAY_RAYLET_PID', 0)}")
         wait_until(self._file.with_suffix(".open").exists, f"the opening of {self._file.name}", 600)
 
     def reached(self, unless: Callable[[], bool] = lambda: False) -> int:
@@ -83,7 +83,12 @@ class Gate:
             assert not unless(), f"{self._file.name} cannot be reached any more"
             return self._file.read_text() if self._file.exists() else ""
 
-        return int(wait_until(there, self._file.name))
+        return int(wait_until(there, self._file.name).split()[0])
+
+    @property
+    def raylet(self) -> int:
+        """Process id of the raylet of the node whose rank is there."""
+        return int(self._file.read_text().split()[1])
 
     def open(self) -> None:
         """In the test: let the rank go on, now and whenever it comes here."""

@@ -15,6 +15,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
+from tests.conftest import ForksWorkers
 from tests.runs import Straight, assert_same_order, events
 
 from .conftest import Start
@@ -24,29 +25,29 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.fixture
-def nodes(cluster: str) -> Iterator[Cluster]:
+def nodes(
+    cluster: str, forks_workers: ForksWorkers, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     """A head without work, and three nodes: for two workers and for the data."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(3):
-        made.add_node(num_cpus=1)
-    yield made
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # else 15 s until a node is dead
+    with forks_workers():
+        made = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        for _ in range(3):
+            made.add_node(num_cpus=1)
+        yield made
     made.shutdown()
 
 
-def node_of(nodes: Cluster, worker_pid: int) -> Any:
-    """The node that a worker's process runs on."""
-    raylet = psutil.Process(worker_pid).ppid()
-    return next(n for n in nodes.list_all_nodes() if raylet_pid(n) == raylet)
-
-
-def raylet_pid(node: Any) -> int:
-    (raylet,) = node.all_processes["raylet"]
-    return int(raylet.process.pid)
-
-
-def kill_raylet_of(nodes: Cluster, worker_pid: int) -> None:
-    """What ends a node; its worker, which Ray leaves behind, has to end by itself."""
-    os.kill(raylet_pid(node_of(nodes, worker_pid)), signal.SIGKILL)
+def node_at(nodes: Cluster, gate: Gate) -> Any:
+    """The node whose rank is at a gate."""
+    (found,) = (
+        node
+        for node in nodes.list_all_nodes()
+        if node.all_processes["raylet"][0].process.pid == gate.raylet
+    )
+    return found
 
 
 def has_ended(pid: int) -> bool:
@@ -71,13 +72,15 @@ def test_two_workers_become_one_and_two_and_one_again(
     command = start(config, Faults((dies, grows, drained), notice_step=40), env)
 
     orphan = command.reaches(dies)
-    kill_raylet_of(nodes, orphan)
+    # What ends a node; its worker, which Ray leaves behind, has to end by itself.
+    os.kill(dies.raylet, signal.SIGKILL)
     command.reaches(grows)
     assert has_ended(orphan)
     nodes.add_node(num_cpus=1)
     command.prints("more workers are possible")
     grows.open()
-    node = node_of(nodes, command.reaches(drained))
+    command.reaches(drained)
+    node = node_at(nodes, drained)
     accepted, why = GcsClient(address=nodes.address).drain_node(
         node.node_id,
         DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
@@ -112,7 +115,7 @@ def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     config = make_config(run_name="waits", num_workers=2)
     command = start(config, Faults((dies,)), {"RAY_ADDRESS": nodes.address})
     orphan = command.reaches(dies)
-    kill_raylet_of(nodes, orphan)
+    os.kill(dies.raylet, signal.SIGKILL)
     command.prints("waiting for nodes: 2 workers are needed")
     wait_until(lambda: has_ended(orphan), "the end of the worker without a node")
     dies.open()
