@@ -131,8 +131,19 @@ def become(request: bytes, files: list[int]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def ray_command() -> None:
+    """`ray start`, whose node has its workers forked."""
+    from ray._private import ray_constants
+    from ray.scripts.scripts import main
+
+    ray_constants.SETUP_WORKER_FILENAME = __file__
+    main()
+
+
 if __name__ == "__main__":
-    if sys.argv[1] != "serve":
+    if sys.argv[1] == "start":
+        ray_command()
+    elif sys.argv[1] != "serve":
         ask(sys.argv[1:])
     elif (worker := serve(sys.argv[2])) is not None:
         become(*worker)

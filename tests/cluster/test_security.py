@@ -22,7 +22,7 @@ from raytrain_gpt.cluster.token import keep_token_private, make_token, token_fil
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.redact import has_secret, redacted
-from tests.conftest import RaisesLine
+from tests.conftest import ForksWorkers, RaisesLine
 from tests.faults.test_leaving import Head
 from tests.runs import command, flags
 
@@ -249,8 +249,11 @@ def test_no_secret_is_printed_or_written(seen: Seen) -> None:
 
 
 @pytest.mark.tools
-def test_jobs_without_the_right_token_are_refused(tmp_path: Path) -> None:
-    head = Head(1, tmp_path / "head.log")
+def test_jobs_without_the_right_token_are_refused(
+    forks_workers: ForksWorkers, tmp_path: Path
+) -> None:
+    with forks_workers():
+        head = Head(1, tmp_path / "head.log")
     try:
         right = head.token
         for token, answer in (

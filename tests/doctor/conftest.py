@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.schema import Config
+from tests.conftest import ForksWorkers
 from tests.faults.test_leaving import Head
 from tests.runs import command, flags
 
@@ -49,9 +50,10 @@ Doctor = Callable[..., Visit]
 
 
 @pytest.fixture(scope="package")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+def head(forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """A head with room for two workers and the data."""
-    made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
+    with forks_workers():
+        made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
     yield made
     made.close()
 

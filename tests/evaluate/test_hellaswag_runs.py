@@ -205,7 +205,7 @@ def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
 def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
     code, out, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--json")
     assert (code, err) == (0, "")
-    *_, line, last = out.splitlines()  # before them how far it is, on a slow machine
+    *_, line, _, last = out.splitlines()  # before them how far it is, on a slow machine
     metrics = json.loads(last)
     norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
     assert f"step 50 | hellaswag acc_norm {norm} | acc {metrics['hellaswag/acc']:.4f} ± " in line

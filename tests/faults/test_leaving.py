@@ -22,6 +22,8 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
+from tests import forked_worker
+from tests.conftest import ForksWorkers
 from tests.runs import Straight, assert_same, assert_same_order, command, events
 
 from . import gates
@@ -48,7 +50,7 @@ def answers(port: int) -> bool:
 
 
 class Head:
-    """`ray start --head` of a test's own, with a token and a dashboard."""
+    """`ray start --head` of a test's own, with a token, a dashboard and workers that are forked."""
 
     def __init__(self, num_cpus: int, log: Path) -> None:
         self.directory = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a socket's path is short
@@ -63,7 +65,8 @@ class Head:
             "temp-dir": self.directory,
             "num-cpus": num_cpus,
         }
-        argv = [*RAY, "start", "--head", "--block", "--disable-usage-stats"]
+        argv = [sys.executable, forked_worker.__file__, "start"]
+        argv += ["--head", "--block", "--disable-usage-stats"]
         argv += [f"--{name}={value}" for name, value in flags.items()]
         self.command = Command(argv, self.token, log)
         started = wait_until(
@@ -94,9 +97,10 @@ class Head:
 
 
 @pytest.fixture
-def head(cluster: str, tmp_path: Path) -> Iterator[Head]:
+def head(cluster: str, forks_workers: ForksWorkers, tmp_path: Path) -> Iterator[Head]:
     """Room for a worker of two CPUs, or two of one, and the data."""
-    made = Head(3, tmp_path / "head.log")
+    with forks_workers():
+        made = Head(3, tmp_path / "head.log")
     yield made
     made.close()
 
