@@ -41,7 +41,7 @@ CLUSTER_FILE = "/tmp/cluster.yaml"
 DASHBOARD = "http://127.0.0.1:8265"
 CPUS = {"head": 1, "worker-1": 2, "worker-2": 2}
 """A worker of two CPUs fits each worker host, and data tasks fit the head only."""
-MAX_STEPS = 500
+MAX_STEPS = 200
 CUT_AFTER_STEP = 40
 RUN: dict[str, Any] = {
     **SMALL,
