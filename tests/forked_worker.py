@@ -121,6 +121,7 @@ def become(request: bytes, files: list[int]) -> None:
     """Be the worker."""
     arguments, environment = json.loads(request)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)  # as Ray has it, whose raylet ends the group of a worker that has left
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
