@@ -78,6 +78,8 @@ def main() -> None:
                 "HF_ENDPOINT": hub.url,
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
+            if data := os.environ.get("RAYTRAIN_GPT_TEST_DATA"):
+                environment["TIKTOKEN_CACHE_DIR"] = str(Path(data, "tiktoken"))
             if short:
                 environment["PYTHONPATH"] = str(directory / "raytrain-gpt")
             done = subprocess.run(["bash", "-c", script], cwd=directory, env=environment)
