@@ -1,8 +1,9 @@
 """Ray worker processes forked from one that has imported the libraries all of them need.
 
-A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. For
-the cluster that the tests share, this file stands in for Ray's `setup_worker.py`, which becomes a
-worker: it hands its arguments, environment and output files to a server, which forks. The child runs
+A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. On
+clusters that tests start, this file stands in for Ray's `setup_worker.py`, which becomes a worker: it
+hands its arguments, environment and output files to a server, which has it forked by a process that
+has imported Ray with the same variables (docs/decisions.md says why there is one for each). The child runs
 Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. None
 of the imports starts a thread of Ray's or connects to anything, of which a child would have half.
 Clusters that commands start themselves begin their workers as Ray does.
@@ -84,9 +85,8 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
                         return serve_one_environment(theirs)
                     theirs.close()
                     if len(servers) > MOST_ENVIRONMENTS:
-                        servers.pop(
-                            next(iter(servers))
-                        ).close()  # it forks what is queued, and ends
+                        oldest = servers.pop(next(iter(servers)))
+                        oldest.close()  # it forks what is queued, and ends
                 socket.send_fds(servers[key], [request], [*files, connection.fileno()])
             for file in files:
                 os.close(file)
