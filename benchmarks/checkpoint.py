@@ -141,7 +141,7 @@ class Training:
 
     def slowest(self, seconds: float) -> float:
         """The largest value of all ranks."""
-        return max(self.ranks.gathered(seconds))
+        return max(self.ranks.gathered(seconds, float))
 
     def synchronous(self) -> float:
         """Seconds of a checkpoint without training."""

@@ -5,11 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor
+
+from raytrain_gpt.cluster.process_groups import new_group
+
+MAX_JSON_BYTES = 64 * 2**20
+"""Largest value that one rank sends to another: above it nothing is received, whoever asks for it."""
+T = TypeVar("T")
+
+
+def _numbers(array: NDArray[Any]) -> list[int]:
+    return array.tolist()  # type: ignore[no-any-return]
+
+
+def _int64(numbers: list[int]) -> NDArray[np.int64]:
+    return np.array(numbers, np.int64)
+
+
+def _uint32(numbers: list[int]) -> NDArray[np.uint32]:
+    return np.array(numbers, np.uint32)
+
+
+Int64Array = Annotated[NDArray[np.int64], PlainSerializer(_numbers), PlainValidator(_int64)]
+"""Whole numbers in a value that ranks send each other."""
+Uint32Array = Annotated[NDArray[np.uint32], PlainSerializer(_numbers), PlainValidator(_uint32)]
+"""The same, smaller in memory."""
 
 
 class Collectives:
@@ -25,12 +52,12 @@ class Collectives:
 
     def __init__(self, rank: int, world_size: int, background_timeout_s: float = 1800.0) -> None:
         self.rank, self.world_size = rank, world_size
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._group = new_group("foreground", "gloo") if world_size > 1 else None
         self.background = self
         if world_size > 1:
             self.background = copy(self)
-            self.background._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=background_timeout_s)
+            self.background._group = new_group(
+                "background", "gloo", timedelta(seconds=background_timeout_s)
             )
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -56,19 +83,53 @@ class Collectives:
 
     def gathered_rows(self, row: Tensor) -> Tensor:
         """The int64 (n,) of every rank as int64 (world_size, n), on the CPU."""
-        if self._group is None:
-            return row.cpu()[None]
-        rows = torch.empty(self.world_size, len(row), dtype=row.dtype)
-        dist.all_gather([*rows], row.cpu(), group=self._group)
-        return rows
+        return row.cpu()[None] if self._group is None else gathered_rows(row, self._group)
 
-    def gathered(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+    def gathered(self, value: T, kind: Any) -> list[T]:
+        """The value of every rank, in rank order; see `gathered_values`."""
+        return [value] if self._group is None else gathered_values(value, kind, self._group)
+
+
+def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The (n,) of every rank of a gloo group as (ranks, n), on the CPU; None: the default group."""
+    rows = torch.empty(dist.get_world_size(group), len(row), dtype=row.dtype)
+    dist.all_gather([*rows], row.cpu(), group=group)
+    return rows
+
+
+def gathered_values(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank of a gloo group, in rank order.
+
+    They travel as JSON and are validated: a pickle would run the code of whoever wrote it.
+
+    Args:
+        kind: The values' type, for pydantic.
+        group: None: the default group.
+
+    Raises:
+        ValueError: a rank sent another type, or more than MAX_JSON_BYTES.
+    """
+    adapter = TypeAdapter(kind)
+    own = as_bytes(adapter.dump_json(value, by_alias=True))
+    sizes = gathered_rows(torch.tensor([len(own)]), group).flatten().tolist()
+    check_size(max(sizes))
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = own
+    rows = gathered_rows(padded, group)
+    return [
+        adapter.validate_json(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)
+    ]
+
+
+def as_bytes(text: bytes) -> Tensor:
+    """Bytes as uint8 (n,)."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def check_size(num_bytes: int) -> None:
+    """Raise a ValueError if no rank sends so many bytes."""
+    if not 0 <= num_bytes <= MAX_JSON_BYTES:
+        raise ValueError(f"a rank sent {num_bytes} bytes; at most {MAX_JSON_BYTES} are taken")
 
 
 class Agreement:

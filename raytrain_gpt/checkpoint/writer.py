@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from raytrain_gpt import errors
 from raytrain_gpt.checkpoint.catalog import Catalog, Draft, FileEntry
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
@@ -120,7 +121,7 @@ class CheckpointWriter:
         started = time.perf_counter()
         draft = self._catalog.draft(state.step, self._mark)
         # A rank that failed takes part in all exchanges, or the others would wait for it.
-        parts = self._ranks.gathered(_outcome_of(lambda: self._add_files(draft)))
+        parts = self._exchanged(_outcome_of(lambda: self._add_files(draft)), dict[str, FileEntry])
         failed = next((part for part in parts if isinstance(part, Exception)), None)
 
         def commit() -> Location:
@@ -134,7 +135,7 @@ class CheckpointWriter:
         # Where another run has taken the name, what lies there may be its own by now.
         if isinstance(outcome, Exception) and not isinstance(outcome, ClusterError):
             draft.discard()
-        outcome = self._ranks.gathered(outcome)[0]
+        outcome = self._exchanged(outcome, Location | None)[0]
         if not isinstance(outcome, Location):
             raise outcome
         if prune and self._ranks.rank == 0:
@@ -143,11 +144,38 @@ class CheckpointWriter:
                 self._catalog.prune(self._keep)
         return Saved(outcome, state, time.perf_counter() - started)
 
+    def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
+        """The outcome of every rank, or the exception it raised."""
+        sent = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
+        received = self._ranks.gathered(sent, kind | Failure)
+        received[self._ranks.rank] = outcome  # with its traceback
+        return [each.error() if isinstance(each, Failure) else each for each in received]
+
     def _add_files(self, draft: Draft) -> dict[str, FileEntry]:
         self._may_write()
         return {
             file: draft.add(file, partial(self._copy.write, file)) for file in self._copy.files()
         }
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that travels between ranks: the name of its type, and its text."""
+
+    type_name: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """An exception's name and text."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> Exception:
+        """The exception, if it is one of ours; else one that names its type."""
+        kind = getattr(errors, self.type_name, None)
+        if isinstance(kind, type) and issubclass(kind, RaytrainGptError):
+            return kind(self.text)
+        return RuntimeError(f"{self.type_name}: {self.text}")
 
 
 def _outcome_of(operation: Callable[[], T]) -> T | Exception:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.train
@@ -27,17 +27,18 @@ import torch.distributed as dist
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytrain_gpt.checkpoint.collectives import Int64Array, gathered_values
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
+from raytrain_gpt.cluster.process_groups import new_group
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.core.device import synchronize
-from raytrain_gpt.data.order import Ids
 from raytrain_gpt.doctor.bench import BenchFacts, time_steps
 from raytrain_gpt.doctor.node_probe import node_names
 from raytrain_gpt.ingest.feed import rank_chunks
 from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.worker_group import start_fit, worker_group
+from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
 GROUP_WITHIN_S = 60
 """For the ranks to connect, and for every collective."""
@@ -47,6 +48,7 @@ NUM_BATCHES = 4
 """Global batches that are read."""
 ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
 REPEATS = 3
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class RankIds:
         train: Global batch -> int64 (share,).
     """
 
-    val: Ids
-    train: dict[int, Ids]
+    val: Int64Array
+    train: dict[int, Int64Array]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def ask_ranks(
             name="doctor",
             directory=Location.of(directory),
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
-            torch_config=ray.train.torch.TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
+            torch_config=TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
         )
         thread, raised = start_fit(trainer)
         thread.join()
@@ -168,9 +170,8 @@ def probe_rank(spec: RankSpec) -> None:
     rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
     torch.set_num_threads(spec.config.cluster.cpus_per_worker)
 
-    def tell(stage: str, own: Any) -> list[Any]:
-        found: list[Any] = [None] * context.get_world_size()
-        dist.all_gather_object(found, own)
+    def tell(stage: str, own: T) -> list[T]:
+        found = gathered_values(own, type(own))
         if rank == 0:
             spec.results.put((stage, found))
         return found
@@ -180,7 +181,7 @@ def probe_rank(spec: RankSpec) -> None:
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
-        group = dist.new_group(backend="nccl", timeout=timedelta(seconds=GROUP_WITHIN_S))
+        group = new_group("gradients", "nccl", timedelta(seconds=GROUP_WITHIN_S))
     if usable and context.get_world_size() > 1:
         tell("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raytrain_gpt.checkpoint.collectives import Int64Array, Uint32Array
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.attention import kernels_for_any_shape
 from raytrain_gpt.core.loop import Autocast
@@ -84,10 +85,10 @@ class Choices:
         num_cut: Examples that did not fit the model's context with every ending.
     """
 
-    tokens: NDArray[np.uint32]
-    starts: NDArray[np.int64]
-    num_scored: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    tokens: Uint32Array
+    starts: Int64Array
+    num_scored: Int64Array
+    labels: Int64Array
     num_cut: int
 
     def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[ChoiceBatch]:

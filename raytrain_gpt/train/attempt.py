@@ -31,7 +31,7 @@ from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
-from raytrain_gpt.train.worker_group import WorkerSpec, start_fit, worker_group
+from raytrain_gpt.train.worker_group import TorchConfig, WorkerSpec, start_fit, worker_group
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
@@ -142,7 +142,7 @@ class Attempt:
             name=f"{self.spec.attempt:03d}",
             directory=self.spec.run_dir / "ray",
             dataset=ingest_dataset(ingest, config.train.max_steps - steps_done),
-            torch_config=ray.train.torch.TorchConfig(timeout_s=TORCH_TIMEOUT_S),
+            torch_config=TorchConfig(timeout_s=TORCH_TIMEOUT_S),
         )
 
     def _fit_and_watch(self, trainer: Any) -> Exception | None:

@@ -26,26 +26,30 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from ray._private.utils import estimate_available_memory
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.checkpoint.collectives import as_bytes, check_size
 from raytrain_gpt.cluster.address import check_no_cluster_named
 from raytrain_gpt.cluster.capacity import Node, Resources, fit_to_process
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.other_load import busy_cores, crowded_cores
+from raytrain_gpt.cluster.process_groups import meet_on_one_host, new_group
 from raytrain_gpt.cluster.shared_storage import storage_probe
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
+from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder_handle import LinesOnly, ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.attempt import POLL_S, Attempt, End, how_it_ended
 from raytrain_gpt.train.supervisor import Run, TrainLoop
-from raytrain_gpt.train.worker_group import WorkerSpec
+from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
 
 _WAIT_FOR_RANK_0 = timedelta(days=7)
 
@@ -75,6 +79,8 @@ def train_locally(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
 
     def run() -> RunSummary:
+        if ranks.in_node == ranks.world_size > 1:
+            meet_on_one_host()
         if ranks.rank:
             ranks.follow(train_loop, signals, log)
         num_gpus = torch.cuda.device_count()
@@ -97,6 +103,15 @@ def train_locally(
     # Ray Train's local mode joins the ranks of `torchrun`.
     summary: RunSummary = ray.train.torch.TorchTrainer(run, scaling_config=alone).fit().return_value
     return summary
+
+
+@dataclass(frozen=True)
+class _Orders:
+    attempt: AttemptSpec
+    choices: Choices | None
+
+
+_ORDERS: TypeAdapter[_Orders | None] = TypeAdapter(_Orders | None)
 
 
 @dataclass
@@ -140,14 +155,21 @@ class Ranks:
         return cls(*(int(os.environ[name]) for name in names[:3]))
 
     def meet(self) -> None:
-        """Make the group in which rank 0 sends; all ranks call it, in local mode."""
+        """Make the group in which rank 0 sends; all ranks call it, in local mode.
+
+        Raises:
+            ConnectionError: another process has connected to a rank.
+        """
         if self.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_WAIT_FOR_RANK_0)
+            self._group = new_group("orders", "gloo", _WAIT_FOR_RANK_0)
 
     def send(self, spec: WorkerSpec | None) -> None:
-        """Send what the other ranks are to do; None: nothing more."""
+        """Send the other ranks their orders; None ends them."""
         if self.world_size > 1:
-            dist.broadcast_object_list([spec], group=self._group)
+            sent = None if spec is None else _Orders(spec, spec.choices)
+            text = as_bytes(_ORDERS.dump_json(sent))
+            dist.broadcast(torch.tensor([len(text)]), 0, group=self._group)
+            dist.broadcast(text, 0, group=self._group)
 
     def dismiss(self) -> None:
         """Have the other ranks leave, unless an error has ended rank 0 alone: then the launcher ends them."""
@@ -159,17 +181,24 @@ class Ranks:
         """Do what rank 0 sends, and leave."""
         with signals.left_alone():
             self.meet()
-        while (spec := self._received(signals)) is not None:
+        while (orders := self._received(signals)) is not None:
             signals.defer()
-            train_loop(replace(spec, recorder=LinesOnly(log), stop=signals.stop))
+            attempt = vars(orders.attempt)
+            recorder = LinesOnly(log)
+            train_loop(
+                WorkerSpec(**attempt, choices=orders.choices, recorder=recorder, stop=signals.stop)
+            )
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> WorkerSpec | None:
-        received: list[WorkerSpec | None] = [None]
+    def _received(self, signals: StopSignals) -> _Orders | None:
+        size = torch.zeros(1, dtype=torch.int64)
         with signals.left_alone():
-            dist.broadcast_object_list(received, group=self._group)
-        return received[0]
+            dist.broadcast(size, 0, group=self._group)
+            check_size(int(size))
+            text = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(text, 0, group=self._group)
+        return _ORDERS.validate_json(bytes(text.numpy()))
 
 
 class LocalRun(Run):

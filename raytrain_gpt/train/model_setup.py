@@ -118,10 +118,12 @@ def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Pat
         return
     found = Path(tempfile.gettempdir()).stat()
     place = (uuid.getnode(), found.st_dev, found.st_ino)
-    fetching = ranks.gathered(place).index(place)
+    fetching = ranks.gathered(place, tuple[int, int, int]).index(place)
     with checkpoint.files() if fetching == ranks.rank else nullcontext() as own:
-        yield ranks.gathered(own)[fetching]
-        ranks.gathered(None)  # until all of them have read
+        fetched = ranks.gathered(own, Path | None)[fetching]
+        assert fetched is not None, "the rank that fetches has a directory"
+        yield fetched
+        ranks.gathered(None, None)  # until all of them have read
 
 
 def gradient_group() -> dist.ProcessGroup | None:

@@ -185,7 +185,8 @@ class Worker:
         own = computed_by(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
         before = resumed.state.computed_by if resumed and resumed.state.computed_by else own
-        others = [differences(before, other) for other in self.collectives.gathered(own)]
+        every = self.collectives.gathered(own, dict[str, str])
+        others = [differences(before, other) for other in every]
         for rank, differing in enumerate(others):
             if differing and self.collectives.rank == 0:
                 self.recorder.log(

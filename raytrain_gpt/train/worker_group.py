@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
 from ray.data import Dataset, ExecutionOptions
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.cluster.process_groups import host, join, open_meeting
 from raytrain_gpt.config.resolved import FittedCluster, RunPlan
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location
@@ -20,17 +24,15 @@ from raytrain_gpt.tracking.run_files import Row
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """What the driver tells every worker of an attempt.
+class AttemptSpec:
+    """Values that are the same for all workers of an attempt.
 
     Attributes:
-        resumed: Checkpoint that the run goes on from; None: a new run.
+        resumed: Checkpoint to resume from, or None for a new run.
         rows_before: The last rows of steps before, for judging whether the next ones are spikes.
         attempt: Number of this attempt; Ray knows the `fit()` by it.
         lease_token: The driver's; a worker makes no file final once another process holds the lease.
-        choices: HellaSwag, on a cluster Ray's reference to it; None: it is not scored here.
-        is_trial: A sweep decides after every evaluation whether the run goes on.
-        stop: In local mode what asks this process to save and leave; None: the driver's orders do.
+        is_trial: A sweep decides after every evaluation whether to continue.
     """
 
     plan: RunPlan
@@ -40,10 +42,52 @@ class WorkerSpec:
     rows_before: list[Row]
     attempt: int
     lease_token: str
-    choices: Any
     is_trial: bool
+
+
+@dataclass(frozen=True)
+class WorkerSpec(AttemptSpec):
+    """Orders of the driver to every worker of an attempt.
+
+    Attributes:
+        choices: HellaSwag, on a cluster Ray's reference to it; None if it is not scored here.
+        recorder: Set before the workers start.
+        stop: In local mode, asks this process to save and exit; None if the driver's orders do.
+    """
+
+    choices: Any
     recorder: RecorderHandle | None = None
     stop: threading.Event | None = None
+
+
+class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Ray Train's configuration of torch, with a default process group that other users cannot join."""
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        """The backend that makes the group."""
+        return _Backend
+
+
+class _Backend(_TorchBackend):  # type: ignore[misc]
+    def on_start(self, worker_group: Any, backend_config: ray.train.torch.TorchConfig) -> None:
+        """Make the group; Ray's own backend would do so by a store that listens on all addresses."""
+        uses_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
+        backend = backend_config.backend or ("nccl" if uses_gpus else "gloo")
+        on_one_host = len(set(worker_group.execute(host))) == 1
+        addresses: list[str | None] = [None] * len(worker_group)
+        if not on_one_host:
+            addresses = worker_group.execute(ray.util.get_node_ip_address)
+        meeting = worker_group.execute_single(0, open_meeting, addresses[0])
+        worker_group.execute(_set_torch_distributed_env_vars)
+        timeout = timedelta(seconds=backend_config.timeout_s)
+        ranks = [
+            worker_group.execute_single_async(
+                rank, join, meeting, backend, rank, len(addresses), timeout, address
+            )
+            for rank, address in enumerate(addresses)
+        ]
+        ray.get(ranks)
 
 
 def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:
@@ -74,7 +118,7 @@ def worker_group(
     name: str,
     directory: Location,
     dataset: Dataset | None,
-    torch_config: ray.train.torch.TorchConfig,
+    torch_config: TorchConfig,
 ) -> ray.train.torch.TorchTrainer:
     """A trainer whose `fit()` starts the workers once: Ray retries nothing, our supervisor does.
 

@@ -24,7 +24,7 @@ def test_one_rank_is_all_ranks() -> None:
     assert alone.summed(values).tolist() == [1.0, -2.0]
     assert alone.any_later(True, False)() == Agreement(alone).on(True, False) == [True, False]
     assert alone.gathered_rows(torch.tensor([3, 4])).tolist() == [[3, 4]]
-    assert alone.gathered("value") == ["value"]
+    assert alone.gathered("value", str) == ["value"]
     assert alone.background is alone
 
 
@@ -36,12 +36,12 @@ def rank_main(rank: int, directory: str) -> None:
     assert ranks.summed(torch.tensor([1, rank])).tolist() == [2, 1]
     assert ranks.any_later(rank == 0, rank == 1, False)() == [True, True, False]
     assert ranks.gathered_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]
-    assert ranks.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert ranks.gathered({"rank": rank}, dict[str, int]) == [{"rank": 0}, {"rank": 1}]
 
     # Rank 1 begins with the background's exchange, rank 0 with the training's: neither waits for ever.
     found: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.extend(ranks.background.gathered(f"file {rank}"))
+        target=lambda: found.extend(ranks.background.gathered(f"file {rank}", str))
     )
     if rank == 1:
         thread.start()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Catalog
@@ -31,10 +32,11 @@ class ThreadRanks:
         self._barrier, self._values = barrier, values
         self.background = self
 
-    def gathered(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
+    def gathered(self, value: Any, kind: Any) -> list[Any]:
+        adapter = TypeAdapter(kind)
+        self._values[self.rank] = adapter.dump_json(value, by_alias=True)
         self._barrier.wait(WAIT_S)
-        values = list(self._values)
+        values = [adapter.validate_json(text) for text in self._values]
         self._barrier.wait(WAIT_S)
         return values
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
@@ -105,7 +105,7 @@ def go_on(
     if ranks.rank == 0:
         newest = catalog.newest_good(say)
         catalog.clean(good_until=newest.state.step if newest else 0)
-    newest = ranks.gathered(newest)[0]
+    newest = ranks.gathered(newest, Checkpoint | None)[0]
     if newest is None:
         return 0
     load_model(newest.path.path, model)
