@@ -167,9 +167,17 @@ def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:
 
 
 def host() -> str:
-    """Names this host's network and processes: in another container both are others."""
-    spaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+    """Name this host by its network and its processes, both of which another container may not share."""
+    return f"{_network()} {_namespace('pid')}"
+
+
+def _network() -> str:
+    """Name the kernel and network that /proc/net/tcp is about."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {_namespace('net')}"
+
+
+def _namespace(kind: str) -> str:
+    return str(Path(f"/proc/self/ns/{kind}").readlink())
 
 
 def _interface_of(host: str) -> str | None:
@@ -261,14 +269,14 @@ def _refusing_strangers(name: str) -> Iterator[None]:
         store.set(f"{key}/{dist.get_rank()}", json.dumps(value))
         return [json.loads(store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
 
-    sockets = _own_sockets()
-    ranks = exchanged("sockets", [host(), sorted(sockets)])
+    sockets, network = _own_sockets(), _network()
+    ranks = exchanged("sockets", [network, sorted(sockets)])
     table = _table()
     found = strangers(
         table,
         _listeners(table, sockets) - before,
-        {inode for rank_host, inodes in ranks if rank_host == host() for inode in inodes},
-        all_here=len({rank_host for rank_host, _ in ranks}) == 1,
+        {inode for rank_network, inodes in ranks if rank_network == network for inode in inodes},
+        all_here=all(rank_network == network for rank_network, _ in ranks),
     )
     for rank, others in enumerate(exchanged("found", found)):
         if others:

@@ -9,9 +9,10 @@
     further   before rank 1 makes a further group
     userns    as `further`, the stranger as root of a user namespace of his own
 
-Each scenario prints JSON. The stranger connects to every port that a rank listens on and sends the numbers with
-which gloo's ranks introduce themselves. He reports the bytes that he is sent and the ranks' files that he can open.
-Without him, the scenario reports the addresses that ranks listen on, and which ports answer as torch's store.
+Each scenario prints JSON. The stranger connects to every port that a rank listens on and sends the numbers
+with which gloo's ranks introduce themselves. He reports how much he is sent and which files of ranks he can
+open. Without him, the scenario reports the addresses that ranks listen on, and how many ports answer as
+torch's store.
 """
 
 from __future__ import annotations
@@ -26,14 +27,11 @@ import os
 import socket
 import struct
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from torch._C._distributed_c10d import TCPStore
 
 from raytrain_gpt.checkpoint.collectives import gathered_values
 from raytrain_gpt.cluster.process_groups import Connection as TcpRow
@@ -43,6 +41,8 @@ WORLD_SIZE = 2
 WITHIN_S, ANSWERS_WITHIN_S = 60, 2
 NOBODY = 65534
 NUMBERS = range(4)
+VALIDATE, MAGIC, PING = 0, 0x3C85F7CE, 13
+"""The first queries of a client of torch's store."""
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
 
@@ -134,16 +134,13 @@ def can_open(path: Path) -> bool:
 
 
 def is_store(port: int) -> bool:
-    """Whether torch's store answers there within ANSWERS_WITHIN_S; other servers may never answer."""
-    answered, within = threading.Event(), timedelta(seconds=ANSWERS_WITHIN_S)
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError):
-            TCPStore("127.0.0.1", port, timeout=within)
-            answered.set()
-
-    threading.Thread(target=ask, daemon=True).start()
-    return answered.wait(ANSWERS_WITHIN_S)
+    """Whether torch's store answers a ping there; other servers may never answer."""
+    nonce = b"ping"
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(ANSWERS_WITHIN_S)
+        connection.sendall(struct.pack("=BIB", VALIDATE, MAGIC, PING) + nonce)
+        return connection.recv(len(nonce)) == nonce
+    return False
 
 
 class Run:

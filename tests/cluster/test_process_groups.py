@@ -60,7 +60,7 @@ def test_ranks_of_several_hosts_meet_by_a_store_at_the_address_of_the_cluster() 
 
 
 def row(local: str, remote: str, state: str, uid: int, inode: int) -> str:
-    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000  {uid}  0 {inode} 1 0 100 0"
+    return f" 0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0 100"
 
 
 LISTENER, OTHER = "0100007F:8000", "0100007F:9000"
