@@ -5,6 +5,7 @@
                                        later evaluation.json, if it is evaluated asynchronously
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
+    checkpoints/misnamed-step=…        a copy or link of another step, set aside, never removed
 
 On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
 `hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
@@ -21,6 +22,7 @@ import errno
 import hashlib
 import json
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -47,12 +49,17 @@ HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 _NAME = re.compile(r"step=\d{8,}")
+_UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
 class NewerVersion(CheckpointError):
     """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
+
+
+class Misnamed(CheckpointError):
+    """Of another step than its name says: not at its place, and maybe good."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     """A checkpoint directory's state and evaluation; its other files are not read yet.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, or of a newer version.
+        CheckpointError: it is no complete checkpoint, of a newer version, or named like one of another step.
     """
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
@@ -172,6 +179,11 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 "upgrade raytrain-gpt"
             )
         state = _STATE.validate_python(content)
+        if _NAME.fullmatch(path.name) and path.name != checkpoint_name(state.step):
+            raise Misnamed(
+                f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
+                f"name it {checkpoint_name(state.step)}, or remove it"
+            )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
@@ -195,7 +207,7 @@ class Draft:
 
     def __init__(self, directory: Location, step: int, mark: str) -> None:
         self._directory = directory
-        self._final = directory / f"step={step:08d}"
+        self._final = directory / checkpoint_name(step)
         unfinished = directory / f"unfinished-{self._final.name}-{mark}"
         self._place = unfinished if directory.is_local else self._final
 
@@ -338,11 +350,11 @@ class Catalog:
         for name in self._dir.names():
             # In an object store an unfinished one has its final name, but is not among the paths.
             nameless = _NAME.fullmatch(name) and self._dir / name not in paths
-            if nameless or name.startswith("unfinished-"):
+            if nameless or _UNFINISHED.fullmatch(name):
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
-                self._take_out(path, f"broken-{path.name}")
+                self._set_aside(path)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
@@ -355,6 +367,18 @@ class Catalog:
                 continue
             self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
 
+    def _set_aside(self, path: Location) -> None:
+        """Take a checkpoint's name from it; what the run did not write here itself is never removed."""
+        try:
+            read_checkpoint(path)
+        except Misnamed:
+            if self._dir.is_local:
+                path.path.rename((self._dir / f"misnamed-{path.name}-{secrets.token_hex(4)}").path)
+            return  # in an object store it stays: the run's own one will replace it, hashes.json last
+        except CheckpointError:
+            pass
+        self._take_out(path, f"broken-{path.name}")
+
     def _take_out(self, path: Location, name: str) -> Location:
         """Make a checkpoint none by one operation; returns where its files are now."""
         if not self._dir.is_local:
@@ -364,6 +388,11 @@ class Catalog:
         aside.remove()
         path.path.rename(aside.path)
         return aside
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's directory."""
+    return f"step={step:08d}"
 
 
 def step_of(checkpoint: Checkpoint | None) -> int:
