@@ -10,8 +10,8 @@
 On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
 `hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
 object store cannot rename: there the files have their final names at once, and without the last one,
-`hashes.json`, they are no checkpoint. The newest is the one with the largest step: clocks play no
-part. Ray keeps an index of its own, which is written but never read.
+`hashes.json`, they are no checkpoint. The newest has the largest step, whatever clocks say. Ray keeps an
+index of its own, which is written but never read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import errno
 import hashlib
 import json
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -48,7 +48,7 @@ CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-_NAME = re.compile(r"step=\d{8,}")
+_NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
@@ -179,10 +179,10 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 "upgrade raytrain-gpt"
             )
         state = _STATE.validate_python(content)
-        if _NAME.fullmatch(path.name) and path.name != checkpoint_name(state.step):
+        if _NAME.fullmatch(path.name) and _step(path) != state.step:
             raise Misnamed(
                 f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
-                f"name it {checkpoint_name(state.step)}, or remove it"
+                f"name it step={state.step:08d}, or remove it"
             )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
@@ -207,7 +207,7 @@ class Draft:
 
     def __init__(self, directory: Location, step: int, mark: str) -> None:
         self._directory = directory
-        self._final = directory / checkpoint_name(step)
+        self._final = directory / f"step={step:08d}"
         unfinished = directory / f"unfinished-{self._final.name}-{mark}"
         self._place = unfinished if directory.is_local else self._final
 
@@ -325,9 +325,8 @@ class Catalog:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 if extra := checkpoint.unlisted():
-                    on_skip(
-                        f"not read: {', '.join(extra)} of {path}, which {HASHES_FILE} does not list"
-                    )
+                    names = ", ".join(extra)
+                    on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
                 return checkpoint
             except NewerVersion:
                 raise
@@ -369,14 +368,13 @@ class Catalog:
 
     def _set_aside(self, path: Location) -> None:
         """Take a checkpoint's name from it; what the run did not write here itself is never removed."""
-        try:
-            read_checkpoint(path)
-        except Misnamed:
-            if self._dir.is_local:
-                path.path.rename((self._dir / f"misnamed-{path.name}-{secrets.token_hex(4)}").path)
-            return  # in an object store it stays: the run's own one will replace it, hashes.json last
-        except CheckpointError:
-            pass
+        with contextlib.suppress(CheckpointError):
+            try:
+                read_checkpoint(path)
+            except Misnamed:
+                if self._dir.is_local:  # else the run's own one replaces it, hashes.json last
+                    path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
+                return
         self._take_out(path, f"broken-{path.name}")
 
     def _take_out(self, path: Location, name: str) -> Location:
@@ -388,11 +386,6 @@ class Catalog:
         aside.remove()
         path.path.rename(aside.path)
         return aside
-
-
-def checkpoint_name(step: int) -> str:
-    """The name of a checkpoint's directory."""
-    return f"step={step:08d}"
 
 
 def step_of(checkpoint: Checkpoint | None) -> int:
