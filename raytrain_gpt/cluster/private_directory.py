@@ -1,13 +1,14 @@
 """A directory for one command, in a place such as `/tmp` where others keep files too.
 
-    rtgpt-ab12cd34/               mode 0700
-    rtgpt-ab12cd34/.raytrain-gpt  the marker: whose it is; locked as long as the command lives
-    unfinished-rtgpt-ab12cd34…/   being made or removed; 24 more digits, so nobody else has such a name
+    rgpt-ab12cd34/               mode 0700
+    rgpt-ab12cd34/.raytrain-gpt  the marker: whose it is; locked as long as the command lives
+    unfinished-rgpt-ab12cd34…/   being made or removed; 24 more digits, so nobody else has such a name
 
 What killed commands left is removed only if it is certain that this program made it: a directory of this
 user, of that name and mode, no link, with a marker that nobody holds and that names the directory, its own
 inode and this machine. So a copy stays, and one that was renamed. An unfinished one may lack the marker, or
 text in it, if it is otherwise empty. A directory that is being emptied keeps its marker until the end.
+Earlier versions call theirs `rtgpt-…`, and remove any of that name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from raytrain_gpt.errors import ClusterError, failure_as
 
 _MARKER = ".raytrain-gpt"
 _MAX_MARKER_CHARS = 1000
-_NAME = re.compile(r"(unfinished-)?rtgpt-([0-9a-f]{8})([0-9a-f]{24})?")
+_NAME = re.compile(r"(unfinished-)?rgpt-([0-9a-f]{8})([0-9a-f]{24})?")
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ def _made(base: Path) -> tuple[Path, IO[str]]:
     """A directory and its locked marker."""
     while True:
         digits = secrets.token_hex(4)
-        directory, unfinished = base / f"rtgpt-{digits}", _unfinished(base, digits)
+        directory, unfinished = base / f"rgpt-{digits}", _unfinished(base, digits)
         unfinished.mkdir(mode=0o700)
         # Until its marker is locked, another command may take it for a killed one's.
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -85,14 +86,14 @@ def _made(base: Path) -> tuple[Path, IO[str]]:
 
 
 def _unfinished(base: Path, digits: str) -> Path:
-    return base / f"unfinished-rtgpt-{digits}{secrets.token_hex(12)}"
+    return base / f"unfinished-rgpt-{digits}{secrets.token_hex(12)}"
 
 
 def _owner(digits: str, inode: int) -> str:
     """How a whole marker begins."""
     return (
         "raytrain-gpt made this directory for one command; whatever is in it is removed\n"
-        f"rtgpt-{digits}, this file is inode {inode}, on {socket.gethostname()}\n"
+        f"rgpt-{digits}, this file is inode {inode}, on {socket.gethostname()}\n"
     )
 
 
@@ -142,7 +143,7 @@ def _remove(path: Path, directory: int) -> None:
     if _names(directory) == [_MARKER]:
         # From here on the rest is recognized by its name.
         if not path.name.startswith("unfinished-"):
-            path = path.rename(_unfinished(path.parent, path.name.removeprefix("rtgpt-")))
+            path = path.rename(_unfinished(path.parent, path.name.removeprefix("rgpt-")))
         os.unlink(_MARKER, dir_fd=directory)
         path.rmdir()
 

@@ -136,16 +136,22 @@ def test_a_users_own_directories_stay(base: Path) -> None:
         whole = (live / MARKER).read_text()
         assert whole.startswith("raytrain-gpt made this directory")
         shutil.copytree(live, base / "elsewhere" / live.name, copy_function=shutil.copy2)
-        shutil.copytree(live, base / "rtgpt-00000001", copy_function=shutil.copy2)
-    for name in ("rtgpt-thesis", "rtgpt-00000002", f"unfinished-rtgpt-{'0' * 32}", "new-rtgpt-abc"):
+        shutil.copytree(live, base / "rgpt-00000001", copy_function=shutil.copy2)
+    for name in (
+        "rtgpt-thesis",
+        "rgpt-thesis",
+        "rgpt-00000002",
+        f"unfinished-rgpt-{'0' * 32}",
+        "new-rtgpt-abc",
+    ):
         (base / name).mkdir(mode=0o700)
         (base / name / "chapter").touch()
-    (base / "rtgpt-00000003").mkdir(mode=0o700)
-    (base / "rtgpt-00000003" / MARKER).symlink_to(base / "thesis" / "chapter")
-    (base / "rtgpt-00000004").symlink_to(base / "thesis")
-    (base / "rtgpt-00000005").touch()
-    (base / "rtgpt-00000006").mkdir(mode=0o700)
-    (base / f"unfinished-rtgpt-{'1' * 32}").symlink_to(base / "thesis")
+    (base / "rgpt-00000003").mkdir(mode=0o700)
+    (base / "rgpt-00000003" / MARKER).symlink_to(base / "thesis" / "chapter")
+    (base / "rgpt-00000004").symlink_to(base / "thesis")
+    (base / "rgpt-00000005").touch()
+    (base / "rgpt-00000006").mkdir(mode=0o700)
+    (base / f"unfinished-rgpt-{'1' * 32}").symlink_to(base / "thesis")
     before = names(base)
     for place in (base, base / "elsewhere"):
         remove_dead(place)
@@ -157,7 +163,7 @@ def test_a_users_own_directories_stay(base: Path) -> None:
 def test_a_dead_commands_directory_that_was_changed_stays(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renamed = make_dead(base).rename(base / "rtgpt-00000001")
+    renamed = make_dead(base).rename(base / "rgpt-00000001")
     opened = make_dead(base)
     opened.chmod(0o755)
     elsewhere = make_dead(base)
