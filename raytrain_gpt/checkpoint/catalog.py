@@ -59,7 +59,7 @@ class NewerVersion(CheckpointError):
 
 
 class Misnamed(CheckpointError):
-    """Of another step than its name says: not at its place, and maybe good."""
+    """Its state has another step than its name; its files may be good."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class Catalog:
             self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
 
     def _set_aside(self, path: Location) -> None:
-        """Take a checkpoint's name from it; what the run did not write here itself is never removed."""
+        """Rename a checkpoint that is not used; a copy that the user made is never removed."""
         with contextlib.suppress(CheckpointError):
             try:
                 read_checkpoint(path)

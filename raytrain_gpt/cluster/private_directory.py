@@ -1,14 +1,13 @@
-"""A directory for one command, in a place such as `/tmp` where others keep files too.
+"""A private directory for one command below a shared one such as `/tmp`.
 
     rgpt-ab12cd34/               mode 0700
     rgpt-ab12cd34/.raytrain-gpt  the marker: whose it is; locked as long as the command lives
-    unfinished-rgpt-ab12cd34…/   being made or removed; 24 more digits, so nobody else has such a name
+    unfinished-rgpt-ab12cd34…/   being made or removed; 32 digits, so no other program has such a name
 
-What killed commands left is removed only if it is certain that this program made it: a directory of this
-user, of that name and mode, no link, with a marker that nobody holds and that names the directory, its own
-inode and this machine. So a copy stays, and one that was renamed. An unfinished one may lack the marker, or
-text in it, if it is otherwise empty. A directory that is being emptied keeps its marker until the end.
-Earlier versions call theirs `rtgpt-…`, and remove any of that name.
+A directory of a killed command is removed only if this program certainly made it. It has this user, such a
+name and mode 0700, is no link, and its marker is unlocked and names the directory, the marker's inode and
+this machine. So a copied or renamed directory stays. An unfinished one may lack the marker or its text if it
+is otherwise empty. The marker is removed last. Earlier versions remove every directory named `rtgpt-…`.
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ def private_directory(base: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError), _opened(directory) as descriptor:
                     _remove(directory, descriptor)
                 if not (directory / _MARKER).exists():
-                    # Nobody else knows the name: processes that are about to end made it again.
+                    # Made again by processes of this command that are about to end: no other knows the name.
                     shutil.rmtree(directory, ignore_errors=True)
     finally:
-        remove_dead(base)  # again: they may have gone on writing
+        remove_dead(base)  # again: processes may have written there until now
 
 
 def remove_dead(base: Path) -> None:
     """Remove what killed commands left; where there is any doubt, it stays."""
     with contextlib.suppress(OSError):
         for name in _names(base):
-            with contextlib.suppress(OSError):  # it is somebody else's, or in use
+            with contextlib.suppress(OSError):  # it has another user, or is in use
                 if found := _NAME.fullmatch(name):
                     _remove_if_dead(base / name, found)
 
@@ -90,7 +89,7 @@ def _unfinished(base: Path, digits: str) -> Path:
 
 
 def _owner(digits: str, inode: int) -> str:
-    """How a whole marker begins."""
+    """The first two lines of a complete marker."""
     return (
         "raytrain-gpt made this directory for one command; whatever is in it is removed\n"
         f"rgpt-{digits}, this file is inode {inode}, on {socket.gethostname()}\n"
@@ -155,7 +154,7 @@ def _names(directory: Path | int) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a directory, so that what was looked at is what is emptied."""
+    """A descriptor of a directory: a directory that takes its name meanwhile is not emptied."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

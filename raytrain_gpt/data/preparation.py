@@ -52,7 +52,7 @@ _FILE = re.compile(
 _NOTE = re.compile(
     rf"({_PLAN_FILE}|{_REPAIR_FILE}|\d{{5,}}\.(hashes|json))(\.[0-9a-f]{{8}}{re.escape(UNFINISHED)})?"
 )
-"""Names of a preparation's own files: what else somebody keeps there is never removed."""
+"""Names of a preparation's own files; no other file there is ever removed."""
 
 NoteSuffix = Literal[".hashes", ".json"]
 

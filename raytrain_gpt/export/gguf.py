@@ -58,7 +58,7 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         writer.write_tensors_to_file()
         writer.close()
         force_to_disk(file)
-        _check_free(place)  # again: a rename would replace what was written there meanwhile
+        _check_free(place)  # again: a rename would replace a file that came meanwhile
         file.rename(place.path)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"

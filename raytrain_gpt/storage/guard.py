@@ -19,7 +19,7 @@ def guarded(path: Path, removed: bool) -> Iterator[bool]:
     """Keep others out inside; yields whether that was possible.
 
     Args:
-        path: The file; nothing is locked where its directory is gone, which is not made again.
+        path: The file; if its directory is gone, it stays gone and nothing is locked.
         removed: Remove the file at the end.
     """
     is_locked = False

@@ -408,7 +408,7 @@ def _storage_errors(verb: str, location: Location, what: str) -> AbstractContext
 
 
 def _inode(location: Location) -> int | None:
-    """Of the directory of a lease; None in an object store, or where there is no directory."""
+    """The inode of a lease's directory; None in an object store, or if the directory is missing."""
     with suppress(OSError):
         return location.path.parent.stat().st_ino if location.is_local else None
     return None

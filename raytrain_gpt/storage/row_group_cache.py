@@ -171,7 +171,7 @@ class RowGroupCache:
         return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def _named(self, own: re.Pattern[str]) -> list[Path]:
-        """What this class has named; nothing else in the directory is ever touched."""
+        """Paths that this class has named; no other in the directory is ever touched."""
         return [path for path in self.directory.iterdir() if own.fullmatch(path.name)]
 
 
