@@ -5,12 +5,13 @@
                                        later evaluation.json, if it is evaluated asynchronously
     checkpoints/unfinished-…           being written or removed; never read
     checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
+    checkpoints/misnamed-step=…        a copy or link of another step, set aside, never removed
 
 On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
 `hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
 object store cannot rename: there the files have their final names at once, and without the last one,
-`hashes.json`, they are no checkpoint. The newest is the one with the largest step: clocks play no
-part. Ray keeps an index of its own, which is written but never read.
+`hashes.json`, they are no checkpoint. The newest has the largest step, whatever clocks say. Ray keeps an
+index of its own, which is written but never read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -46,13 +48,18 @@ CHECKPOINTS_DIR = "checkpoints"
 HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
-_NAME = re.compile(r"step=\d{8,}")
+_NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
+_UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
 class NewerVersion(CheckpointError):
     """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
+
+
+class Misnamed(CheckpointError):
+    """Its state has another step than its name; its files may be good."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     """A checkpoint directory's state and evaluation; its other files are not read yet.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, or of a newer version.
+        CheckpointError: it is no complete checkpoint, of a newer version, or named like one of another step.
     """
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
@@ -172,6 +179,11 @@ def read_checkpoint(path: Location) -> Checkpoint:
                 "upgrade raytrain-gpt"
             )
         state = _STATE.validate_python(content)
+        if _NAME.fullmatch(path.name) and _step(path) != state.step:
+            raise Misnamed(
+                f"checkpoint {path} was copied, renamed or linked: its {STATE_FILE} says step {state.step}; "
+                f"name it step={state.step:08d}, or remove it"
+            )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
         own_hash = hashlib.sha256(listed.encode()).hexdigest()
@@ -313,9 +325,8 @@ class Catalog:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 if extra := checkpoint.unlisted():
-                    on_skip(
-                        f"not read: {', '.join(extra)} of {path}, which {HASHES_FILE} does not list"
-                    )
+                    names = ", ".join(extra)
+                    on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
                 return checkpoint
             except NewerVersion:
                 raise
@@ -338,11 +349,11 @@ class Catalog:
         for name in self._dir.names():
             # In an object store an unfinished one has its final name, but is not among the paths.
             nameless = _NAME.fullmatch(name) and self._dir / name not in paths
-            if nameless or name.startswith("unfinished-"):
+            if nameless or _UNFINISHED.fullmatch(name):
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
-                self._take_out(path, f"broken-{path.name}")
+                self._set_aside(path)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
@@ -354,6 +365,17 @@ class Catalog:
             if checkpoint is best or waits:
                 continue
             self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+
+    def _set_aside(self, path: Location) -> None:
+        """Rename a checkpoint that is not used; a copy that the user made is never removed."""
+        with contextlib.suppress(CheckpointError):
+            try:
+                read_checkpoint(path)
+            except Misnamed:
+                if self._dir.is_local:  # else the run's own one replaces it, hashes.json last
+                    path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
+                return
+        self._take_out(path, f"broken-{path.name}")
 
     def _take_out(self, path: Location, name: str) -> Location:
         """Make a checkpoint none by one operation; returns where its files are now."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,11 +16,11 @@ import ray
 from ray._common.utils import get_default_system_temp_dir
 
 from raytrain_gpt.cluster import start_guard
+from raytrain_gpt.cluster.private_directory import private_directory
 from raytrain_gpt.cluster.token import make_token
 from raytrain_gpt.errors import ClusterError
 
 START_WITHIN_S = 120.0
-_PREFIX = "rtgpt-"
 _LONGEST_BASE = 30
 """Characters of a directory below which Ray's sockets still have names of at most 107."""
 
@@ -64,7 +62,8 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     """
     os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
     make_token()
-    directory = _private_directory()
+    # Ray makes its own directories writable for everybody, so they need a private one around them.
+    directory = _at_end.enter_context(private_directory(_base()))
     temporary = directory / "tmp"
     temporary.mkdir()
     try:
@@ -95,46 +94,10 @@ def end_own_cluster() -> None:
 atexit.register(end_own_cluster)
 
 
-def _private_directory() -> Path:
-    """A new directory that only this user enters, held until `end_own_cluster`.
-
-    Ray makes its own directories writable for everybody, so they need a private one around them. Those
-    of dead commands, which nobody holds, are removed.
-    """
+def _base() -> Path:
+    """Where Ray keeps its files, unless the names of its sockets would be too long."""
     base = get_default_system_temp_dir()
-    if len(base) > _LONGEST_BASE:
-        base = "/tmp"
-    _remove_dead(base)
-    _at_end.callback(_remove_dead, base)  # again: their last processes may have gone on writing
-    new = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=base))
-    _at_end.enter_context(_held(new))
-    # Only now: a directory with the name that is looked for is held as long as it is in use.
-    directory = new.rename(new.with_name(new.name.removeprefix("new-")))
-    _at_end.callback(shutil.rmtree, directory, ignore_errors=True)
-    return directory
-
-
-def _remove_dead(base: str) -> None:
-    for path in Path(base).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or in use
-            if path.lstat().st_uid == os.getuid():
-                with _held(path):
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Hold a lock on a directory, which the kernel releases if this process dies.
-
-    Raises:
-        OSError: somebody else holds it, or it is no directory.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    return Path(base if len(base) <= _LONGEST_BASE else "/tmp")
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -47,6 +48,8 @@ class Mixture:
 
     parts: tuple[WeightedDataset, ...]
     """At least one; the weights sum to 1."""
+    read_at: float = field(default_factory=time.time, compare=False)
+    """When the manifests were read, Unix time: what changes later is noticed by `read`."""
 
     @property
     def is_mixed(self) -> bool:
@@ -142,14 +145,22 @@ class Mixture:
         """`read_sequences` for ids that are numbered over all datasets."""
         if not self.is_mixed:
             part = self.first
-            return read_sequences(part.directory, part.manifest, split, seq_len, ids, cache_bytes)
+            return read_sequences(
+                part.directory, part.manifest, split, seq_len, ids, cache_bytes, self.read_at
+            )
         tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
         delivered = np.full(len(ids), -1, np.int64)
         first_id = 0
         for part, num in zip(self.parts, self.num_sequences(split, seq_len), strict=True):
             own = np.flatnonzero((ids >= first_id) & (ids < first_id + num))
             tokens[own], found = read_sequences(
-                part.directory, part.manifest, split, seq_len, ids[own] - first_id, cache_bytes
+                part.directory,
+                part.manifest,
+                split,
+                seq_len,
+                ids[own] - first_id,
+                cache_bytes,
+                self.read_at,
             )
             delivered[own] = found + first_id
             first_id += num

@@ -13,6 +13,7 @@ version of pyarrow writes other bytes), the previous one is kept as `manifest-be
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from typing import Any, Literal
 
@@ -39,6 +40,19 @@ _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
 _REPAIR_FILE = "repair"
 MANIFEST_BEFORE_FILE = "manifest-before.json"
+_HASH = re.compile(r"[0-9a-f]{64}")
+_UNFINISHED_FILE = re.compile(
+    rf"((train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(MANIFEST_FILE)}|"
+    rf"{re.escape(BAD_FILE)})\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}"
+)
+_FILE = re.compile(
+    rf"(train|val)-\d{{5,}}\.parquet|{re.escape(TOKENIZER_FILE)}|{re.escape(BAD_FILE)}|"
+    rf"{_UNFINISHED_FILE.pattern}"
+)
+_NOTE = re.compile(
+    rf"({_PLAN_FILE}|{_REPAIR_FILE}|\d{{5,}}\.(hashes|json))(\.[0-9a-f]{{8}}{re.escape(UNFINISHED)})?"
+)
+"""Names of a preparation's own files; no other file there is ever removed."""
 
 NoteSuffix = Literal[".hashes", ".json"]
 
@@ -135,14 +149,16 @@ def start(
         return None
     others = [name for name in directory.names() if not name.startswith(".")]
     plan_file = notes / _PLAN_FILE
-    if others and not plan_file.exists():
+    begun = plan_file.read_bytes().decode(errors="replace") if plan_file.is_file() else ""
+    if others and not _HASH.fullmatch(begun):
         raise DataError(
             f"{directory} is not empty and not a dataset; choose another --out, or empty it"
         )
-    if plan_file.exists() and plan_file.read_bytes() != plan.hash.encode():
+    if others and begun != plan.hash:
         if (notes / _REPAIR_FILE).exists():
             raise _another_dataset(directory)
-        directory.remove()
+        _remove_own(directory, _FILE)
+        _remove_notes(directory)
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer)
     return None
@@ -178,7 +194,7 @@ def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[S
     all tasks run again.
     """
     notes = directory / _NOTES_DIR
-    notes.remove()  # left by a preparation that was killed after it wrote the manifest
+    _remove_notes(directory)  # left by a preparation that was killed after it wrote the manifest
     of_task: defaultdict[int, list[Shard]] = defaultdict(list)
     if not plan.dedupe and not manifest.source.get("bad_documents", 0):
         for shard in manifest.shards:
@@ -233,13 +249,27 @@ def finish(
     )
     if bad.count:
         (directory / BAD_FILE).write_text(bad.report())
-    for name in directory.names():
-        if name.endswith(UNFINISHED):  # left by tasks that were killed
-            (directory / name).remove()
+    _remove_own(directory, _UNFINISHED_FILE)  # left by tasks that were killed
     _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
-    (directory / _NOTES_DIR).remove()
+    _remove_notes(directory)
     return manifest
+
+
+def _remove_notes(directory: Location) -> None:
+    notes = directory / _NOTES_DIR
+    if not notes.is_local and all(map(_NOTE.fullmatch, notes.names())):
+        notes.remove()  # in few requests
+    else:
+        _remove_own(notes, _NOTE)
+        notes.remove_if_empty()
+
+
+def _remove_own(directory: Location, own: re.Pattern[str]) -> None:
+    """Remove the files with names of a preparation, in order: the plan follows the results."""
+    for name in directory.names():
+        if own.fullmatch(name) and (directory / name).is_file():
+            (directory / name).remove()
 
 
 def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:

@@ -5,6 +5,7 @@ Row groups of an object store are requested by several threads, ahead of the one
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,13 @@ READ_AHEAD = 2 * READ_THREADS
 
 
 def read_sequences(
-    directory: Place, manifest: Manifest, split: Split, seq_len: int, ids: Ids, cache_bytes: int = 0
+    directory: Place,
+    manifest: Manifest,
+    split: Split,
+    seq_len: int,
+    ids: Ids,
+    cache_bytes: int = 0,
+    since: float = math.inf,
 ) -> tuple[Tokens, Ids]:
     """Tokens of sequences, and the ids of what was really put into each row.
 
@@ -33,13 +40,14 @@ def read_sequences(
         seq_len: Context length; a sequence has one token more, the last target.
         ids: int64 (n,), sequence ids in the wanted order; rows of negative ones stay zero.
         cache_bytes: Disk space of this node for row groups of object stores; 0: no cache.
+        since: As `read_row_group` takes it.
 
     Returns:
         tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty.
         Memory: the result, and one row group or, from an object store, `READ_AHEAD` of them.
 
     Raises:
-        DataError: a row group cannot be read or contains ids outside the vocabulary.
+        DataError: a row group cannot be read, contains ids outside the vocabulary, or was changed.
     """
     directory = Location.of(directory)
     sequences = manifest.row_group_sequences(split, seq_len)
@@ -56,7 +64,7 @@ def read_sequences(
         cache = RowGroupCache(cache_directory() / "row_groups", manifest.hash, cache_bytes)
 
     def read(shard: Shard, index: int) -> Tokens:
-        return read_row_group(directory, manifest, shard, index, cache)
+        return read_row_group(directory, manifest, shard, index, cache, since)
 
     groups = (read(*one) for one in wanted) if directory.is_local else _ahead(read, wanted)
     stops = np.append(starts, len(places))[1:]

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -291,20 +293,24 @@ def read_row_group(
     shard: Shard,
     index: int,
     cache: RowGroupCache | None = None,
+    since: float = math.inf,
 ) -> Tokens:
     """Token ids of row group `index` of a shard: uint16 or uint32 (tokens,), read-only.
 
-    The cache, if there is one, is asked first, and given what it lacks.
+    Args:
+        cache: If there is one, it is asked first, and given what it lacks.
+        since: Unix time: a file on a disk that changed later is compared with its hash.
 
     Raises:
-        DataError: it cannot be read, or contains an id outside the vocabulary.
+        DataError: it cannot be read, contains an id outside the vocabulary, or is another file by now.
     """
     path = Location.of(directory) / shard.path
     kept = cache.get(shard.sha256, index) if cache else None
     if kept is not None:
         tokens: Tokens = np.frombuffer(kept, manifest.dtype)
+        is_unchanged = True
     else:
-        tokens = _stored_row_group(path, shard, index)
+        tokens, is_unchanged = _stored_row_group(path, shard, index, since)
     wanted = min(manifest.row_group_tokens, shard.tokens - index * manifest.row_group_tokens)
     if tokens.shape != (wanted,) or tokens.dtype != manifest.dtype:
         raise DataError(
@@ -319,19 +325,47 @@ def read_row_group(
             f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; remove this file and "
             f"{repair_advice(directory, manifest)}"
         )
+    if not is_unchanged:
+        raise DataError(
+            f"shard {path} was changed: its size or SHA-256 differs from the "
+            f"manifest's; remove this file and {repair_advice(directory, manifest)}"
+        )
     if cache and kept is None:
         cache.put(shard.sha256, index, tokens.view(np.uint8).data)
     return tokens
 
 
-def _stored_row_group(path: Location, shard: Shard, index: int) -> Tokens:
+def _stored_row_group(
+    path: Location, shard: Shard, index: int, since: float
+) -> tuple[Tokens, bool]:
+    """Token ids, and whether the file is still the manifest's."""
+    is_unchanged = True
     try:
         if path.is_local:
             with path.open() as source, pq.ParquetFile(source) as file:
                 column = file.read_row_group(index, columns=[COLUMN])[COLUMN]
+            is_unchanged = _is_unchanged(path, shard, since)
         else:
             column = stored_shard(path, shard.sha256).read_row_group(index, COLUMN)
         tokens: Tokens = column.combine_chunks().to_numpy()
-        return tokens
+        return tokens, is_unchanged
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
         raise DataError(f"cannot read row group {index} of {path}: {reason(error)}") from None
+
+
+def _is_unchanged(path: Location, shard: Shard, since: float) -> bool:
+    """Whether a file is still the manifest's; one look at the inode unless it changed `since`."""
+    with damage_as(DataError, path):
+        found = path.path.stat()
+        if found.st_size != shard.file_bytes:
+            return False
+        # Not the time of modification, which a copy may keep.
+        return (
+            found.st_ctime <= since
+            or _hash_of(path, found.st_ino, found.st_ctime_ns) == shard.sha256
+        )
+
+
+@lru_cache(maxsize=1024)
+def _hash_of(path: Location, _inode: int, _changed_ns: int) -> str:
+    return path.sha256()

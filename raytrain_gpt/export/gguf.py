@@ -7,6 +7,7 @@ Source: ggml, "GGUF", and llama.cpp's `llama-vocab.cpp`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import tiktoken
@@ -43,8 +44,7 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     if is_url(str(out)):
         raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
     place = Location.of(out)
-    if place.path.exists():
-        raise CheckpointError(f"{place} exists; set --out to a new file")
+    _check_free(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
     writer = GGUFWriter(None, model.shape.architecture)
     writer.add_name(config.run.run_name)
@@ -58,11 +58,17 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         writer.write_tensors_to_file()
         writer.close()
         force_to_disk(file)
+        _check_free(place)  # again: a rename would replace a file that came meanwhile
         file.rename(place.path)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
     return place.path
+
+
+def _check_free(place: Location) -> None:
+    if os.path.lexists(place.path):
+        raise CheckpointError(f"{place} exists; set --out to a new file")
 
 
 def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:

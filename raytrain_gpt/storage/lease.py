@@ -5,7 +5,7 @@ and removes the file at the end. A lease that was left behind needs no manual cl
 
 1. The holder ran on this machine: the kernel knows whether it is alive. If it is, the newcomer is
    refused at once, otherwise it takes over at once.
-2. The holder ran elsewhere, or the file is damaged: the newcomer watches the beat. If it moves, the
+2. The holder ran elsewhere, or the file is damaged or a copy: the newcomer watches the beat. If it moves, the
    newcomer is refused; after `expiry_s` without a move it takes over. Clocks are never compared.
 3. Looking and taking are one step under a file lock. Where there is none (object stores, some shared
    directories), the newcomer waits `settle_s` and looks again: of two at the same moment, only the last
@@ -20,8 +20,6 @@ directory it may outlive a dead machine or not reach other ones, and a forked ch
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import os
 import socket
@@ -29,21 +27,20 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raytrain_gpt.errors import ClusterError, RaytrainGptError, failure_as
 from raytrain_gpt.format import Log
+from raytrain_gpt.storage.guard import guarded
 from raytrain_gpt.storage.location import Location
 
 LEASE_FILE = ".lease"
 _LEASE_BYTES = 1024
 _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
-_GUARD_WAIT_S, _GUARD_PAUSE_S = 10.0, 0.02
 _UNKNOWN = "an unknown process"
 
 _held_here: set[str] = set()
@@ -78,6 +75,8 @@ class Holder(BaseModel):
         machine: The boot and the process namespace in which `pid` is valid.
         process_started: When the process started, in the kernel's ticks, since pids are reused; None
             where the kernel does not say.
+        directory: Inode of the directory of the lease, which a copy has another one of; None in an object
+            store.
         since: When the lease was taken, for people.
         beat: Grows by one with every beat.
         beat_at: Unix time of the last beat; only lists of runs go by it.
@@ -89,12 +88,13 @@ class Holder(BaseModel):
     machine: str
     pid: int = Field(gt=0, lt=2**31)
     process_started: int | None
+    directory: int | None = None
     since: str
     beat: int
     beat_at: float
 
     @classmethod
-    def this_process(cls, token: str) -> Holder:
+    def this_process(cls, token: str, directory: int | None = None) -> Holder:
         """The calling process, from now on."""
         return cls(
             token=token,
@@ -102,6 +102,7 @@ class Holder(BaseModel):
             machine=_machine(),
             pid=os.getpid(),
             process_started=_state_and_start(os.getpid())[1],
+            directory=directory,
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             beat=0,
             beat_at=time.time(),
@@ -123,9 +124,13 @@ class Holder(BaseModel):
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
-    def is_alive(self) -> bool | None:
-        """Whether the process runs; None if that cannot be seen from here."""
-        if self.machine != _machine():
+    def is_alive(self, directory: int | None) -> bool | None:
+        """Whether the process runs; None if that cannot be seen from here, or does not count.
+
+        Args:
+            directory: In which the lease was found: if it is a copy, the process beats elsewhere.
+        """
+        if self.machine != _machine() or self.directory not in (None, directory):
             return None
         state, started = _state_and_start(self.pid)
         # Dead and not yet collected by its parent, or another process of the same number.
@@ -199,7 +204,7 @@ def live_holder(location: Location) -> str | None:
     holder = _holder(location)
     if holder is None:
         return None
-    alive = holder.is_alive()
+    alive = holder.is_alive(_inode(location))
     if alive is None:
         alive = time.time() - holder.beat_at <= TIMES.expiry_s
     return str(holder) if alive else None
@@ -216,7 +221,7 @@ class Lease:
         self.token = uuid.uuid4().hex
         self.lost = threading.Event()
         self._location, self._what, self._log, self._times = location, what, log, times
-        self._has_put = False
+        self._has_put = self._makes_directory = False
         self._seen_at = time.monotonic()
         # A beat or removal that is retried for minutes could overwrite whoever took over meanwhile.
         self._impatient = replace(
@@ -240,9 +245,9 @@ class Lease:
 
     def acquire(self) -> None:
         """Take the lease, waiting for a holder elsewhere that may be gone; raises as `held_lease`."""
-        watch = _Watch(self._what, self._log, self._times.expiry_s)
+        watch = _Watch(self._location, self._what, self._log, self._times.expiry_s)
         with _storage_errors("write", self._location, self._what):
-            self._location.parent.mkdir()
+            self._makes_directory = not self._location.parent.exists()
             while not self._try(watch):
                 time.sleep(self._times.expiry_s / _POLLS_PER_EXPIRY)
             holder = _holder(self._location)
@@ -251,6 +256,7 @@ class Lease:
 
     def _try(self, watch: _Watch) -> bool:
         """Look at the lease, and take it if it is free; False: look again soon."""
+        self._location.parent.mkdir()
         with _guarded(self._location) as is_locked:
             looked_at = time.monotonic()
             text = _read(self._location)
@@ -266,7 +272,7 @@ class Lease:
     def _put(self, is_first: bool) -> bool:
         """Write the lease; the first one on a disk only if there is still none."""
         self._has_put = True
-        text = Holder.this_process(self.token).to_text()
+        text = Holder.this_process(self.token, _inode(self._location)).to_text()
         if not (is_first and self._location.is_local):
             self._location.write_text(text)
             return True
@@ -274,8 +280,8 @@ class Lease:
             # Only one of two machines can create the file, even where locks do not reach the other.
             with self._location.path.open("x", encoding="utf-8") as file:
                 file.write(text)
-        except FileExistsError:
-            return False
+        except (FileExistsError, FileNotFoundError):
+            return False  # another process took it, or removed the directory that it had made
         return True
 
     def beat_until(self, done: threading.Event) -> None:
@@ -305,9 +311,11 @@ class Lease:
         if not self._has_put:
             return
         try:
-            with _guarded(self._location):
-                if still_held(self._impatient, self.token, wait_s=0):
+            with _guarded(self._location, removed=True):
+                if is_ours := still_held(self._impatient, self.token, wait_s=0):
                     self._impatient.remove()
+            if is_ours and self._makes_directory:
+                self._location.parent.remove_if_empty()
         except (OSError, RaytrainGptError):
             self._log(
                 f"could not remove {self._location}; {self._what} is free when this process has "
@@ -322,8 +330,9 @@ class _Watch:
         began_at: When watching a holder elsewhere began; None if there was no need.
     """
 
-    def __init__(self, what: str, log: Log, expiry_s: float) -> None:
+    def __init__(self, location: Location, what: str, log: Log, expiry_s: float) -> None:
         self.began_at: float | None = None
+        self._location = location
         self._what, self._log, self._expiry_s = what, log, expiry_s
         self._first_text = ""
         self._last_look_at = 0.0
@@ -340,7 +349,7 @@ class _Watch:
             ClusterError: the holder is alive.
         """
         holder = Holder.parse(text)
-        alive = None if holder is None else holder.is_alive()
+        alive = None if holder is None else holder.is_alive(_inode(self._location))
         if alive is False:
             self._log(f"{self._what} was held by {holder}, which is gone; taking over")
             return True
@@ -385,43 +394,24 @@ def _is_away(location: Location) -> bool:
     return location.is_local and not location.parent.exists()
 
 
+def _guarded(location: Location, removed: bool = False) -> AbstractContextManager[bool]:
+    """Keep others out while a lease is read and written; yields whether that was possible."""
+    if not location.is_local:
+        return nullcontext(False)
+    return guarded(location.path.with_name(f"{location.name}.guard"), removed)
+
+
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
     """Inside, an OSError becomes one line."""
     advice = f"; give access to {location.parent}, or use another directory"
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
 
 
-@contextmanager
-def _guarded(location: Location) -> Iterator[bool]:
-    """Keep others out while a lease is read and written; yields whether that was possible."""
-    guard = None
-    if location.is_local:
-        with suppress(FileNotFoundError):  # a directory that is gone is not made again
-            guard = location.path.with_name(f"{location.name}.guard").open("a", encoding="utf-8")
-    if guard is None:
-        yield False
-        return
-    with guard:
-        is_locked = _lock(guard)
-        try:
-            yield is_locked
-        finally:
-            if is_locked:  # closing is not enough where a forked child has the file open too
-                fcntl.flock(guard, fcntl.LOCK_UN)
-
-
-def _lock(file: IO[str]) -> bool:
-    """Lock a file, unless that is not possible or somebody was frozen while holding the lock."""
-    give_up_at = time.monotonic() + _GUARD_WAIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
-            if not is_held or time.monotonic() > give_up_at:
-                return False
-        time.sleep(_GUARD_PAUSE_S)
+def _inode(location: Location) -> int | None:
+    """The inode of a lease's directory; None in an object store, or if the directory is missing."""
+    with suppress(OSError):
+        return location.path.parent.stat().st_ino if location.is_local else None
+    return None
 
 
 def _machine() -> str:

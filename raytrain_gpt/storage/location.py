@@ -326,6 +326,12 @@ class Location:
         if self.is_local:
             self.path.mkdir(parents=True, exist_ok=True)
 
+    def remove_if_empty(self) -> None:
+        """Remove a local directory with nothing in it; any other stays, and object stores have none."""
+        if self.is_local:
+            with suppress(OSError):
+                self.path.rmdir()
+
     def free_bytes(self) -> int | None:
         """Free bytes on the disk of an existing directory; None for an object store."""
         return shutil.disk_usage(self.path).free if self.is_local else None

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -35,6 +36,8 @@ RECOUNT_AFTER_S = 3600.0
 USED_FILE = "used.json"
 UNFINISHED = "unfinished-"
 DROPPED = "dropped-"
+_DATASET, _DROPPED = re.compile(r"[0-9a-f]{64}"), re.compile(rf"{DROPPED}[0-9a-f]{{32}}")
+_UNFINISHED = re.compile(rf"{UNFINISHED}[a-z0-9_]{{8}}")
 _HASH_BYTES = 32
 _USED_BYTES = 64
 """Fixed size of `used.json`: it is written in place, which also works on a full disk."""
@@ -87,7 +90,7 @@ class RowGroupCache:
         with self._locked() as used:
             has_room = self._has_room(used, size)
         # Without the lock, so that others need not wait until many files are removed.
-        for dropped in self.directory.glob(f"{DROPPED}*"):
+        for dropped in self._named(_DROPPED):
             shutil.rmtree(dropped, ignore_errors=True)
         if not has_room:
             return
@@ -139,7 +142,7 @@ class RowGroupCache:
     def _counted(self) -> _Used:
         """Count what is there, after removing files that nobody will finish."""
         now = time.time()
-        for path in self.directory.glob(f"{UNFINISHED}*"):
+        for path in self._named(_UNFINISHED):
             if now - path.stat().st_mtime > IN_USE_S:
                 path.unlink()
         return _Used(num_bytes=sum(map(_num_bytes, self._datasets())), counted=int(now))
@@ -164,10 +167,12 @@ class RowGroupCache:
 
     def _datasets(self) -> list[Path]:
         """The directories of the datasets, least recently read first."""
-        found = [
-            p for p in self.directory.iterdir() if p.is_dir() and not p.name.startswith(DROPPED)
-        ]
+        found = [p for p in self._named(_DATASET) if p.is_dir() and not p.is_symlink()]
         return sorted(found, key=lambda path: path.stat().st_mtime)
+
+    def _named(self, own: re.Pattern[str]) -> list[Path]:
+        """Paths that this class has named; no other in the directory is ever touched."""
+        return [path for path in self.directory.iterdir() if own.fullmatch(path.name)]
 
 
 def _parsed(content: bytes) -> _Used | None:

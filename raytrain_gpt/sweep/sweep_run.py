@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -288,7 +289,10 @@ class SweepRun:
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         parent.close("FINISHED" if best else "FAILED", metrics, files)
-        (self._directory / TUNE_DIR).remove()
+        tune_dir = self._directory / TUNE_DIR
+        for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
+            (tune_dir / name).remove()  # named by `_tune`
+        tune_dir.remove_if_empty()
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
             errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
+from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
-from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.tracking.report import REPORT_FILE, write_report
+from raytrain_gpt.tracking.run_files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    Row,
+    merge_rows,
+    read_rows,
+)
 from raytrain_gpt.tracking.sync import RunSync
 
 
@@ -19,6 +29,24 @@ class RunOutput:
     def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
         self._mlflow_tags, self.log = mlflow_tags, log
+
+    def check_is_ours(self) -> None:
+        """Check, before the first step, that no file is replaced that a run did not write.
+
+        Raises:
+            CheckpointError: the directory has files of these names and no run's configuration.
+        """
+        names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
+        there = [name for name in names if (self.sync.work_dir / name).exists()]
+        if not there:
+            return
+        try:
+            load_config_file(self.sync.work_dir / CONFIG_FILE)
+        except ConfigError:
+            raise CheckpointError(
+                f"{self.run_dir} has {' and '.join(there)}, but no run wrote there; use another run_name or "
+                "storage_path"
+            ) from None
 
     def write_config(self, config: FittedConfig) -> None:
         """Write the resolved configuration, with which `--config` repeats the run."""

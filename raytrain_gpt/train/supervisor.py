@@ -127,6 +127,7 @@ class Run:
                     with self._evaluating():
                         return self._finished(resumed, lease, trained=False)
             else:
+                self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
                 resumed = self.origin or branched(self.config, self.data, self.log)
             self._announce(ingest)

@@ -528,6 +528,66 @@ def test_a_writer_that_fails_otherwise_keeps_its_error(run_dir: Location) -> Non
     assert names(run_dir) == ["step=00000010"]
 
 
+def copy(path: Location, name: str) -> None:
+    for file, _ in path.files():
+        (path.parent / name / file).write_bytes((path / file).read_bytes())
+
+
+def test_a_checkpoint_that_is_named_like_another_step_is_never_resumed_from(
+    run_dir: Location,
+) -> None:
+    catalog = written(run_dir, 10, 20)
+    copy(run_dir / "checkpoints" / "step=00000010", "step=00000030")
+    lines: list[str] = []
+    newest = catalog.newest_good(lines.append)
+    assert newest is not None
+    assert newest.state.step == 20
+    assert lines == [
+        f"skipped: checkpoint {run_dir}/checkpoints/step=00000030 was copied, renamed or linked: its "
+        "state.json says step 10; name it step=00000010, or remove it"
+    ]
+    for _ in range(2):
+        catalog.clean(good_until=20)
+        assert steps(catalog) == [10, 20]
+    copies = [name for name in names(run_dir) if "step=00000030" in name]
+    assert len(copies) == 1
+    assert copies[0].startswith("misnamed-" if run_dir.is_local else "step=")
+    assert len(files(run_dir / "checkpoints" / copies[0])) == 4
+    write(catalog, 30)
+    assert newest_step(catalog) == 30
+    catalog.prune(1)
+    assert steps(catalog) == [30]
+    if run_dir.is_local:
+        assert names(run_dir) == [*copies, "step=00000030"]
+
+
+def test_a_link_named_like_another_step_is_moved_and_its_target_is_not(tmp_path: Path) -> None:
+    catalog = written(Location.of(tmp_path), 10)
+    link = tmp_path / "checkpoints" / "step=00000020"
+    link.symlink_to("step=00000010")
+    catalog.clean(good_until=10)
+    assert newest_step(catalog) == 10
+    assert not link.is_symlink()
+
+
+def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path, raises_line: RaisesLine) -> None:
+    path = write(Catalog(Location.of(tmp_path)), 10).path
+    renamed = path.rename(path.with_name("step=00000005"))
+    with raises_line(CheckpointError, "name it step=00000010, or remove it"):
+        resolve_checkpoint(Location.of(renamed))
+    free = renamed.rename(path.with_name("kept"))  # a name that says nothing
+    assert resolve_checkpoint(Location.of(free)).state.step == 10
+
+
+def test_directories_that_only_begin_like_unfinished_ones_stay(tmp_path: Path) -> None:
+    catalog = written(Location.of(tmp_path), 10)
+    notes = tmp_path / "checkpoints" / "unfinished-thesis" / "chapter"
+    notes.parent.mkdir()
+    notes.touch()
+    catalog.clean(good_until=10)
+    assert notes.exists()
+
+
 def test_a_copy_of_a_run_has_its_checkpoints(tmp_path: Path) -> None:
     written(Location.of(tmp_path / "run"), 10)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

@@ -67,23 +67,6 @@ def test_workers_are_no_nicer_than_other_processes_unless_asked(
     assert found == ["0", "7"]
 
 
-def test_directories_of_dead_commands_are_removed_and_of_living_ones_not(base: Path) -> None:
-    first = own_cluster._private_directory()
-    (base / "rtgpt-dead" / "ray").mkdir(parents=True)
-    (base / "rtgpt-file").touch()
-    (base / "rtgpt-link").symlink_to(first)
-    second = own_cluster._private_directory()
-    assert {path.name for path in base.iterdir()} == {
-        first.name,
-        second.name,
-        "rtgpt-file",
-        "rtgpt-link",
-    }
-    (base / "rtgpt-late").mkdir()  # a dying process of a dead command made it again
-    own_cluster.end_own_cluster()
-    assert {path.name for path in base.iterdir()} == {"rtgpt-file", "rtgpt-link"}
-
-
 def test_a_start_that_takes_too_long_ends_with_a_line() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as starting:
         guard = [sys.executable, "-I", "-S", start_guard.__file__, str(starting.pid), "0.1", "late"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from raytrain_gpt.data.mixture import (
@@ -17,9 +19,10 @@ from raytrain_gpt.data.mixture import (
     read_mixture,
 )
 from raytrain_gpt.data.reader import read_sequences
-from raytrain_gpt.data.shards import write_manifest
+from raytrain_gpt.data.shards import ShardWriter, write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.storage.location import Location
+from tests.conftest import RaisesLine
 from tests.data.shard_tools import write_dataset
 
 TRAIN = {"web": [700, 33], "code": [500], "books": [300, 90]}
@@ -144,3 +147,59 @@ def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_pat
     both = read_mixture([(Location.of(tmp_path / n), Fraction(1, 2)) for n in ("web", "tiny")])
     with pytest.raises(DataError, match=r"train split of .*tiny has no sequence of 8 tokens"):
         both.order(batch_sequences=4, seq_len=8, seed=1)
+
+
+def another_of_its_size(shard: Path, place: Path) -> Path:
+    """A shard of other tokens, in as many bytes."""
+    tokens = pq.read_table(shard)["tokens"].to_numpy()
+    writer = ShardWriter(place, "uint16", 33)
+    writer.add(np.where(tokens < 256, tokens ^ 1, tokens), 500)  # drawn ones are not compressed
+    assert writer.close("train").file_bytes == shard.stat().st_size
+    assert place.read_bytes() != shard.read_bytes()
+    return place
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
+    mixture: Mixture, tmp_path: Path, raises_line: RaisesLine, keeps_times: bool, in_place: bool
+) -> None:
+    shard = mixture.parts[1].directory.path / "train-00000.parquet"
+    ids = np.arange(sum(mixture.num_sequences("train", 4)))
+    mixture.read("train", 4, ids)
+    other, before = another_of_its_size(shard, tmp_path / "other"), shard.stat()
+    if in_place:
+        shard.write_bytes(other.read_bytes())
+    else:
+        other.replace(shard)
+    if keeps_times:
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with raises_line(DataError, f"shard {shard} was changed: its size or SHA-256 differs"):
+        mixture.read("train", 4, ids)
+
+
+def test_a_shard_of_another_size_is_an_error_for_whoever_reads_it(
+    mixture: Mixture, raises_line: RaisesLine
+) -> None:
+    part = mixture.parts[1]
+    shard = part.directory.path / "train-00000.parquet"
+    shard.write_bytes(
+        b"PAR1" + shard.read_bytes()
+    )  # offsets are shifted, but the footer is at the end
+    with raises_line(DataError, str(shard)):
+        read_sequences(part.directory, part.manifest, "train", 4, np.arange(9))
+
+
+def test_shards_are_hashed_again_only_if_they_changed_and_once(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, sha256 = [], Location.sha256
+    monkeypatch.setattr(Location, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
+    ids = np.arange(sum(mixture.num_sequences("train", 4)))
+    mixture.read("train", 4, ids)
+    assert hashed == []
+    shard = mixture.parts[1].directory / "train-00000.parquet"
+    shard.path.chmod(0o600)
+    for _ in range(2):
+        mixture.read("train", 4, ids)
+    assert hashed == [shard]

@@ -16,6 +16,7 @@ from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
+from tests.conftest import RaisesLine
 from tests.data.shard_tools import files, prepare_here, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
@@ -140,6 +141,38 @@ def test_mending_leaves_other_files_alone(tmp_path: Path, source: str) -> None:
     missing(out / SHARD)
     prepare_here([source], out, "bytes")
     assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_another_preparation_removes_only_files_of_the_one_before(
+    tmp_path: Path, source: str
+) -> None:
+    out, encoding = tmp_path / "out", load_tokenizer("bytes")
+    begun = make_plan([source], encoding)
+    assert start(out, begun, encoding) is None
+    for task in range(2):
+        run_task(out, begun, task)
+    own = ["thesis.tex", "train-00000-of-00001.parquet", "my.unfinished", "unfinished/notes.txt"]
+    for name in own:
+        (out / name).write_text("years of work")
+    plan = make_plan([source], encoding, val_fraction=0.5)
+    assert start(out, plan, encoding) is None
+    assert {path.name for path in out.iterdir()} == {*own[:3], TOKENIZER_FILE, "unfinished"}
+    assert {path.name for path in (out / "unfinished").iterdir()} == {"plan", "notes.txt"}
+    results = [run_task(out, plan, task) for task in range(len(plan.tasks))]
+    finish(out, plan, results, {})
+    assert all((out / name).read_text() == "years of work" for name in own)
+    assert [path.name for path in (out / "unfinished").iterdir()] == ["notes.txt"]
+
+
+def test_a_directory_that_happens_to_have_a_plan_is_left_alone(
+    tmp_path: Path, source: str, raises_line: RaisesLine
+) -> None:
+    plan = tmp_path / "out" / "unfinished" / "plan"
+    plan.parent.mkdir(parents=True)
+    plan.write_text("chapter one")
+    with raises_line(DataError, "not empty and not a dataset"):
+        prepare_here([source], tmp_path / "out", "bytes")
+    assert plan.read_text() == "chapter one"
 
 
 def test_changed_bytes_are_found_and_go_as_the_message_says(

@@ -224,6 +224,19 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
     assert not (tmp_path / "a.gguf").exists()
 
 
+def test_a_file_that_came_during_the_export_is_not_replaced(
+    tmp_path: Path, raises_line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "checkpoint", "gpt2", load_tokenizer("bytes"))
+    out = tmp_path / "a.gguf"
+    monkeypatch.setattr(
+        "raytrain_gpt.export.gguf.force_to_disk", lambda _: out.write_text("of another program")
+    )
+    with raises_line(CheckpointError, f"{out} exists"):
+        export_gguf(tmp_path / "checkpoint", out, "fp32", print)
+    assert out.read_text() == "of another program"
+
+
 def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
     taken = tmp_path / "taken.gguf"

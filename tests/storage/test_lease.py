@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.errors import ClusterError, StorageError
+from raytrain_gpt.storage import guard as guard_module
 from raytrain_gpt.storage import lease as lease_module
 from raytrain_gpt.storage.lease import (
     LEASE_FILE,
@@ -179,6 +181,42 @@ def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
         assert not lease.lost.is_set()
     assert not location.exists()
     assert live_holder(location) is None
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_error_leaves_nothing_that_was_not_there(location: Location, is_there: bool) -> None:
+    if is_there:
+        location.parent.mkdir()
+    with pytest.raises(KeyError), held_lease(location, "run x"):
+        raise KeyError
+    assert location.parent.exists() == is_there
+    assert location.parent.names() == []
+
+
+@pytest.mark.parametrize("by_links", [False, True])
+def test_a_copy_of_a_held_lease_is_watched_and_taken(
+    location: Location, start: Start, tmp_path: Path, by_links: bool
+) -> None:
+    holder = start(location)
+    copied = tmp_path / "copy"
+    shutil.copytree(
+        location.parent.path, copied, copy_function=os.link if by_links else shutil.copy2
+    )
+    lines: list[str] = []
+    with held_lease(Location.of(copied / LEASE_FILE), "run copy", lines.append, FAST):
+        assert "taking over in 0 s unless it shows signs of life" in lines[0]
+        holder.go_on()
+        holder.wait()
+
+
+def test_a_held_lease_that_is_renamed_is_still_held(
+    location: Location, start: Start, refused: Refused, tmp_path: Path
+) -> None:
+    start(location, expiry_s=WAIT_S)
+    moved = location.parent.path.rename(tmp_path / "moved")
+    (tmp_path / "link").symlink_to(moved)
+    for path in (moved, tmp_path / "link"):
+        refused(Location.of(path / LEASE_FILE), "run x is in use", times=FAST)
 
 
 def test_an_error_leaves_no_lease(location: Location) -> None:
@@ -372,7 +410,7 @@ def test_time_in_which_nobody_could_look_does_not_count(
     location.write_text(elsewhere().to_text())
     now, lines = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch = lease_module._Watch("run x", lines.append, 60.0)
+    watch = lease_module._Watch(location, "run x", lines.append, 60.0)
     for at, line in [(0, 60), (20, 40), (40, 20), (90, 60), (120, 30), (149, 1)]:
         now[0] = at
         assert not watch.is_free(location.read_text(), at)
@@ -506,7 +544,7 @@ def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.Mon
             both.wait(WAIT_S)
         return text
 
-    monkeypatch.setattr(lease_module, "_lock", lambda _: False)
+    monkeypatch.setattr(guard_module, "_lock", lambda _: False)
     monkeypatch.setattr(lease_module, "_read", read_together)
     check_one_of_two(location)
 

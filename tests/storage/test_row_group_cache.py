@@ -26,6 +26,7 @@ from raytrain_gpt.storage.row_group_cache import (
 
 ROOT = Path(__file__).parents[2]
 SHARD = "5a" * 32
+HERE, OTHER = "0" * 64, "f" * 64
 BYTES = 1000
 FILE_BYTES = BYTES + 32
 
@@ -38,7 +39,7 @@ def content(index: int) -> memoryview:
 @pytest.fixture
 def cache(tmp_path: Path) -> RowGroupCache:
     """Has room for nine row groups."""
-    return RowGroupCache(tmp_path / "deep" / "row_groups", "here", 10_000)
+    return RowGroupCache(tmp_path / "deep" / "row_groups", HERE, 10_000)
 
 
 def kept(cache: RowGroupCache, count: int = 100) -> list[int]:
@@ -74,7 +75,7 @@ def test_what_was_put_is_found(cache: RowGroupCache) -> None:
     assert cache.get(SHARD, 3) == content(3)
     assert cache.get(SHARD, 4) is None
     assert cache.get("6b" * 32, 3) is None
-    assert replace(cache, dataset="other").get(SHARD, 3) is None
+    assert replace(cache, dataset=OTHER).get(SHARD, 3) is None
     assert check_used(cache.directory) == FILE_BYTES
 
 
@@ -93,7 +94,7 @@ def test_a_row_group_larger_than_the_cache_is_not_kept(cache: RowGroupCache) -> 
 def test_other_datasets_make_room_the_oldest_first_unless_they_are_in_use(
     cache: RowGroupCache,
 ) -> None:
-    old, older, in_use = (replace(cache, dataset=name) for name in ("old", "older", "in use"))
+    old, older, in_use = (replace(cache, dataset=name) for name in ("1" * 64, "2" * 64, "3" * 64))
     for other in (in_use, old, older):
         fill(other, range(3))
     last_read(old, IN_USE_S + 100)
@@ -108,7 +109,7 @@ def test_other_datasets_make_room_the_oldest_first_unless_they_are_in_use(
 
 
 def test_a_dataset_that_is_read_is_in_use(cache: RowGroupCache) -> None:
-    other = replace(cache, dataset="other")
+    other = replace(cache, dataset=OTHER)
     fill(other, range(9))
     last_read(other, IN_USE_S + 100)
     assert other.get(SHARD, 0) is not None
@@ -117,7 +118,7 @@ def test_a_dataset_that_is_read_is_in_use(cache: RowGroupCache) -> None:
 
 
 def test_a_lower_limit_takes_nothing_from_those_who_read(cache: RowGroupCache) -> None:
-    other = replace(cache, dataset="other")
+    other = replace(cache, dataset=OTHER)
     fill(other, range(4))
     fill(cache, range(5))
     lower = replace(cache, limit_bytes=3 * FILE_BYTES)
@@ -130,10 +131,24 @@ def test_a_lower_limit_takes_nothing_from_those_who_read(cache: RowGroupCache) -
 
 
 def test_what_a_killed_process_dropped_is_removed_by_the_next(cache: RowGroupCache) -> None:
-    fill(replace(cache, dataset="other"), range(4))
-    (cache.directory / "other").rename(cache.directory / f"{DROPPED}1")
+    fill(replace(cache, dataset=OTHER), range(4))
+    (cache.directory / OTHER).rename(cache.directory / f"{DROPPED}{0:032}")
     fill(cache, [1])
-    assert not (cache.directory / f"{DROPPED}1").exists()
+    assert not (cache.directory / f"{DROPPED}{0:032}").exists()
+
+
+def test_what_others_keep_in_its_directory_stays(cache: RowGroupCache, tmp_path: Path) -> None:
+    own = ["thesis/part/1", "dropped-thesis/part/1", "unfinished-thesis", "elsewhere/part/1"]
+    for name in own:
+        file = cache.directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        last_read(replace(cache, dataset=Path(name).parts[0]), 2 * IN_USE_S)
+    (cache.directory / OTHER).symlink_to(cache.directory / "elsewhere")
+    last_read(replace(cache, dataset=OTHER), 2 * IN_USE_S)
+    fill(cache, range(20))  # more than there is room for
+    assert all((cache.directory / name).exists() for name in own)
+    assert (cache.directory / OTHER).is_symlink()
 
 
 def flipped_bit(kept: bytes, at: int) -> bytes:
@@ -165,7 +180,7 @@ def test_what_was_removed_by_hand_is_noticed(cache: RowGroupCache) -> None:
     fill(cache, range(9))
     for index in range(4):
         (cache.directory / cache.dataset / SHARD / str(index)).unlink()
-    unfinished = cache.directory / f"{UNFINISHED}of a killed process"
+    unfinished = cache.directory / f"{UNFINISHED}abcd_123"
     unfinished.touch()
     os.utime(unfinished, (0, 0))
     fill(cache, range(20, 30))
@@ -198,7 +213,7 @@ from pathlib import Path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from tests.storage.test_row_group_cache import SHARD, content
 
-cache = RowGroupCache(Path(sys.argv[1]), "here", int(sys.argv[2]))
+cache = RowGroupCache(Path(sys.argv[1]), "0" * 64, int(sys.argv[2]))
 context = multiprocessing.get_context("fork")
 begin = context.Barrier(4)
 def fill():
@@ -219,7 +234,7 @@ print([process.exitcode for process in processes])
 
 @pytest.mark.parametrize("room", [1000, 100])
 def test_several_processes_share_it(tmp_path: Path, room: int) -> None:
-    cache = RowGroupCache(tmp_path / "row_groups", "here", room * FILE_BYTES)
+    cache = RowGroupCache(tmp_path / "row_groups", HERE, room * FILE_BYTES)
     command = [sys.executable, "-c", FILLING, str(cache.directory), str(cache.limit_bytes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[0, 0, 0, 0]\n", "")
@@ -231,7 +246,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    cache = RowGroupCache(tmp_path / "file" / "row_groups", "here", 10_000)
+    cache = RowGroupCache(tmp_path / "file" / "row_groups", HERE, 10_000)
     fill(cache, range(5))
     assert kept(cache) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
