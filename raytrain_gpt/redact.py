@@ -89,9 +89,9 @@ def holds_secret_value(text: str) -> bool:
 
 
 def _secret_values() -> list[str]:
-    """Values of secret variables as they are, in a URL and in JSON.
+    """List the values of secret variables, also as they stand in a URL and in JSON.
 
-    The longest comes first: one may contain another.
+    The longest comes first, since one may contain another.
     """
     values = {
         value.strip()

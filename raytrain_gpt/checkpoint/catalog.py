@@ -313,9 +313,8 @@ class Catalog:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 if extra := checkpoint.unlisted():
-                    on_skip(
-                        f"not read: {', '.join(extra)} of {path}, which {HASHES_FILE} does not list"
-                    )
+                    names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
+                    on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
                 return checkpoint
             except NewerVersion:
                 raise

@@ -219,7 +219,8 @@ def read_tracking(directory: Location) -> dict[str, str]:
     try:
         known = parse_json((directory / TRACKING_FILE).read_bytes())
         names = ("uri", "identity", "experiment_id", "run_id")
-        return {name: str(known[name]) for name in names if name in known or name in names[:2]}
+        found = {name: str(known[name]) for name in names if name in known or name in names[:2]}
+        return found if all(map(str.isprintable, found.values())) else {}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
 
