@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from raytrain_gpt import __version__
 from raytrain_gpt.errors import Interrupted, RaytrainGptError, UserError, reason
-from raytrain_gpt.redact import printable
+from raytrain_gpt.redact import printable, redacted_output
 
 _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
@@ -50,6 +50,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
+    with redacted_output():
+        _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> NoReturn:
     try:
         with _interrupts_end():
             parser = _parser()

@@ -66,7 +66,7 @@ def sample_command(place: object) -> str:
 
 def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a table, as wide as it needs; columns of `numbers` are right-aligned."""
-    lines = [[*names, *numbers], *rows]
+    lines = [[cell.replace("\n", r"\n") for cell in row] for row in ([*names, *numbers], *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [str.ljust] * len(names) + [str.rjust] * len(numbers)
     return [

@@ -133,11 +133,14 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     )
 
 
-def batch_at(run: str | Path, step: int, storage_path: str = "runs") -> list[TrainedSequence]:
+def batch_at(
+    run: str | Path, step: int, storage_path: str = "runs", data: str | None = None
+) -> list[TrainedSequence]:
     """The sequences that a step of a run was trained on.
 
     Args:
         run: Its directory, or its name in `storage_path`.
+        data: Its dataset, as in `data_path`, or None for where the run's files say.
 
     Raises:
         UserError: there is no such run or step, or its data is not there.
@@ -145,7 +148,7 @@ def batch_at(run: str | Path, step: int, storage_path: str = "runs") -> list[Tra
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.trained_on import RunData
 
-    return RunData(str(run), Location.of(storage_path)).step(step)
+    return RunData(str(run), Location.of(storage_path), data).step(step)
 
 
 def _log(config: Config) -> Log:

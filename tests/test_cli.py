@@ -34,7 +34,7 @@ def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:
 def runs(tmp_path: Path) -> Path:
     """A storage with two runs, one of which has a name to harm a terminal."""
     storage = tmp_path / "my  runs"
-    for name in ("a", "b\x1b]0;owned\x07[red]"):
+    for name in ("a", "b\x1b]0;owned\x07[red]", "c\nnext: d"):
         (storage / name).mkdir(parents=True)
         (storage / name / "config.yaml").write_text(Config().to_yaml())
     return storage
@@ -45,6 +45,7 @@ def test_names_of_runs_reach_the_terminal_as_text(run_cli: RunCli, runs: Path) -
     assert code == 0
     assert "\x1b" not in shown
     assert "b\\u001b]0;owned\\u0007[red]  stopped" in shown
+    assert "\nc\\nnext: d" in shown
     assert f"--storage_path '{runs}'" in shown
     code, _, errors = run_cli("runs", "show", "none", "--storage_path", runs)
     assert (code, errors.count("\n")) == (2, 1)

@@ -325,7 +325,7 @@ class Catalog:
                 checkpoint = read_checkpoint(path)
                 checkpoint.verify()
                 if extra := checkpoint.unlisted():
-                    names = ", ".join(extra)
+                    names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
                     on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
                 return checkpoint
             except NewerVersion:

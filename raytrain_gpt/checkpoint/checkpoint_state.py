@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from raytrain_gpt.data.order import Skipped
+from raytrain_gpt.data.tokenizer import Hash
 
 STATE_VERSION = 4
 
@@ -35,12 +36,12 @@ class CheckpointState:
 
     step: _Count
     next_batch: _Count
-    order_hash: str
+    order_hash: Hash
     val_loss: float | None
     tokens_seen: _Count
     config: dict[str, dict[str, Any]]
-    manifest_hash: str
-    vocab_hash: str
+    manifest_hash: Hash
+    vocab_hash: Hash
     vocab_size: _Count
     order_version: int
     num_workers: _Count

@@ -11,6 +11,7 @@ from typing import Any
 from raytrain_gpt.parsing import parse_json
 
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
+_TEXTS |= {"source"}
 _COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
 _COUNTS |= {
     "num_parameters",

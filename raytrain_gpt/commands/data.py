@@ -61,6 +61,8 @@ class DataOptions(JsonOptions):
     """Only what this worker had `at` the step (default: all)."""
     documents: bool = False
     """Also number the documents `at` the step, which reads shards from their start."""
+    data: Annotated[str | None, Metavar("DIR")] = None
+    """Dataset of the run, for `at` and `find` (default: the one it was trained on)."""
     storage_path: str = "runs"
     """Directory or s3:// URL of all runs."""
     png: Annotated[str | None, Metavar("FILE")] = None
@@ -111,7 +113,7 @@ def _at(options: DataOptions) -> None:
         raise ConfigError("data at takes --step N or --batch N; see: raytrain-gpt data --help")
     if options.step is None and options.worker is not None:
         raise ConfigError("data at takes --worker N with --step N; see: raytrain-gpt data --help")
-    run = RunData(options.what[0], Location.of(options.storage_path))
+    run = RunData(options.what[0], Location.of(options.storage_path), options.data)
     facts: dict[str, int | None]
     if options.step is not None:
         sequences = run.step(options.step, options.worker, options.documents)
@@ -131,7 +133,7 @@ def _find(options: DataOptions) -> None:
     from raytrain_gpt.train.trained_on import RunData
 
     text, name = options.what
-    run = RunData(name, Location.of(options.storage_path))
+    run = RunData(name, Location.of(options.storage_path), options.data)
     facts = run.find(text, say)
     for step in facts["steps"]:
         places = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]

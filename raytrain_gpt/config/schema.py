@@ -32,7 +32,7 @@ from raytrain_gpt.config.sections import (
 )
 from raytrain_gpt.config.wording import refusal, suggestion
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.redact import has_secret
+from raytrain_gpt.redact import has_secret, holds_secret_value
 
 
 class Config(Strict):
@@ -84,6 +84,12 @@ class Config(Strict):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
                     f"would show; take it out and set {way_out}"
+                )
+        for name in (*_URL_FIELDS, "experiment", "sample_prompt"):
+            if holds_secret_value(str(values[name])):
+                raise ValueError(
+                    f"{name} contains the value of a secret environment variable, which every copy of the "
+                    "configuration would show; take it out"
                 )
         return self
 

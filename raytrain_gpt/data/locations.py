@@ -10,8 +10,9 @@ from pathlib import Path
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import Mixture, parse_data_path, read_mixture
 from raytrain_gpt.data.shards import MANIFEST_FILE
-from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.storage.location import Location, is_url
+from raytrain_gpt.errors import ConfigError, DataError
+from raytrain_gpt.format import shell
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, is_url
 
 
 def location(config: Config, path: str) -> Location:
@@ -61,6 +62,34 @@ def data_of(config: Config, data_path: str | None = None) -> Mixture:
     """The prepared datasets of a `data_path`; None: the configuration's. Raises as `read_mixture`."""
     parts = parse_data_path(config.data.data_path if data_path is None else data_path)
     return read_mixture([(location(config, path), weight) for path, weight in parts])
+
+
+def recorded(config: Config) -> Config:
+    """Drop the endpoint and the retries of a configuration that a checkpoint or run directory holds.
+
+    Anyone may have written it, and the endpoint receives the credentials of this process.
+    """
+    return config.updated({"s3_endpoint": None, "retry_for_s": COMMAND_RETRY_S})
+
+
+def recorded_data(config: Config, holder: Location) -> Mixture:
+    """Read the datasets that a checkpoint or run directory names.
+
+    Its author chose them, so a URL is read only from the bucket that `holder` was opened from.
+
+    Raises:
+        DataError: a dataset is in a different store, or as `read_mixture`.
+    """
+    parts = []
+    for path, weight in parse_data_path(config.data.data_path):
+        if is_url(path) and not path.startswith(f"{holder.bucket}/"):
+            raise DataError(
+                f"{holder} names the dataset {path} in a different store, which only you may choose; "
+                f"if you trust it, add --data {shell(config.data.data_path)}"
+            )
+        place = Location.of(path, retry_for_s=COMMAND_RETRY_S, endpoint=holder.endpoint)
+        parts.append((place, weight))
+    return read_mixture(parts)
 
 
 def run_location(config: Config) -> Location:

@@ -27,7 +27,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from raytrain_gpt.data.tokenizer import MAX_VOCAB_SIZE, Dtype, Tokens, token_dtype
+from raytrain_gpt.data.tokenizer import (
+    MAX_NAME_LENGTH,
+    MAX_VOCAB_SIZE,
+    Dtype,
+    Hash,
+    Tokens,
+    token_dtype,
+)
 from raytrain_gpt.errors import DataError, damage_as, reason
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
@@ -66,8 +73,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format_version: int
-    tokenizer: str
-    vocab_hash: str
+    tokenizer: str = Field(max_length=MAX_NAME_LENGTH)
+    vocab_hash: Hash
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     eot_token: _Count
     dtype: Dtype
@@ -77,6 +84,8 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Manifest:
+        if not self.tokenizer.isprintable():
+            raise ValueError("the name of its tokenizer has characters that cannot be printed")
         if self.dtype != token_dtype(self.vocab_size) or self.eot_token >= self.vocab_size:
             raise ValueError(
                 f"eot_token={self.eot_token} and dtype={self.dtype} do not fit vocab_size={self.vocab_size}"
@@ -90,6 +99,8 @@ class Manifest(BaseModel):
             )
         for name in ("sources", "hub_commits"):
             TypeAdapter(list[str]).validate_python(self.source.get(name, []))
+        for name in ("bad_documents", "duplicates"):
+            TypeAdapter(int).validate_python(self.source.get(name, 0))
         return self
 
     @property

@@ -11,14 +11,16 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import string
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import regex  # type: ignore[import-untyped]
 import tiktoken
 from numpy.typing import NDArray
+from pydantic import AfterValidator
 
 from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.parsing import parse_json
@@ -28,9 +30,19 @@ EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 MAX_VOCAB_SIZE = 2**24
 MAX_TOKEN_BYTES = 2**12
+MAX_NAME_LENGTH = 100
 _PROBE = f"Aa don't {string.printable} é日本😀\u00a0"
 """Text of all kinds that patterns tell apart."""
 
+
+def _hash(text: str) -> str:
+    if not re.fullmatch("[0-9A-Za-z]{0,64}", text):
+        raise ValueError("it is not a hash: up to 64 letters and digits")
+    return text
+
+
+Hash = Annotated[str, AfterValidator(_hash)]
+"""Hash in a file, which messages and model cards show as it is."""
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Dtype = Literal["uint16", "uint32"]
 
@@ -137,6 +149,10 @@ def make_encoding(
         TypeError: one is of another type.
         TimeoutError: the pattern takes more than a second for a hundred characters.
     """
+    if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_LENGTH):
+        raise ValueError(
+            f"its name is not a text of at most {MAX_NAME_LENGTH} printable characters"
+        )
     ids = [*ranks.values(), *special.values()]
     if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in ids) or len(set(ids)) < len(ids):
         raise ValueError(f"its ids are not different numbers below {MAX_VOCAB_SIZE}")
@@ -150,7 +166,7 @@ def make_encoding(
         if any(not match[0] for match in regex.finditer(pattern, _PROBE, timeout=1)):
             raise ValueError(f"its pattern {pattern[:80]!r} matches empty text")
     return tiktoken.Encoding(
-        name=str(name), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
 
 

@@ -28,9 +28,15 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, read_checkpoint
 from raytrain_gpt.checkpoint.evaluation_result import EvaluationResult, write_evaluation_result
 from raytrain_gpt.cluster.failures import root_cause, user_error_in
 from raytrain_gpt.config.resolved import FittedConfig
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, UserError
 from raytrain_gpt.evaluate.hellaswag import Choices
-from raytrain_gpt.evaluate.inference import load_checkpoint, lone_evaluation, validation_feed
+from raytrain_gpt.evaluate.inference import (
+    check_trained_on,
+    load_checkpoint,
+    lone_evaluation,
+    validation_feed,
+)
 from raytrain_gpt.format import Log, duration
 from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import finite
@@ -208,7 +214,9 @@ def _evaluate(
         checkpoint.verify()
     device = torch.device("cuda" if config.cluster.use_gpu else "cpu")
     model, tokenizer = load_checkpoint(checkpoint, config, device)
-    feed = validation_feed(checkpoint, config, device)
+    data = data_of(config)
+    check_trained_on(checkpoint, data)
+    feed = validation_feed(checkpoint, config, device, data)
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
     metrics = {name: finite(value) for name, value in evaluation.metrics().items()}
     seconds = {"perf/eval_beside_s": time.perf_counter() - started}

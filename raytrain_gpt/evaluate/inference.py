@@ -26,8 +26,8 @@ from raytrain_gpt.core.device import (
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import check_model_size, load_model
-from raytrain_gpt.data.locations import data_of
-from raytrain_gpt.data.mixture import check_val_split, check_vocabulary
+from raytrain_gpt.data.locations import data_of, recorded, recorded_data
+from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, bytes_of, read_tokenizer, text_of
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
@@ -59,7 +59,7 @@ def open_checkpoint(
         CheckpointError: there is none, or it is damaged.
     """
     checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
-    config = parse_config(checkpoint.state.config, str(checkpoint.path))
+    config = recorded(parse_config(checkpoint.state.config, str(checkpoint.path)))
     device = best_device() if device is None else device
     model, tokenizer = load_checkpoint(checkpoint, config, device)
     return checkpoint, config, model, tokenizer, device
@@ -114,7 +114,8 @@ def evaluate_checkpoint(
     choices = None if hellaswag is None else read_choices(config, hellaswag, tokenizer)
     feed = None
     try:
-        feed = validation_feed(checkpoint, config, device, data, eval_tokens)
+        mixture = _trained_data(checkpoint, config) if data is None else data_of(config, str(data))
+        feed = validation_feed(checkpoint, config, device, mixture, eval_tokens)
     except DataError as error:
         if choices is None or data is not None:
             raise
@@ -137,42 +138,56 @@ def lone_evaluation(
     return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
 
 
+def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
+    """Read the data that a checkpoint was trained on, from where it says.
+
+    Raises:
+        DataError: there is none, it was replaced, or it is in a store that only the user may choose.
+    """
+    if not checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
+        )
+    data = recorded_data(config, checkpoint.path)
+    check_trained_on(checkpoint, data)
+    return data
+
+
+def check_trained_on(checkpoint: Checkpoint, data: Mixture) -> None:
+    """Raise a DataError unless `data` is what the checkpoint was trained on."""
+    if data.hash != checkpoint.state.manifest_hash:
+        raise DataError(
+            f"{', '.join(str(part.directory) for part in data.parts)} has hash {data.hash[:12]}, "
+            f"{checkpoint.path} was trained on {checkpoint.state.manifest_hash[:12]}; give the data to "
+            "validate on by --data"
+        )
+
+
 def validation_feed(
     checkpoint: Checkpoint,
     config: Config,
     device: torch.device,
-    data: str | Path | None = None,
+    data: Mixture,
     eval_tokens: int | None = None,
 ) -> EvalFeed:
-    """The validation sequences of `data`, else of the checkpoint's dataset, up to `eval_tokens`.
+    """The validation sequences of `data`, up to `eval_tokens`.
 
     Raises:
-        DataError: no dataset, one of another tokenizer or not that of the checkpoint, or too little to
-            validate on.
+        DataError: it has another tokenizer than the checkpoint, or too little to validate on.
     """
-    if data is None and not checkpoint.state.manifest_hash:
-        raise DataError(
-            f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
-        )
     # Here: they import Ray, which samples do not need.
     from raytrain_gpt.ingest.feed import EvalFeed
     from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
-    found = data_of(config, None if data is None else str(data))
-    check_vocabulary(found, checkpoint.state.vocab_hash, str(checkpoint.path))
-    if data is None and found.hash != checkpoint.state.manifest_hash:
-        raise DataError(
-            f"{config.data.data_path} has hash {found.hash[:12]}, {checkpoint.path} was trained on "
-            f"{checkpoint.state.manifest_hash[:12]}; give the data to validate on by --data"
-        )
+    check_vocabulary(data, checkpoint.state.vocab_hash, str(checkpoint.path))
     if eval_tokens is not None:
         config = config.updated({"eval_tokens": eval_tokens})
-    spec = IngestSpec(config, found, 1)
-    check_val_split(found, spec.seq_len)
-    tokens, delivered = found.read("val", spec.seq_len, spec.eval_ids()[0])
+    spec = IngestSpec(config, data, 1)
+    check_val_split(data, spec.seq_len)
+    tokens, delivered = data.read("val", spec.seq_len, spec.eval_ids()[0])
     micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
     micro = 1 if micro == "auto" else micro  # a run writes what auto became
-    return EvalFeed(tokens, delivered, found, micro, device)
+    return EvalFeed(tokens, delivered, data, micro, device)
 
 
 def sample_checkpoint(

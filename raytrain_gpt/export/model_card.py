@@ -5,6 +5,7 @@ It names no directory of the machine that trained it.
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from typing import Any
 
@@ -17,12 +18,14 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.mixture import dataset_names, parse_data_path
+from raytrain_gpt.data.tokenizer import MAX_NAME_LENGTH
 from raytrain_gpt.format import number
 
 CARD_FILE = "README.md"
 IMPORT_EVENT = "import"
 _SECTIONS = ("model", "data", "optim", "train")
 _PATHS = {"init_from", "branch_from", "data_path"}
+_NOT_IN_CODE = re.compile(r"[^\w .,:;=+@%#/()-]")
 _SCORES = ("val/", "hellaswag/")
 
 Rows = list[tuple[str, str]]
@@ -39,7 +42,7 @@ def model_card(
         ("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.embd_size}"),
         *_qwen3_rows(shape),
         ("context", f"{shape.seq_len} tokens"),
-        ("vocabulary", f"{shape.vocab_size} ids, tokenizer `{tokenizer}`"),
+        ("vocabulary", f"{shape.vocab_size} ids, tokenizer {_code(tokenizer)}"),
         ("tensors", dtype),
     ]
     imports = [row for row in checkpoint.rows() if row.get("event") == IMPORT_EVENT]
@@ -57,11 +60,16 @@ def model_card(
         version=__version__,
         torch_version=torch.__version__,
         model=model,
-        imported_from=imports[-1]["source"] if imports else None,
+        imported_from=_code(imports[-1]["source"]) if imports else None,
         training=_training(checkpoint, config),
         configuration=yaml.safe_dump(tree, sort_keys=False),
         scores=_scores(checkpoint),
     )
+
+
+def _code(text: str) -> str:
+    """Markdown code of a text from elsewhere; characters that could end it or begin HTML become `?`."""
+    return f"`{_NOT_IN_CODE.sub('?', text[:MAX_NAME_LENGTH]) or '?'}`"
 
 
 def _qwen3_rows(shape: GPTShape) -> Rows:
@@ -80,9 +88,9 @@ def _training(checkpoint: Checkpoint, config: Config) -> Rows:
     facts = [
         ("steps", f"{state.step:,}"),
         ("tokens seen", f"{state.tokens_seen:,}"),
-        ("data (hash of its manifests)", f"`{state.manifest_hash}`"),
-        ("tokenizer (hash of its vocabulary)", f"`{state.vocab_hash}`"),
-        ("order of the batches (hash)", f"`{state.order_hash}`"),
+        ("data (hash of its manifests)", _code(state.manifest_hash)),
+        ("tokenizer (hash of its vocabulary)", _code(state.vocab_hash)),
+        ("order of the batches (hash)", _code(state.order_hash)),
         ("workers", f"{state.num_workers}"),
     ]
     datasets = parse_data_path(config.data.data_path)
@@ -105,6 +113,6 @@ def _scores(checkpoint: Checkpoint) -> Rows:
         if row["step"] == checkpoint.state.step:
             scores |= {key: value for key, value in row.items() if key.startswith(_SCORES)}
     return [
-        (f"`{key}`", f"{value:,}" if isinstance(value, int) else number(value, ".4f"))
+        (_code(key), f"{value:,}" if isinstance(value, int) else number(value, ".4f"))
         for key, value in scores.items()
     ]

@@ -23,6 +23,7 @@ import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.parsing import regular
+from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
 from raytrain_gpt.storage.object_store import SCHEMES, SOURCE_SCHEMES, access_error
 from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_query
@@ -76,6 +77,7 @@ class Location:
             _check_names(text)
             return cls(os.path.abspath(text), retry_for_s)  # noqa: PTH100, resolves ".." as well
         scheme, _, rest = text.partition("://")
+        _check_user_info(text)
         if scheme not in SCHEMES:
             raise ConfigError(
                 f"{text} has the unknown scheme {scheme}; use a local path, s3://bucket/prefix or "
@@ -101,6 +103,8 @@ class Location:
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
             return cls.of(url)
+        if scheme not in WEB_SCHEMES:  # `check_address` has its own line
+            _check_user_info(url)
         if scheme not in SOURCE_SCHEMES:
             known = ", ".join(f"{known}://" for known in SOURCE_SCHEMES)
             raise ConfigError(
@@ -145,6 +149,11 @@ class Location:
 
     def __str__(self) -> str:
         return without_query(self.url)
+
+    @property
+    def bucket(self) -> str:
+        """`scheme://bucket`, or an empty text for a local path."""
+        return "/".join(self.url.split("/")[:3]) if is_url(self.url) else ""
 
     @property
     def _key(self) -> str:
@@ -235,7 +244,7 @@ class Location:
     def open(self) -> pa.NativeFile:
         """The file, opened for random access; raises FileNotFoundError if there is none."""
         if self.is_local:
-            return pa.OSFile(self.url)
+            return pa.OSFile(str(regular(self.path)))
         return pa.PythonFile(self.reader(), mode="r")
 
     def reader(self) -> RetriedReader:
@@ -384,6 +393,16 @@ def _check_names(path: str) -> None:
                 f"no file has the name {name[:40]!r} in a path: it has {len(content)} bytes (at most "
                 f"{MAX_NAME_BYTES}), is not UTF-8 or has a zero byte in it; use another one"
             )
+
+
+def _check_user_info(url: str) -> None:
+    """Raise a ConfigError, which does not show it, if a URL has a user or password."""
+    if has_user_info(url):
+        scheme, _, rest = url.partition("://")
+        raise ConfigError(
+            f"{scheme}://{HIDDEN}@{rest.rpartition('@')[2]} has a user, key or password before its @; take "
+            "it out and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of that store"
+        )
 
 
 def is_url(path: str) -> bool:

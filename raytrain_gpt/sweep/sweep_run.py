@@ -180,7 +180,7 @@ class SweepRun:
             begun=remaining.begun,
             train_loop=train_loop,
         )
-        signals.defer(partial(mark_killed, self._directory))
+        signals.defer(partial(mark_killed, self._directory, mlflow_store(self._base)[0]))
         callback = SweepCallback(context, self._history, signals.stop, lease, self._log)
         status = "FAILED"
         try:

@@ -11,14 +11,16 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import location
+from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location
+from raytrain_gpt.storage.location import Location, is_url
 
 SQLITE = "sqlite:///"
 OFF = "MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri"
@@ -26,7 +28,27 @@ TRACKING_FILE = "mlflow.json"
 IDENTITY_TAG = "raytrain_gpt_run"
 EXPORT_DIR = "exported"
 """Artifacts of the last exported model."""
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
+_DATABASE, _ARTIFACTS = "mlflow.db", "mlartifacts"
 _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
+
+
+def check_uri(uri: str) -> None:
+    """Check that MLflow has a store for a tracking URI.
+
+    Raises:
+        ConfigError: it has an unknown scheme.
+    """
+    scheme = uri.partition("://")[0].partition("+")[0].lower()
+    if not is_url(uri) or scheme in _SCHEMES:
+        return
+    plugins = {entry.name for entry in entry_points(group="mlflow.tracking_store")}
+    if scheme not in plugins:
+        known = ", ".join(f"{one}://" for one in (*_SCHEMES, *sorted(plugins)))
+        raise ConfigError(
+            f"mlflow_uri={uri} has the unknown scheme {scheme}; use {known}, or null for no MLflow"
+        )
 
 
 def mlflow_store(config: Config) -> tuple[str | None, str | None]:
@@ -37,10 +59,10 @@ def mlflow_store(config: Config) -> tuple[str | None, str | None]:
     uri = config.tracking.mlflow_uri
     if uri == "auto":
         storage = location(config, config.run.storage_path)
-        uri = f"{SQLITE}{storage / 'mlflow.db'}" if storage.is_local else None
+        uri = f"{SQLITE}{storage / _DATABASE}" if storage.is_local else None
     if uri is None or not uri.startswith(SQLITE):
         return uri, None
-    return uri, str(Path(uri.removeprefix(SQLITE)).parent / "mlartifacts")
+    return uri, str(Path(uri.removeprefix(SQLITE)).parent / _ARTIFACTS)
 
 
 class MLflowRun:
@@ -83,6 +105,8 @@ class MLflowRun:
         if run is None:
             tags = {**tags, IDENTITY_TAG: _identity(directory, uri)}
             run = self.client.create_run(experiment_id, tags=tags, run_name=directory.name)
+        if config.tracking.mlflow_uri == "auto":
+            _check_artifacts(uri, run)
         self.run_id: str = run.info.run_id
         self.tags: dict[str, str] = run.data.tags
         known = {**read_tracking(directory), "experiment_id": experiment_id, "run_id": self.run_id}
@@ -95,17 +119,28 @@ class MLflowRun:
 def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) -> None:
     """Log an exported model as artifacts of its run, if that is tracked; never fails.
 
-    `log` gets a line that says where they are, or why they are not logged.
+    Anyone may have written the run's files, so a server gets the export and its credentials only if the
+    environment names it too. `log` gets a line that says where they are, or why they are not logged.
     """
     try:
         if not (known := read_tracking(run_dir)):
             return
-        client = _client(known["uri"])
+        uri = known["uri"]
+        is_chosen = uri == os.environ.get(URI_VARIABLE)
+        if not is_chosen and not _is_beside(uri, run_dir):
+            log(
+                f"the export is not logged to MLflow at {uri}, which only the run's files name; set "
+                f"{URI_VARIABLE} to log it there"
+            )
+            return
+        client = _client(uri)
         found = client.get_experiment_by_name(experiment)
         run = _find(client, found.experiment_id, known["identity"]) if found else None
         if run is None:
-            log(f"MLflow at {known['uri']} has no run of {run_dir.name}; the export is not logged")
+            log(f"MLflow at {uri} has no run of {run_dir.name}; the export is not logged")
             return
+        if not is_chosen:
+            _check_artifacts(uri, run)
         client.log_artifacts(run.info.run_id, str(directory), EXPORT_DIR)
     except Exception as error:  # whatever it is, the export itself is good
         log(f"the export is not logged to MLflow: {error}")
@@ -113,10 +148,34 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
     log(f"mlflow      artifacts/{EXPORT_DIR} of run {run_dir.name}")
 
 
-def mark_killed(directory: Location) -> None:
-    """End the MLflow run of a directory as KILLED, if it has one; may raise any error."""
-    if "run_id" in (known := read_tracking(directory)):
-        _client(known["uri"]).set_terminated(known["run_id"], "KILLED")
+def _is_beside(uri: str, directory: Location) -> bool:
+    """Whether a URI is the SQLite file that `auto` puts into a storage path which holds the directory."""
+    database = Path(uri.removeprefix(SQLITE))
+    in_storage = directory.is_local and database.parent in directory.path.parents
+    return uri.startswith(SQLITE) and database.name == _DATABASE and in_storage
+
+
+def _check_artifacts(uri: str, run: Any) -> None:
+    """Check that a database which may have come with a run keeps artifacts beside itself.
+
+    Raises:
+        ConfigError: it names a different store, or links lead out of the directory.
+    """
+    own = Path(uri.removeprefix(SQLITE)).parent.resolve() / _ARTIFACTS
+    artifacts = Path(run.info.artifact_uri)
+    inside = artifacts.resolve().is_relative_to(own)
+    if not inside or any(path.is_symlink() for path in artifacts.rglob("*")):
+        raise ConfigError(
+            f"{uri} puts artifacts into {run.info.artifact_uri}, which is not in {own}; set mlflow_uri and "
+            f"{URI_VARIABLE} to {uri} if it is right, or mlflow_uri to null"
+        )
+
+
+def mark_killed(directory: Location, uri: str | None) -> None:
+    """End a directory's MLflow run at `uri` as KILLED, if it has one there; may raise any error."""
+    known = read_tracking(directory)
+    if uri is not None and known.get("uri") == uri and "run_id" in known:
+        _client(uri).set_terminated(known["run_id"], "KILLED")
 
 
 def tracking_lines(directory: Location) -> list[str]:
@@ -134,13 +193,22 @@ def tracking_lines(directory: Location) -> list[str]:
 
 
 def _client(uri: str) -> Any:
-    """MLflow's client, which gives up within seconds where a server does not answer."""
+    """MLflow's client, which gives up within seconds where a server does not answer.
+
+    Raises:
+        ConfigError: MLflow cannot use this URI here.
+    """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     from mlflow import MlflowClient  # here: seconds of import, only where it is used
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import ArgumentError
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # the import sets it, too
-    return MlflowClient(uri)
+    try:
+        return MlflowClient(uri)
+    except (ImportError, MlflowException, ArgumentError) as error:
+        raise ConfigError(f"MLflow cannot use {uri}: {reason(error)}") from None
 
 
 def read_tracking(directory: Location) -> dict[str, str]:
@@ -151,7 +219,8 @@ def read_tracking(directory: Location) -> dict[str, str]:
     try:
         known = parse_json((directory / TRACKING_FILE).read_bytes())
         names = ("uri", "identity", "experiment_id", "run_id")
-        return {name: str(known[name]) for name in names if name in known or name in names[:2]}
+        found = {name: str(known[name]) for name in names if name in known or name in names[:2]}
+        return found if all(map(str.isprintable, found.values())) else {}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
 

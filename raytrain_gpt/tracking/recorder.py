@@ -20,6 +20,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
+from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import MLflowRun, mlflow_store
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
@@ -118,7 +119,7 @@ class Recorder:
     def _write(self, rows: list[Row]) -> None:
         """Rows that the disk does not take wait for the next ones: no metric may end a run."""
         is_told = bool(self._unwritten)
-        self._unwritten += rows
+        self._unwritten += map(_without_secrets, rows)
         try:
             self._files.add_rows(self._unwritten)
         except OSError as error:
@@ -156,6 +157,7 @@ class Recorder:
 
     async def add_samples(self, step: int, text: str) -> None:
         """Write a set of samples everywhere."""
+        text = redacted(text)
         with contextlib.suppress(OSError):  # a full disk is told with the rows
             self._files.add_samples(step, text)
             for tracker in self._trackers:
@@ -288,3 +290,7 @@ class Recorder:
             if isinstance(tracker, TensorBoard):
                 with contextlib.suppress(OSError):
                     tracker.close()
+
+
+def _without_secrets(row: Row) -> Row:
+    return {key: redacted(value) if isinstance(value, str) else value for key, value in row.items()}

@@ -33,6 +33,7 @@ from raytrain_gpt.format import (
     short_duration,
     size,
 )
+from raytrain_gpt.redact import printable
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.charts import Chart, Curve, Floats, draw, running_mean
 from raytrain_gpt.tracking.goodput import (
@@ -295,7 +296,7 @@ def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: A
         **more,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    Location.of(path).write_text(html)
+    Location.of(path).write_text(printable(html))
     return path
 
 

@@ -21,6 +21,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from raytrain_gpt.errors import UserError
 from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.mlflow_run import MLflowRun
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row
@@ -137,6 +138,9 @@ class MLflow:
                 sender = sender or _Sender(self._open())
                 if self._send_waiting(sender):
                     return
+            except UserError as error:
+                self._log(f"MLflow is off: {error}")
+                return
             except Exception as error:  # no error of a tracker may end the run
                 if not warned:
                     self._log(f"MLflow at {self._uri} does not answer, will try again: {error}")

@@ -25,7 +25,7 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-from raytrain_gpt.tracking.mlflow_run import SQLITE
+from raytrain_gpt.tracking.mlflow_run import SQLITE, check_uri
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
@@ -129,7 +129,8 @@ def absolute_paths(config: ConfigT) -> ConfigT:
     """The configuration with every path absolute.
 
     Raises:
-        ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards.
+        ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
+            MLflow has no such store.
     """
     values = config.field_values()
 
@@ -149,6 +150,7 @@ def absolute_paths(config: ConfigT) -> ConfigT:
             changes[name] = absolute(name, values[name])
     uri = config.tracking.mlflow_uri
     if uri not in (None, "auto"):
+        check_uri(uri)
         prefix = SQLITE if uri.startswith(SQLITE) else ""
         changes["mlflow_uri"] = prefix + absolute("mlflow_uri", uri.removeprefix(prefix))
     return config.updated(changes)

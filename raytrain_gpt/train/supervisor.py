@@ -46,7 +46,7 @@ from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import mark_killed
+from raytrain_gpt.tracking.mlflow_run import mark_killed, mlflow_store
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
@@ -272,7 +272,8 @@ class Run:
             )
         except ray.exceptions.RayError as error:  # the task that tries what fits died
             return End("failed", error)
-        self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir)))
+        uri, _ = mlflow_store(self.config)
+        self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir), uri))
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
         self.catalog.clean(good_until=step_of(resumed))
         attempt = self._new_attempt(plan, resumed, lease)

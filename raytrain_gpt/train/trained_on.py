@@ -16,7 +16,7 @@ import numpy as np
 from raytrain_gpt.checkpoint.branch import read_branch
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_config_file
-from raytrain_gpt.data.locations import data_of
+from raytrain_gpt.data.locations import data_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
@@ -60,6 +60,7 @@ class RunData:
 
     Args:
         name: Of the run in `storage`, or its path.
+        data: Its dataset, as in `data_path`, or None for where the run's files say.
 
     Raises:
         CheckpointError: there is no such run.
@@ -67,11 +68,14 @@ class RunData:
         DataError: its dataset is missing, or another one is in its place.
     """
 
-    def __init__(self, name: str, storage: Location) -> None:
+    def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
         sync = find_run(name, storage)
         self.dir = sync.run_dir
-        self._config = load_config_file(sync.work_dir / CONFIG_FILE)
-        self._data = data_of(self._config)
+        self._config = recorded(load_config_file(sync.work_dir / CONFIG_FILE))
+        if data is None:
+            self._data = recorded_data(self._config, self.dir)
+        else:
+            self._data = data_of(self._config, data)
         self._seq_len = self._config.data.seq_len
         self._order = self._data.order(
             self._config.batch_sequences, self._seq_len, self._config.train.seed
@@ -79,8 +83,8 @@ class RunData:
         newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self._data.hash:
             raise DataError(
-                f"run {self.dir} was trained on other data than {self._config.data.data_path} has now; put "
-                "the old dataset back in its place"
+                f"run {self.dir} was trained on other data than {data or self._config.data.data_path} has "
+                "now; put the old dataset back in its place, or name it with --data"
             )
         rollback = Rollback(self.dir, self._config.spikes.skip_before, print)
         rollback.read_skipped(newest)

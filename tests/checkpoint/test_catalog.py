@@ -158,7 +158,8 @@ def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("step", "10"), ("step", -1), ("config", 5), ("config", {"train": 5}), ("vocab_size", 10**30),
-     ("skipped_batches", [[1]]), ("loss_scale", "x"), ("val_loss", float("inf")), ("more", 1)],
+     ("skipped_batches", [[1]]), ("loss_scale", "x"), ("val_loss", float("inf")), ("more", 1),
+     ("order_hash", "a\nb"), ("manifest_hash", "<img>"), ("vocab_hash", "\x1b[1m")],
 )  # fmt: skip
 def test_a_state_of_other_types_is_damage(
     tmp_path: Path, key: str, value: object, raises_line

@@ -192,6 +192,10 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
         ({"dtype": "uint32"}, "do not fit vocab_size=257"),
         ({"eot_token": 257}, "do not fit vocab_size=257"),
         ({"source": {"sources": 5}}, "should be a valid list"),
+        ({"source": {"duplicates": "5\nnext: x"}}, "should be a valid integer"),
+        ({"tokenizer": "bytes\nnext: x"}, "cannot be printed"),
+        ({"tokenizer": "b" * 101}, "tokenizer"),
+        ({"vocab_hash": "<img>"}, "vocab_hash: it is not a hash"),
     ],
 )
 def test_a_manifest_of_impossible_sizes_is_refused(

@@ -107,6 +107,11 @@ def test_an_unknown_tokenizer_is_named_with_those_there_are(raises_line) -> None
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        ("name", "a\nb", "100 printable characters"),
+        ("name", "\x1b[31m", "100 printable characters"),
+        ("name", "", "100 printable characters"),
+        ("name", "n" * 101, "100 printable characters"),
+        ("name", 5, "100 printable characters"),
         ("pattern", "", "matches empty text"),
         ("pattern", "x*", "matches empty text"),
         ("pattern", "(", "position"),

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.huggingface import export_checkpoint, import_weights
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.preflight import check_init_from, sizes_of_init_from
 
@@ -46,6 +47,11 @@ RunCli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 
 EVALUATED = {"step": 20, "val/loss": 2.5, "val/perplexity": 12.1825, "val/tokens": 4096}
+ROWS: tuple[Row, ...] = (
+    {"step": 10, "val/loss": 9.9},
+    EVALUATED,
+    {"step": 20, "hellaswag/acc_norm": 0.25},
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +63,9 @@ def offline() -> Iterator[None]:
         yield
 
 
-def write_checkpoint(run_dir: Location, tokenizer: str = "bytes", **sizes: Any) -> GPT:
+def write_checkpoint(
+    run_dir: Location, tokenizer: str = "bytes", rows: Sequence[Row] = ROWS, **sizes: Any
+) -> GPT:
     """A checkpoint of step 20 with random weights; returns its model."""
     encoding = load_tokenizer(tokenizer)
     shape = dataclasses.replace(SHAPE, vocab_size=encoding.n_vocab, **sizes)
@@ -82,7 +90,6 @@ def write_checkpoint(run_dir: Location, tokenizer: str = "bytes", **sizes: Any) 
     )
     draft = Catalog(run_dir).draft(20, "001")
     weights = draft.add("model.safetensors", lambda path: save_file(model.state_dict(), path))
-    rows = [{"step": 10, "val/loss": 9.9}, EVALUATED, {"step": 20, "hellaswag/acc_norm": 0.25}]
     texts = {
         "tokenizer.json": tokenizer_json(encoding),
         "rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
@@ -230,6 +237,23 @@ def test_the_model_card_of_a_qwen3_says_what_it_is(tmp_path: Path) -> None:
         assert row in card
     written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert written["model"]["architecture"] == "qwen3"
+
+
+def test_texts_of_a_checkpoint_cannot_change_the_model_card(tmp_path: Path) -> None:
+    """They come from whoever made it: no HTML, no link, no line and no cell of theirs."""
+    hostile = "x` | <img src=http://h>\n\n# [a](javascript:b) \x1b[1m"
+    shown = "x? ? ?img src=http://h???# ?a?(javascript:b) ??1m"
+    cards = []
+    for rows in (
+        [{"step": 20, "event": "import", "source": hostile}],
+        [{"step": 20, f"val/{hostile}": 2.0}],
+    ):
+        run = tmp_path / str(len(cards))
+        write_checkpoint(Location.of(run), rows=rows)
+        export_checkpoint(run, run / "hf", "fp32", print)
+        cards.append((run / "hf" / "README.md").read_text())
+    assert f"imported from `{shown}`.\n" in cards[0]
+    assert f"| `val/{shown}` | 2.0000 |\n" in cards[1]
 
 
 def test_the_model_cards_code_runs(

@@ -27,9 +27,20 @@ def small_config(seq_len: int) -> Config:
     return Config().updated({**model, **run})
 
 
-def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
-    """A checkpoint whose weights are drawn from its step; returns its directory."""
-    config, tokenizer = small_config(seq_len), load_tokenizer("bytes")
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    val_loss: float,
+    seq_len: int = SEQ_LEN,
+    manifest_hash: str = "m",
+    **fields: object,
+) -> Path:
+    """A checkpoint whose weights are drawn from its step; returns its directory.
+
+    Args:
+        fields: Of its configuration.
+    """
+    config, tokenizer = small_config(seq_len).updated(fields), load_tokenizer("bytes")
     model = GPT2(GPTShape.of(config, tokenizer.n_vocab))
     model.init_weights(step)
     with torch.no_grad():
@@ -45,7 +56,7 @@ def write_checkpoint(run_dir: Path, step: int, val_loss: float, seq_len: int = S
         val_loss=val_loss,
         tokens_seen=step * config.train.global_batch_tokens,
         config=config.model_dump(mode="json"),
-        manifest_hash="m",
+        manifest_hash=manifest_hash,
         vocab_hash=vocab_hash(tokenizer),
         vocab_size=tokenizer.n_vocab,
         order_version=1,

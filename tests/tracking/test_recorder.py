@@ -75,6 +75,19 @@ def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:
     ]
 
 
+def test_files_have_no_value_of_a_secret_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_TOKEN", "12345678")
+    writer = recorder(tmp_path)
+    run(writer.add_event(1, "failed", error="no access with 12345678", lost_s=12345678.5))
+    run(writer.add_samples(1, "0: '12345678'"))
+    (row,) = read_rows(tmp_path)
+    assert (row["error"], row["lost_s"]) == ("no access with ***", 12345678.5)
+    assert read_samples(tmp_path) == [(1, "0: '***'")]
+    assert "12345678" not in (tmp_path / "log.txt").read_text()
+
+
 def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
     RunFiles(tmp_path, 0, []).add_rows([step_row(step) for step in range(1, 8)])
     recorder(tmp_path, step=5, attempt=ATTEMPT)

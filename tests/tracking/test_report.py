@@ -241,6 +241,13 @@ def test_names_are_escaped_and_never_read_as_formulas(tmp_path: Path) -> None:
     assert "_b&amp;" in page(path)
 
 
+def test_characters_that_a_terminal_obeys_are_made_visible(tmp_path: Path) -> None:
+    rows = [*steps(40), {**eval_row(40, 3.0), "val/loss/\x1b[1m": 3.0}]
+    html = page(write_report(make_run(tmp_path / "run", rows)))
+    assert "\\u001b[1m" in html
+    assert "\x1b" not in html
+
+
 def test_a_resume_is_marked_in_every_chart(full_report: Path) -> None:
     html = page(full_report)
     assert "resumed after step 30" in html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import pytest
 from mlflow import MlflowClient
 
 from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import (
+    IDENTITY_TAG,
     TRACKING_FILE,
+    URI_VARIABLE,
     MLflowRun,
     mark_killed,
+    read_tracking,
     track_export,
     tracking_lines,
 )
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow, points
+from tests.conftest import RaisesLine
 
 Track = Callable[..., MLflow]
 
@@ -109,8 +115,9 @@ def test_a_run_that_starts_over_with_other_parameters_has_a_curve_of_its_own(
 
 
 def test_an_export_is_logged_with_its_run(
-    track: Track, client: MlflowClient, tmp_path: Path
+    track: Track, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(URI_VARIABLE, f"file:{tmp_path / 'mlruns'}")
     track(0).close("FINISHED", None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -126,12 +133,56 @@ def test_an_export_is_logged_with_its_run(
     assert "has no run of run; the export is not logged" in lines[1]
 
 
+def test_the_database_beside_a_run_keeps_artifacts_beside_itself(
+    tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    """The database may have come with the run, so its artifacts must not lead elsewhere."""
+    config = Config().updated({"storage_path": str(tmp_path), "experiment": "tests"})
+    place, model, lines = Location.of(tmp_path / "run"), tmp_path / "model", list[str]()
+    for directory in (place.path, model):
+        directory.mkdir()
+    (model / "config.json").write_text("{}")
+    run = MLflowRun(place, config, {}, {})
+    artifacts = tmp_path / "mlartifacts" / run.run_id / "artifacts"
+    track_export(place, "tests", model, lines.append)
+    assert (artifacts / "exported" / "config.json").read_text() == "{}"
+
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (artifacts / "exported" / "config.json").unlink()
+    (artifacts / "exported" / "config.json").symlink_to(outside)
+    track_export(place, "tests", model, lines.append)
+    assert outside.read_text() == "mine"
+
+    theirs = run.client.create_experiment("theirs", "s3://theirs/artifacts")
+    run.client.create_run(theirs, tags={IDENTITY_TAG: read_tracking(place)["identity"]})
+    track_export(place, "theirs", model, lines.append)
+    assert lines[0] == "mlflow      artifacts/exported of run run"
+    for line in lines[1:]:
+        assert f"which is not in {tmp_path / 'mlartifacts'}" in line
+    with raises_line(ConfigError, "puts artifacts into s3://theirs/artifacts"):
+        MLflowRun(place, config.updated({"experiment": "theirs"}), {}, {})
+
+
+def test_what_mlflow_refuses_is_no_outage(tmp_path: Path) -> None:
+    said: list[str] = []
+    for uri, why in (
+        ("postgresql+none://host/db", "an unknown driver"),
+        (str(tmp_path / "mlruns"), "a directory"),
+    ):
+        config = Config().updated({"mlflow_uri": uri})
+        open_run = partial(MLflowRun, Location.of(tmp_path), config, {}, {})
+        MLflow(open_run, tmp_path, uri, said.append).close("FINISHED", None)
+        assert said.pop().startswith(f"MLflow is off: MLflow cannot use {uri}: "), why
+
+
 def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     track: Track, client: MlflowClient, tmp_path: Path
 ) -> None:
     place = Location.of(tmp_path / "run")
+    uri = f"file:{tmp_path / 'mlruns'}"
     assert tracking_lines(place) == []
-    mark_killed(place)
+    mark_killed(place, uri)
     track(0).close("FINISHED", None)
     (run,) = runs(client)
     command, page = tracking_lines(place)
@@ -139,7 +190,10 @@ def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     ids = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
     assert page.split() == ["mlflow", f"http://127.0.0.1:5000/#/{ids}"]
     client.update_run(run.info.run_id, status="RUNNING")
-    mark_killed(place)
+    mark_killed(place, None)
+    mark_killed(place, "http://127.0.0.1:1")
+    assert runs(client)[0].info.status == "RUNNING", "the run's files name a server, nobody else"
+    mark_killed(place, uri)
     assert runs(client)[0].info.status == "KILLED"
     known = json.loads((place / TRACKING_FILE).read_bytes())
     (place / TRACKING_FILE).write_text(json.dumps({**known, "uri": "http://host:5000/"}))

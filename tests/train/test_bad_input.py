@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.load import load_preset
-from raytrain_gpt.config.schema import parse_config
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.shards import read_manifest, write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.evaluate.inference import validation_feed
+from raytrain_gpt.evaluate.inference import check_trained_on
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import absolute_paths
 from tests.conftest import RaisesLine
@@ -169,6 +169,34 @@ def test_another_tokenizer_than_the_models(
     assert "the data's tokenizer (gpt2" in errors
 
 
+@pytest.mark.parametrize("command", ["train", "estimate", "train --dry_run"])
+@pytest.mark.parametrize("uri", ["foo://bar", "s3://bucket/runs", "postgres://host/db"])
+def test_an_unknown_scheme_of_mlflow_is_wrong_input(
+    run_cli: RunCli, tmp_path: Path, dataset: Path, uri: str, command: str
+) -> None:
+    where = ("--data_path", dataset, "--storage_path", tmp_path / "runs")
+    code, _, errors = run_cli(*command.split(), "--mlflow_uri", uri, *where)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert f"mlflow_uri={uri} has the unknown scheme {uri.partition(':')[0]}; use http://" in errors
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://h",
+        "HTTPS://h",
+        "sqlite:////r/a.db",
+        "mysql+pymysql://h/d",
+        "databricks://p",
+        "/r/ml",
+    ],
+)
+def test_what_mlflow_can_use_is_accepted(uri: str) -> None:
+    config = absolute_paths(Config().updated({"mlflow_uri": uri}))
+    assert config.tracking.mlflow_uri == uri
+
+
 def test_data_that_took_the_place_of_what_was_trained_on(
     straight: Callable[[int], Any], raises_line: RaisesLine, tmp_path: Path
 ) -> None:
@@ -177,11 +205,9 @@ def test_data_that_took_the_place_of_what_was_trained_on(
     other = prepare_here(
         [str(tmp_path / "text.txt")], tmp_path / "other", "bytes", val_fraction=0.2
     )
-    config = parse_config(checkpoint.state.config, "its configuration")
-    config = config.updated({"data_path": str(tmp_path / "other")})
     hashes = other.hash[:12], checkpoint.state.manifest_hash[:12]
     with raises_line(DataError, *hashes, "give the data to validate on by --data"):
-        validation_feed(checkpoint, config, torch.device("cpu"))
+        check_trained_on(checkpoint, data_of(Config(), str(tmp_path / "other")))
 
 
 def test_changed_maths_on_resume(
