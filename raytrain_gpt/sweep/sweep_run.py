@@ -34,6 +34,7 @@ from raytrain_gpt.sweep.results import (
     RESULTS_FILE,
     best_yaml,
     edge_lines,
+    failure_text,
     final_table,
     results_csv,
 )
@@ -110,6 +111,8 @@ class SweepSummary:
     best: Trial
     files: tuple[str, ...]
     """Names of the result files in `directory`."""
+    failure: str | None
+    """Message if trials failed, so that the best one is the best of the others only."""
 
 
 @dataclass
@@ -287,12 +290,13 @@ class SweepRun:
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        parent.close("FINISHED" if best else "FAILED", metrics, files)
+        resumable = not isinstance(sweep.scheduler, Pbt)
+        failure = failure_text(trials, sweep.sweep_name, resumable)
+        parent.close("FAILED" if failure or best is None else "FINISHED", metrics, files)
         (self._directory / TUNE_DIR).remove()
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
-            errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
-            raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
+            raise TrainingFailed(failure or f"all trials of sweep {sweep.sweep_name} diverged")
         for line in edge_lines(best, sweep.space):
             self._log(line)
-        return SweepSummary(self._directory, trials, best, tuple(files))
+        return SweepSummary(self._directory, trials, best, tuple(files), failure)
