@@ -79,7 +79,7 @@ def failure_text(trials: Sequence[Trial], sweep_name: str, resumable: bool) -> s
     """Error for a sweep with failed trials, which has no result for them; None if no trial failed.
 
     Args:
-        resumable: `--resume` runs failed trials again.
+        resumable: `--resume` retries failed trials.
     """
     failed = [trial for trial in trials if trial.state == "failed"]
     if not failed:
