@@ -297,6 +297,6 @@ class SweepRun:
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
             raise TrainingFailed(failure or f"all trials of sweep {sweep.sweep_name} diverged")
-        for line in edge_lines(best, sweep.space):
+        for line in edge_lines(best, sweep.space) if failure is None else []:
             self._log(line)
         return SweepSummary(self._directory, trials, best, tuple(files), failure)

@@ -14,7 +14,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep import tune
 from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
-from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
+from raytrain_gpt.sweep.sweep_run import ParentRun, SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.sweep.tune import BASE_FILE, SWEEP_FILE, check_known, to_yaml
 
@@ -59,54 +59,69 @@ def test_a_damaged_file_of_a_started_sweep_is_one_line(
         check_known(started, base_config(started), Location.of(tmp_path), resume=True)
 
 
-def ended_sweep(directory: Path, states: list[str]) -> SweepSummary:
-    """The summary of a population whose trials have ended, so that nothing is left to run."""
-    pbt = {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]}
-    space = {"peak_lr": {"uniform": [1e-3, 2e-3]}}
-    changes = {"num_trials": len(states), "scheduler": pbt, "objective": "val/loss"}
-    sweep = sweep_of(space, report_every_tokens=40_960, **changes)
+RATES = [1e-3, 2e-3, 3e-3]
+PBT: dict[str, Any] = {
+    "space": {"peak_lr": {"uniform": [1e-3, 3e-3]}},
+    "num_trials": 3,
+    "scheduler": {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]},
+}
+
+
+def ended_sweep(directory: Path, states: list[str], **changes: Any) -> SweepSummary:
+    """The results of a sweep whose trials have ended so; the first rates are the best."""
+    fields = {"space": {"peak_lr": {"grid": RATES}}, "report_every_tokens": 40_960, **changes}
+    sweep = sweep_of(**fields)
     history = History(Location.of(directory))
     for number, state in enumerate(states):
-        name, values = f"{number:03}", {"peak_lr": 1e-3}
+        name, values = f"{number:03}", {"peak_lr": RATES[number]}
         history.add("started", name, values=values)
         if state == "finished":
-            numbers = {"objective": 3.0, "tokens_seen": 81_920, "tokens_per_s": 1.0}
-            rest = {"elapsed_s": 1.0, "run_dir": "x", "step": 20}
-            history.add("report", name, values=values, **numbers, **rest)
+            numbers = {"objective": 3.0 + number, "tokens_seen": 81_920, "tokens_per_s": 1.0}
+            history.add("report", name, values=values, elapsed_s=1.0, run_dir="x", **numbers)
         error = None if state == "finished" else "DataError: data/x has no manifest.json"
         history.add("ended", name, state=state, error=error)
     base = base_config(sweep).updated({"mlflow_uri": None})
     fitted = decided(FittedConfig, base, use_gpu=False, num_workers=1, cpus_per_worker=1)
-    nothing: Any = None
-    run = SweepRun(sweep, base, fitted, Location.of(directory), print)
-    return run.run(1, nothing, nothing, nothing)
+    at = Location.of(directory)
+    return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(sweep, base, at, print))
 
 
 @pytest.mark.parametrize(
-    ("states", "code"),
-    [(["finished", "finished"], 0), (["finished", "diverged"], 0), (["finished", "failed"], 1)],
+    ("states", "changes", "way_out"),
+    [
+        (["finished", "finished", "finished"], {}, ""),
+        (["finished", "finished", "diverged"], {}, ""),
+        (["finished", "finished", "failed"], {}, "run the same command with --resume"),
+        (["finished", "finished", "failed"], PBT, "start it with another --sweep_name"),
+    ],
 )
 def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(
     states: list[str],
-    code: int,
+    changes: dict[str, Any],
+    way_out: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     run_cli: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(tune, "run_sweep", lambda *_, **__: ended_sweep(tmp_path, states))
-    exit_code, out, err = run_cli("tune", "tune_configs/quickstart.yaml", "--resume")
-    assert exit_code == code
-    assert f"results.csv     {tmp_path}/results.csv" in out
-    assert ("next: raytrain-gpt train --config" in out) == (code == 0)
-    failure = (
-        "error: 1 of 2 trials of sweep small failed (001); 001: DataError: data/x has no manifest.json; "
-        "fix the cause, then start it with another --sweep_name"
+    monkeypatch.setattr(
+        tune, "run_sweep", lambda *_, **__: ended_sweep(tmp_path, states, **changes)
     )
-    assert err.splitlines() == ([failure] if code else [])
+    code, out, err = run_cli("tune", "tune_configs/quickstart.yaml", "--resume")
+    assert code == bool(way_out)
+    assert f"results.csv     {tmp_path}/results.csv" in out
+    assert ("next: raytrain-gpt train --config" in out) == (not way_out)
+    assert ("move the grid" in out) == (not way_out), (
+        "a failed rate may be better than the best one"
+    )
+    failure = (
+        "error: 1 of 3 trials of sweep small failed (002); 002: DataError: data/x has no "
+        f"manifest.json; fix the cause, then {way_out}"
+    )
+    assert err.splitlines() == ([failure] if way_out else [])
 
 
 @pytest.mark.parametrize("state", ["failed", "diverged"])
 def test_a_sweep_without_a_result_says_why(state: str, tmp_path: Path, raises_line) -> None:
-    words = "2 of 2 trials" if state == "failed" else "all trials of sweep small diverged"
+    words = "3 of 3 trials" if state == "failed" else "all trials of sweep small diverged"
     with raises_line(TrainingFailed, words):
-        ended_sweep(tmp_path, [state] * 2)
+        ended_sweep(tmp_path, [state] * 3)
