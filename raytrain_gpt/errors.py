@@ -8,6 +8,7 @@
     │   └── ClusterError         resources, storage or network that the run needs
     ├── StorageError         an object store stayed out of reach: exit code 1
     ├── TrainingFailed       the run failed for another reason: exit code 1
+    │   └── Diverged             an objective that is not finite, which is a trial's result
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
 A message has the value, the limit and the way out, on one line.
@@ -61,6 +62,10 @@ class StorageError(RaytrainGptError):
 
 class TrainingFailed(RaytrainGptError):
     """The run ended with an error that is not the user's input."""
+
+
+class Diverged(TrainingFailed):
+    """A trial's objective is not finite: a result of the sweep, not a failure of it."""
 
 
 class Interrupted(RaytrainGptError):

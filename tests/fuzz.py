@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,23 @@ def works_or_says_why(command: Callable[[], object]) -> str | None:
         assert "\n" not in message, message
         return message
     return None
+
+
+@contextlib.contextmanager
+def bounded_work(max_calls: int = 200_000) -> Iterator[None]:
+    """Fail at `max_calls` function calls inside: a damaged number must not set the amount of work."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+        if calls == max_calls:
+            raise AssertionError(f"more than {max_calls:,} function calls")
+
+    profiler = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)
+    assert calls < max_calls  # an `except Exception` inside may have caught the error

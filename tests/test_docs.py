@@ -153,6 +153,13 @@ def test_no_line_of_the_readme_is_long() -> None:
     assert not [n for n, line in enumerate(lines, 1) if len(line) > MAX_LINE]
 
 
+def test_the_readme_installs_the_torch_of_the_constraints() -> None:
+    named = re.findall(r"torch==[\w.]+", (ROOT / "README.md").read_text("utf-8"))
+    constraints = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert named
+    assert {*named} <= {*constraints}
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=by_name)
 def test_commands_that_are_named_have_these_flags(page: Path) -> None:
     (parsers,) = [

@@ -11,6 +11,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import described
+from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
 from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
 
@@ -127,6 +128,8 @@ def tune(options: TuneOptions) -> None:
     summary = run_sweep(sweep, resume=options.resume, log=say)
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
+    if summary.failure:
+        raise TrainingFailed(summary.failure)
     best = summary.directory / "best.yaml"
     say(next_line(best, shell("raytrain-gpt", "train", "--config", best)))
 

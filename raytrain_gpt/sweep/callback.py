@@ -13,8 +13,8 @@ import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 
-from raytrain_gpt.cluster.failures import root_cause
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.cluster.failures import root_cause, user_error_in
+from raytrain_gpt.errors import ConfigError, Diverged
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.sweep.history import REPORTED, History
@@ -59,11 +59,13 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         self._add("ended", trial, state="finished" if finished else "stopped")
 
     def on_trial_error(self, trial: TuneTrial, **_info: Any) -> None:
-        error = "Ray Tune could not start it"
+        state, error = "failed", "Ray Tune could not start it"
         if trial.pickled_error_file:  # a local file, also with an object store
-            pickled = Path(trial.pickled_error_file).read_bytes()
-            error = root_cause(ray.cloudpickle.loads(pickled))
-        self._add("ended", trial, state="failed", error=error)
+            cause = ray.cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+            error = root_cause(cause)
+            if isinstance(own_error := user_error_in(cause), Diverged):
+                state, error = "diverged", str(own_error)
+        self._add("ended", trial, state=state, error=error)
         self._barrier.leave.remote(str(trial))
 
     def on_step_end(self, trials: list[TuneTrial], **_info: Any) -> None:

@@ -36,6 +36,7 @@ Look = dict[str, Any]
 """Properties of a line or marker, as matplotlib's `Line2D` takes them."""
 
 _MAX_LABEL_CHARS = 24
+_MAX_EDGE_NAMES = 3
 _MIN_TICK_DISTANCE = 0.08  # of the axis' width
 
 
@@ -85,8 +86,31 @@ def legend(figure: Figure, entries: Sequence[tuple[str, Look]], title: str = "")
 
 def mark_edge(axes: Axes, x: float, **look: Any) -> None:
     """Mark at the upper edge what has no place on the y axis."""
-    on_edge = axes.get_xaxis_transform()
-    axes.plot(x, 1, transform=on_edge, clip_on=False, zorder=3, gid="edge", **look)
+    look = {"zorder": 3, **look, "transform": axes.get_xaxis_transform(), "clip_on": False}
+    axes.plot(x, 1, gid="edge", **look)
+
+
+def name_edge(axes: Axes, marks: Iterable[tuple[float, str]]) -> None:
+    """Write the names of (x, name) marks above the upper edge, and move the title up.
+
+    Marks that are close to each other share a text of at most _MAX_EDGE_NAMES names.
+    """
+    groups: list[tuple[float, list[str]]] = []
+    axes.get_xlim()  # applies the pending limits to the transforms
+    for x, name in sorted(marks):
+        at = axes.transLimits.transform(axes.transScale.transform((x, 1)))[0]
+        if groups and at - groups[-1][0] < _MIN_TICK_DISTANCE:
+            groups[-1][1].append(name)
+        else:
+            groups.append((at, [name]))
+    above: Look = {"ha": "center", "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
+    for at, names in groups:
+        more = len(names) - _MAX_EDGE_NAMES
+        text = "\n".join(names[:_MAX_EDGE_NAMES] + [f"+{more}"] * (more > 0))
+        axes.annotate(text, (at, 1), (0, 6), "axes fraction", gid="edge name", **above)
+    if groups:
+        lines = min(max(len(names) for _, names in groups), _MAX_EDGE_NAMES + 1)
+        axes.set_title(axes.get_title(), pad=10 + 10 * lines)
 
 
 def in_order(values: Iterable[Any]) -> list[Any]:

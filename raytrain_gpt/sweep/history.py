@@ -17,7 +17,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.trials import State, Trial
 
 HISTORY_FILE = "sweep.jsonl"
-ENDED = ("finished", "stopped")
+ENDED = ("finished", "stopped", "diverged")
 REPORTED = ("values", "objective", "tokens_seen", "tokens_per_s", "elapsed_s", "run_dir")
 """Fields of a trial that a `report` has."""
 

@@ -1,8 +1,8 @@
 """Pictures of a sweep that can be printed in black and white.
 
 What was measured at fewer tokens than the budget is hollow, faded or hatched, because it does not
-compare with the rest. Values far above the others are marked at the upper edge and written in the
-legend, so that one trial that diverged does not flatten all others.
+compare with the rest. From MIN_TO_CUT finished trials on, values far above the others are marked and
+named at the upper edge and written in the legend, so that one trial does not flatten all others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ MAX_DISCRETE_VALUES = 12
 MAX_NAMED_CURVES = 10
 """The legend of the learning curves names no more than these."""
 
+MIN_TO_CUT = 6
+"""With fewer finished trials every trial that has a score is within the scale."""
+
+_MIN_SPAN = 0.02  # of the lowest value: a shorter scale magnifies the noise between seeds
 _MAX_LISTED = 12  # trials above the scale that the legend lists
 _WIDTH, _HEIGHT = 10.0, 5.2  # inches
 _HOLLOW: Look = {"markerfacecolor": "white"}
@@ -71,7 +75,7 @@ def loss_figure(
     looks = drawing.line_looks(trial.values.get(line_field) for trial in trials)
     entries = [(f"{line_field} {value_label(v)}", look) for v, look in looks.items() if line_field]
     best = best_trial(trials, budget_tokens)
-    limit = max(_loss_limit(trials, budget_tokens), (best and best.score) or -math.inf)
+    limit = _loss_limit(trials, budget_tokens)
     lowest: dict[Any, dict[float, float]] = {value: {} for value in looks}
     above: list[Trial] = []
     for trial in trials:
@@ -100,9 +104,13 @@ def loss_figure(
     if above:
         entries.append((_list_of(above, x_field, budget_tokens), {"linestyle": ""}))
     axes.margins(x=0.1, y=0.14)
+    low, high = axes.get_ylim()
+    pad = max(_MIN_SPAN * abs(low) - (high - low), 0) / 2
+    axes.set_ylim(low - pad, high + pad)
     axes.set_xlabel(drawing.field_label(x_field))
     axes.set_ylabel(drawing.objective_label(objective, budget_tokens))
     axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_field}")
+    drawing.name_edge(axes, ((place[trial.values[x_field]], trial.name) for trial in above))
     drawing.legend(figure, entries)
     return figure
 
@@ -132,34 +140,41 @@ def curves_figure(
     looks = drawing.line_looks(groups)
     limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
     entries: list[tuple[str, Look]] = []
+    above: list[tuple[float, str]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
+        is_above = not values[-1] <= limit  # also if not finite
+        if is_above:
+            above.append((tokens[-1], trial.name))
         if rank >= MAX_NAMED_CURVES:
             pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
             axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
+            if is_above:
+                drawing.mark_edge(axes, tokens[-1], **pale | {"zorder": 3})
             continue
         is_best, is_full = trial is best, trial.state == "finished"
         line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
         line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
         axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
         end = {"color": line["color"], "marker": MARKERS[rank]} | ({} if is_full else _HOLLOW)
-        if values[-1] <= limit:
-            axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
-        else:
+        if is_above:
             drawing.mark_edge(axes, tokens[-1], **end)
+        else:
+            axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
         names = ", ".join(value_label(trial.values[n]) for n in (x_field, line_field) if n)
         text = f"{trial.name}: {names}\n{_outcome(trial, budget_tokens)}{', best' * is_best}"
         entries.append((text, line | end | {"alpha": 1.0}))
     if len(drawn) > MAX_NAMED_CURVES:
         entries.append((f"other trials: {len(drawn) - MAX_NAMED_CURVES}", {"color": PALE}))
     shown = [v for trial in drawn for v in _curve(trial)[1] if v <= limit]
-    pad = 0.05 * (max(shown) - min(shown) or abs(max(shown)) or 1)
+    pad = 0.05 * (max(max(shown) - min(shown), _MIN_SPAN * abs(min(shown))) or 1)
     axes.set_ylim(min(shown) - pad, max(shown) + pad)
     axes.set_xlim(0, 1.02 * max(budget_tokens, *(trial.judged_tokens for trial in drawn)))
     axes.xaxis.set_major_formatter(lambda tokens, _: drawing.tokens_label(tokens))
     axes.set_xlabel("tokens seen (tokens)")
     axes.set_ylabel(drawing.objective_label(objective))
     axes.set_title("Learning curves")
+    drawing.name_edge(axes, above)
     drawing.legend(figure, entries, f"trial: {', '.join(n for n in (x_field, line_field) if n)}")
     return figure
 
@@ -186,7 +201,8 @@ def heat_map_figure(
         scores[row, column] = np.nan if score is None else score
     full = scores[np.isfinite(scores)]
     highest = min(full.max(), upper_limit(full)) if len(full) else 1.0
-    norm = colors.Normalize(full.min() if len(full) else 0.0, highest)
+    lowest = full.min() if len(full) else 0.0
+    norm = colors.Normalize(lowest, max(highest, lowest + _MIN_SPAN * abs(lowest)))
     shades = colors.LinearSegmentedColormap.from_list("objective", [_LOW_COLOR, _HIGH_COLOR])
     mesh = axes.pcolormesh(scores, cmap=shades, norm=norm, edgecolors=SOFT, linewidth=0.5)
     best = best_trial(trials, budget_tokens)
@@ -257,17 +273,21 @@ def _full_score(trial: Trial, budget_tokens: int) -> float | None:
 
 
 def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """The value above which others are so far away that they would flatten the rest."""
+    """The value above which others would flatten the rest; infinity for fewer than MIN_TO_CUT values."""
+    if len(values) < MIN_TO_CUT:
+        return math.inf
     low, middle = np.quantile(values, (0, 0.5), method="lower")
     return float(middle + max(10 * (middle - low), 0.25 * abs(low)))
 
 
 def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Upper end of the y axis, for the trials that used their whole budget if there are any."""
+    """Upper end of the y axis, for the finished trials if there are enough of them, else for all."""
     full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
-    limit = upper_limit(full or [t.score for t in trials if t.score is not None])
-    inside = [score for score in full if score <= limit]
-    return max(inside) + 0.5 * (max(inside) - min(inside)) if len(inside) > 1 else limit
+    if len(full) < MIN_TO_CUT:
+        return max(trial.score for trial in trials if trial.score is not None)
+    inside = [score for score in full if score <= upper_limit(full)]
+    low, high = min(inside), max(inside)
+    return high + max(0.5 * (high - low), _MIN_SPAN * abs(low))
 
 
 def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:

@@ -25,7 +25,13 @@ MAX_PROGRESS_ROWS = 20
 """The table is printed again and again: more rows would bury everything else."""
 
 _MAX_ERROR_CHARS = 160
-_PROGRESS_ORDER: tuple[State, ...] = ("running", "finished", "stopped", "failed")
+_PROGRESS_ORDER: tuple[State, ...] = (
+    "running",
+    "finished",
+    "stopped",
+    "diverged",
+    "failed",
+)
 
 
 def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
@@ -57,9 +63,8 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     ranked = ranking(trials, budget_tokens)
     lines = _table(ranked, objective, budget_tokens, ranks=True)
     for trial in ranked:
-        if trial.state == "failed":
-            error = shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
-            lines.append(f"{trial.name} failed: {error}")
+        if trial.state in ("diverged", "failed"):
+            lines.append(f"{trial.name} {trial.state}: {_error_text(trial)}")
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
@@ -68,6 +73,25 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
         + _best_text(best_trial(trials, budget_tokens), objective)
     )
     return "\n".join(lines)
+
+
+def failure_text(trials: Sequence[Trial], sweep_name: str, resumable: bool) -> str | None:
+    """Error for a sweep with failed trials, which has no result for them; None if no trial failed.
+
+    Args:
+        resumable: `--resume` retries failed trials.
+    """
+    failed = [trial for trial in trials if trial.state == "failed"]
+    if not failed:
+        return None
+    names = ", ".join(trial.name for trial in failed)
+    again = (
+        "run the same command with --resume" if resumable else "start it with another --sweep_name"
+    )
+    return (
+        f"{len(failed)} of {len(trials)} trials of sweep {sweep_name} failed ({shorten(names, 80)}); "
+        f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then {again}"
+    )
 
 
 def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
@@ -162,6 +186,10 @@ def _objective_text(trial: Trial) -> str:
     if trial.diverged:
         return "not finite"
     return "-" if trial.objective is None else f"{trial.objective:.4f}"
+
+
+def _error_text(trial: Trial) -> str:
+    return shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
 
 
 def _plain(value: Any) -> str:

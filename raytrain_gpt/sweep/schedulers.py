@@ -179,6 +179,6 @@ def optuna_search(sweep: Sweep, history: History) -> Any:
         seed=sweep.sweep_seed + len(trials),
     )
     for trial in trials:
-        if trial.state in ENDED and trial.objective is not None:
-            search.add_evaluated_point(points[trial.name], trial.objective)
+        if trial.state in ENDED and trial.score is not None:
+            search.add_evaluated_point(points[trial.name], trial.score)
     return search

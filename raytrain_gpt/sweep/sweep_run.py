@@ -35,6 +35,7 @@ from raytrain_gpt.sweep.results import (
     RESULTS_FILE,
     best_yaml,
     edge_lines,
+    failure_text,
     final_table,
     results_csv,
 )
@@ -111,6 +112,8 @@ class SweepSummary:
     best: Trial
     files: tuple[str, ...]
     """Names of the result files in `directory`."""
+    failure: str | None
+    """Message if trials failed, so that the best one is the best of the others only."""
 
 
 @dataclass
@@ -288,15 +291,16 @@ class SweepRun:
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
-        parent.close("FINISHED" if best else "FAILED", metrics, files)
+        resumable = not isinstance(sweep.scheduler, Pbt)
+        failure = failure_text(trials, sweep.sweep_name, resumable)
+        parent.close("FAILED" if failure or best is None else "FINISHED", metrics, files)
         tune_dir = self._directory / TUNE_DIR
         for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
             (tune_dir / name).remove()  # named by `_tune`
         tune_dir.remove_if_empty()
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
-            errors = "; ".join(f"{t.name} {t.error}" for t in trials if t.error)
-            raise TrainingFailed(f"no trial of sweep {sweep.sweep_name} has a result: {errors}")
-        for line in edge_lines(best, sweep.space):
+            raise TrainingFailed(failure or f"all trials of sweep {sweep.sweep_name} diverged")
+        for line in edge_lines(best, sweep.space) if failure is None else []:
             self._log(line)
-        return SweepSummary(self._directory, trials, best, tuple(files))
+        return SweepSummary(self._directory, trials, best, tuple(files), failure)

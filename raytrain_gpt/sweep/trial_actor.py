@@ -32,7 +32,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.locations import data_of, location, run_location
-from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
@@ -142,7 +142,8 @@ class TrialRun:
 
         Raises:
             Interrupted: it was told to stop.
-            TrainingFailed: the run failed, or the objective is not finite.
+            Diverged: the objective is not finite.
+            TrainingFailed: the run failed.
         """
         report = self._reports.get()
         if isinstance(report, BaseException):
@@ -197,7 +198,7 @@ class TrialRun:
             if "val/loss" not in row or tokens <= self._reported_tokens:
                 continue
             if row.get(self._objective) is None:
-                self._error = TrainingFailed(
+                self._error = Diverged(
                     f"{self._objective} is not finite at step {row['step']}, after {tokens} tokens"
                 )
                 self._killed.set()  # in MLflow such a trial is not FINISHED

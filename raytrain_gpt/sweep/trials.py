@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-State = Literal["pending", "running", "finished", "stopped", "failed"]
-"""`stopped`: by the sweep's scheduler, before its budget was used up."""
+State = Literal["pending", "running", "finished", "stopped", "diverged", "failed"]
+"""`stopped`: by the sweep's scheduler, before its budget was used up; `diverged`: its objective is not
+finite, a result; `failed`: any other error, and so no result."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ class Trial:
     @property
     def score(self) -> float | None:
         """The objective if the trial can be ranked by it; None if it failed or is not finite."""
-        if self.state == "failed" or self.objective is None or not math.isfinite(self.objective):
-            return None
-        return self.objective
+        return None if self.state == "failed" or self.diverged else self.objective
 
     @property
     def diverged(self) -> bool:
         """Whether the newest evaluation was not finite."""
-        evaluated = self.objective is not None or bool(self.curve)
-        return evaluated and (self.objective is None or not math.isfinite(self.objective))
+        if self.objective is None:
+            return self.state == "diverged" or bool(self.curve)
+        return self.state == "diverged" or not math.isfinite(self.objective)
 
 
 def compared_tokens(trial: Trial, budget_tokens: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from raytrain_gpt.data.tokenizer import (
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here, write_dataset, write_jsonl
-from tests.fuzz import Damage, damage_file, damages, works_or_says_why
+from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 
 FILES = (MANIFEST_FILE, MANIFEST_FILE, TOKENIZER_FILE, "train-00000.parquet")
 
@@ -55,10 +54,11 @@ def restate_hash(manifest: Path) -> None:
 
 
 @given(name=st.sampled_from(FILES), damage=damages(), hostile=st.booleans())
+@bounded_work()
 def test_a_damaged_dataset_is_read_or_refused(
     whole: Path, name: str, damage: Damage, hostile: bool
 ) -> None:
-    started, directory = time.monotonic(), whole.parent / "damaged"
+    directory = whole.parent / "damaged"
     shutil.copytree(whole, directory, dirs_exist_ok=True)
     damage_file(directory / name, (whole / name).read_bytes(), damage)
     if hostile:
@@ -82,7 +82,6 @@ def test_a_damaged_dataset_is_read_or_refused(
     works_or_says_why(lambda: encode_document(read_tokenizer(place), "Hello, é 日本"))
     works_or_says_why(lambda: describe_dataset(place, read_manifest(place), lambda line: None))
     works_or_says_why(lambda: count_dataset(place, read_manifest(place), lambda done, total: None))
-    assert time.monotonic() - started < 5
 
 
 @settings(max_examples=max(settings().max_examples // 4, 1))

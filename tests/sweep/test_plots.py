@@ -69,6 +69,11 @@ def legend(figure: Figure) -> list[str]:
     return [line for text in figure.legends[0].get_texts() for line in text.get_text().split("\n")]
 
 
+def edge_names(axes: Axes) -> list[str]:
+    """The texts above the upper edge of a picture, from left to right."""
+    return [text.get_text() for text in axes.texts if text.get_gid() == "edge name"]
+
+
 def loss(trials: list[Trial], space: list[str] = SPACE) -> Figure:
     return loss_figure(trials, space, "val/loss", BUDGET)
 
@@ -153,13 +158,16 @@ def test_a_stopped_trial_is_hollow_and_on_no_line() -> None:
     assert list(lines(figure.axes[0], "series")[0].get_xdata()) == [3e-4, 3e-3]
 
 
-def test_what_is_far_off_stands_at_the_edge_and_flattens_nothing() -> None:
-    trials = grid(
-        t001=(80.0, BUDGET, None),
-        t002=(math.nan, BUDGET // 2, None),
-        t003=(4.0, BUDGET // 2, "failed"),
-        t005=(5.5, BUDGET // 5, None),
-    )
+def test_what_is_far_off_stands_named_at_the_edge_and_flattens_nothing() -> None:
+    trials = [
+        *grid(
+            t001=(80.0, BUDGET, None),
+            t002=(math.nan, BUDGET // 2, None),
+            t003=(4.0, BUDGET // 2, "failed"),
+            t005=(5.5, BUDGET // 5, None),
+        ),
+        *(trial(6 + i, {"peak_lr": 1e-4, "global_batch_tokens": 4096}, 3.5) for i in range(3)),
+    ]
     figure = loss(trials)
     axes = figure.axes[0]
     assert {
@@ -169,18 +177,54 @@ def test_what_is_far_off_stands_at_the_edge_and_flattens_nothing() -> None:
         "005 at 3e-3: 5.5000, stopped at 20%",
     } <= set(legend(figure))
     assert [float(mark.get_ydata()[0]) for mark in lines(axes, "edge")] == [1] * 4
+    assert edge_names(axes) == ["001", "002\n003", "005"]
     assert axes.get_ylim()[1] < 4.5
-    assert len(lines(axes, "point")) == 2
+    assert len(lines(axes, "point")) == 5
     figure = curves(trials)
     assert {"001: 3e-4, 16,384", "80.0000", "not finite"} <= set(legend(figure))
     assert len(lines(figure.axes[0], "edge")) == 3
+    assert edge_names(figure.axes[0]) == ["005", "002", "001"]
     assert figure.axes[0].get_ylim()[1] < 9
 
 
+def test_nothing_is_cut_off_with_few_finished_trials() -> None:
+    ends = (3.3579, 3.3555, 4.5003)
+    trials = [trial(i, {"peak_lr": LRS[i]}, end) for i, end in enumerate(ends)]
+    trials += [trial(3, {"peak_lr": 1e-4}, 5.5, BUDGET // 5), trial(4, {"peak_lr": 2e-4}, 80.0)]
+    axes = loss(trials, ["peak_lr"]).axes[0]
+    shown = [float(point.get_ydata()[0]) for point in lines(axes, "point")]
+    assert (shown, edge_names(axes)) == ([*ends, 5.5, 80.0], [])
+    assert axes.get_ylim()[0] < 3.3555
+    assert axes.get_ylim()[1] > 80
+    axes = curves(trials, ["peak_lr"]).axes[0]
+    assert (len(lines(axes, "end")), lines(axes, "edge")) == (5, [])
+    assert axes.get_ylim()[1] > 80
+
+
+def test_the_scale_does_not_magnify_noise() -> None:
+    trials = [trial(i, {"peak_lr": 1e-3 * 1.1**i}, 3.355 + 1e-4 * i) for i in range(7)]
+    trials.append(trial(7, {"peak_lr": 2e-4}, 5.5, BUDGET // 5))
+    low, high = loss(trials, ["peak_lr"]).axes[0].get_ylim()
+    assert 0.06 < high - low < 0.2
+    cells = grid(**{f"t{i:03}": (3.355 + 1e-4 * i, BUDGET, None) for i in range(6)})
+    mesh = heat_axes(cells).collections[0]
+    assert mesh.norm.vmax - mesh.norm.vmin == pytest.approx(0.0671)
+
+
 def test_of_many_trials_at_the_edge_only_some_are_listed() -> None:
-    full = [trial(50 + i, {"peak_lr": 1e-3 * (1 + i)}, 3 + i / 10) for i in range(2)]
+    full = [trial(50 + i, {"peak_lr": 1e-3 * (1 + i)}, 3 + i / 10) for i in range(6)]
     lost = [trial(i, {"peak_lr": 2e-4 * 1.05**i}, 80.0, BUDGET // 10) for i in range(45)]
-    assert legend(loss(full + lost, ["peak_lr"]))[-1] == "and 33 more"
+    figure = loss(full + lost, ["peak_lr"])
+    assert legend(figure)[-1] == "and 33 more"
+    names = edge_names(figure.axes[0])
+    assert names[0].startswith("000\n001\n002\n+")
+    assert sum(3 + int(name.partition("+")[2] or 0) for name in names) == len(lost)
+
+
+def test_a_pale_curve_that_is_above_the_scale_is_named_at_the_edge() -> None:
+    trials = [trial(i, {"peak_lr": 1e-3 * 1.1**i}, 3 + 0.01 * i) for i in range(MAX_NAMED_CURVES)]
+    axes = curves([*trials, trial(20, {"peak_lr": 1e-2}, 80.0)], ["peak_lr"]).axes[0]
+    assert (len(lines(axes, "edge")), edge_names(axes)) == (1, ["020"])
 
 
 def test_marks_at_the_edge_stand_within_the_picture_though_no_point_has_their_rate() -> None:
@@ -314,7 +358,7 @@ def test_any_number_of_stopped_trials_can_be_drawn(number: int) -> None:
 
 
 def test_the_scale_keeps_a_bad_trial_and_not_a_diverged_one() -> None:
-    assert upper_limit([1.95, 1.97, 2.0, 2.1, 2.4]) > 2.4
-    assert upper_limit([3.0, 3.02, 3.05, 3.7]) > 3.7
-    assert upper_limit([1.95, 2.05, 7.81]) < 7.81
-    assert upper_limit([2.0, 7.8]) < 7.8
+    assert upper_limit([1.95, 1.96, 1.97, 2.0, 2.1, 2.4]) > 2.4
+    assert upper_limit([3.0, 3.01, 3.02, 3.05, 3.1, 3.7]) > 3.7
+    assert upper_limit([1.95, 1.96, 2.0, 2.05, 2.1, 7.81]) < 7.81
+    assert upper_limit([1.95, 2.0, 2.05, 2.1, 7.81]) == math.inf

@@ -16,6 +16,7 @@ from raytrain_gpt.sweep.results import (
     MAX_PROGRESS_ROWS,
     best_yaml,
     edge_lines,
+    failure_text,
     final_table,
     progress_table,
     results_csv,
@@ -90,6 +91,30 @@ def test_a_failed_trial_is_never_the_best_whatever_it_reached() -> None:
         "001",
         "000",
     ]
+
+
+def test_a_diverged_trial_has_no_rank_and_is_before_the_failed_ones() -> None:
+    diverged = trial(0, 1.0, "diverged", 20, "val/loss is not finite")
+    assert (diverged.score, best_name(diverged)) == (None, None)
+    assert names([trial(1, None, "failed", 0), diverged, trial(2, 5.0)]) == ["002", "000", "001"]
+    table = final_table([diverged, trial(2, 5.0)], "val/loss", BUDGET)
+    assert "\n000 diverged: val/loss is not finite\n" in table
+    assert "2 trials: 1 finished, 1 diverged |" in table
+
+
+def test_failed_trials_are_a_failure_and_other_ends_are_results() -> None:
+    ends: list[State] = ["finished", "stopped", "diverged"]
+    good = [trial(number, 3.0, state) for number, state in enumerate(ends)]
+    assert failure_text(good, "small", resumable=True) is None
+    failed = [trial(n, None, "failed", 0, f"DataError: no data {n}\nat all") for n in (3, 4)]
+    assert failure_text([*good, *failed], "small", resumable=True) == (
+        "2 of 5 trials of sweep small failed (003, 004); 003: DataError: no data 3 at all; fix the "
+        "cause, then run the same command with --resume"
+    )
+    text = failure_text([trial(n, None, "failed", 0) for n in range(999)], "small", resumable=False)
+    assert text is not None
+    assert len(text) < 300
+    assert text.endswith("start it with another --sweep_name")
 
 
 def test_a_trial_is_compared_where_it_was_evaluated() -> None:

@@ -80,6 +80,8 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert broken.error is not None
     assert "this rate is not for training" in broken.error
     assert summary.best == good
+    assert summary.failure is not None
+    assert summary.failure.startswith("1 of 4 trials of sweep halving failed (001); 001: ")
     assert good.values == {"peak_lr": GOOD_LR, "min_lr": GOOD_LR / 10}
     assert [tokens for tokens, _ in good.curve] == [n * 10 * BATCH_TOKENS for n in (1, 2, 3, 4)]
     # A stopped trial has trained exactly what it was compared by, and can be gone on with.
@@ -108,6 +110,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     (experiment,) = client.search_experiments(filter_string="name = 'raytrain-gpt'")
     runs = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
     parent = runs.pop("halving")
+    assert parent.info.status == "FAILED"
     assert {name: run.info.status for name, run in runs.items()} == {
         "000": "FINISHED",
         "001": "FAILED",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import Interrupted, TrainingFailed
+from raytrain_gpt.errors import Diverged, Interrupted, TrainingFailed
 from raytrain_gpt.sweep.trial_actor import TrialRun
 from raytrain_gpt.tracking.run_files import Row
 
@@ -80,18 +80,19 @@ def go_to_the_end(trial: TrialRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "kind", "message"),
     [
-        ([*ALL[:5], evaluation(4, None)], "val/loss is not finite at step 4, after 16384 tokens"),
-        ([*ALL[:2], evaluation(2, None)], "val/loss is not finite at step 2, after 8192 tokens"),
-        (ALL[:5], "has no evaluation of its last step"),
+        ([*ALL[:5], evaluation(4, None)], Diverged, "not finite at step 4, after 16384 tokens"),
+        ([*ALL[:2], evaluation(2, None)], Diverged, "not finite at step 2, after 8192 tokens"),
+        (ALL[:5], TrainingFailed, "has no evaluation of its last step"),
     ],
 )
 def test_a_trial_without_a_result_fails_and_does_not_hang(
-    run: Callable[..., TrialRun], rows: list[Row], message: str
+    run: Callable[..., TrialRun], rows: list[Row], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(TrainingFailed, match=message):
+    with pytest.raises(kind, match=message) as caught:
         go_to_the_end(run([], rows))
+    assert caught.type is kind
 
 
 def test_a_trial_that_is_stopped_does_not_go_on(run: Callable[..., TrialRun]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.config.resolved import FittedConfig, decided
+from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.storage.location import Location
+from raytrain_gpt.sweep import tune
+from raytrain_gpt.sweep.history import History
 from raytrain_gpt.sweep.spec import Sweep
+from raytrain_gpt.sweep.sweep_run import ParentRun, SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.sweep.tune import BASE_FILE, SWEEP_FILE, check_known, to_yaml
 
@@ -52,3 +57,71 @@ def test_a_damaged_file_of_a_started_sweep_is_one_line(
         (tmp_path / name).write_bytes(content)
     with raises_line(ConfigError, str(tmp_path), "missing or damaged", "--sweep_name"):
         check_known(started, base_config(started), Location.of(tmp_path), resume=True)
+
+
+RATES = [1e-3, 2e-3, 3e-3]
+PBT: dict[str, Any] = {
+    "space": {"peak_lr": {"uniform": [1e-3, 3e-3]}},
+    "num_trials": 3,
+    "scheduler": {"kind": "pbt", "perturb_every_tokens": 40_960, "mutate": ["peak_lr"]},
+}
+
+
+def ended_sweep(directory: Path, states: list[str], **changes: Any) -> SweepSummary:
+    """The results of a sweep whose trials have ended so; the first rates are the best."""
+    fields = {"space": {"peak_lr": {"grid": RATES}}, "report_every_tokens": 40_960, **changes}
+    sweep = sweep_of(**fields)
+    history = History(Location.of(directory))
+    for number, state in enumerate(states):
+        name, values = f"{number:03}", {"peak_lr": RATES[number]}
+        history.add("started", name, values=values)
+        if state == "finished":
+            numbers = {"objective": 3.0 + number, "tokens_seen": 81_920, "tokens_per_s": 1.0}
+            history.add("report", name, values=values, elapsed_s=1.0, run_dir="x", **numbers)
+        error = None if state == "finished" else "DataError: data/x has no manifest.json"
+        history.add("ended", name, state=state, error=error)
+    base = base_config(sweep).updated({"mlflow_uri": None})
+    fitted = decided(FittedConfig, base, use_gpu=False, num_workers=1, cpus_per_worker=1)
+    at = Location.of(directory)
+    return SweepRun(sweep, base, fitted, at, print)._finish(ParentRun(sweep, base, at, print))
+
+
+@pytest.mark.parametrize(
+    ("states", "changes", "way_out"),
+    [
+        (["finished", "finished", "finished"], {}, ""),
+        (["finished", "finished", "diverged"], {}, ""),
+        (["finished", "finished", "failed"], {}, "run the same command with --resume"),
+        (["finished", "finished", "failed"], PBT, "start it with another --sweep_name"),
+    ],
+)
+def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(
+    states: list[str],
+    changes: dict[str, Any],
+    way_out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_cli: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(
+        tune, "run_sweep", lambda *_, **__: ended_sweep(tmp_path, states, **changes)
+    )
+    code, out, err = run_cli("tune", "tune_configs/quickstart.yaml", "--resume")
+    assert code == bool(way_out)
+    assert f"results.csv     {tmp_path}/results.csv" in out
+    assert ("next: raytrain-gpt train --config" in out) == (not way_out)
+    assert ("move the grid" in out) == (not way_out), (
+        "a failed rate may be better than the best one"
+    )
+    failure = (
+        "error: 1 of 3 trials of sweep small failed (002); 002: DataError: data/x has no "
+        f"manifest.json; fix the cause, then {way_out}"
+    )
+    assert err.splitlines() == ([failure] if way_out else [])
+
+
+@pytest.mark.parametrize("state", ["failed", "diverged"])
+def test_a_sweep_without_a_result_says_why(state: str, tmp_path: Path, raises_line) -> None:
+    words = "3 of 3 trials" if state == "failed" else "all trials of sweep small diverged"
+    with raises_line(TrainingFailed, words):
+        ended_sweep(tmp_path, [state] * 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from raytrain_gpt.tracking.run_files import (
 )
 from raytrain_gpt.tracking.runs import runs_command
 from raytrain_gpt.tracking.step_time import KINDS, TimeUse
-from tests.fuzz import Damage, damage_file, damages, works_or_says_why
+from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 from tests.tracking.test_report import (
     attempt,
     checkpoint,
@@ -62,6 +61,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_run(storage / name, ROWS, {2: ["one", "two"], 6: ["three"]}, checkpoint=4)
         identity = {"uri": "sqlite:///mlflow.db", "identity": "a"}
         (storage / name / TRACKING_FILE).write_text(json.dumps(identity))
+    # The calls of imports would count.
+    runs_command("report", ["damaged"], Location.of(storage), False, say_nothing)
     return storage
 
 
@@ -79,8 +80,9 @@ def damaged(whole: Path, name: str, damage: Damage) -> Path:
 
 
 @given(name=st.sampled_from(FILES), damage=damages())
+@bounded_work()
 def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> None:
-    run, started = damaged(whole, name, damage), time.monotonic()
+    run = damaged(whole, name, damage)
     lines: list[str] = []
     runs_command("list", [], Location.of(whole), True, lines.append)
     listed = json.loads(lines[-1])["runs"]
@@ -93,13 +95,11 @@ def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> No
     resumed = RunFiles(run, 3, ROWS, [])
     assert {row["step"] for row in resumed.kept_rows if "train/loss" in row} >= {1, 2, 3}
     assert read_rows(run, pytest.fail) == resumed.kept_rows
-    assert time.monotonic() - started < 5
 
 
 @settings(max_examples=max(settings().max_examples // 12, 1))
 @given(name=st.sampled_from(FILES[1:4]), damage=damages())
+@bounded_work(3_000_000)  # matplotlib makes half of them for any run
 def test_reports_are_written(whole: Path, name: str, damage: Damage) -> None:
     damaged(whole, name, damage)
-    started = time.monotonic()
     runs_command("report", ["damaged"], Location.of(whole), False, say_nothing)
-    assert time.monotonic() - started < 5
