@@ -61,15 +61,23 @@ def sizes_of_init_from(
         ConfigError: the configuration is not possible.
     """
     # The others may be possible only with these sizes.
-    where = {n: fields[n] for n in ("init_from", "s3_endpoint", "retry_for_s") if n in fields}
+    named = ("init_from", "storage_path", "s3_endpoint", "retry_for_s")
+    where = {name: fields[name] for name in named if name in fields}
     config = resolve(preset, file, where)
     given = given_fields(file, fields)
     open_fields = [name for name in SHAPE_FIELDS if name not in given]
     if config.model.init_from is None or not open_fields:
         return {}
-    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    checkpoint = resolve_checkpoint(location(config, _start_path(config, config.model.init_from)))
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
     return {name: theirs[name] for name in open_fields}
+
+
+def _start_path(config: Config, init_from: str) -> str:
+    """Return the path in `init_from`; the name of a run stands for its directory in storage_path."""
+    if "/" in init_from or Path(init_from).exists():
+        return init_from
+    return f"{config.run.storage_path}/{init_from}"
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
@@ -146,7 +154,9 @@ def absolute_paths(config: ConfigT) -> ConfigT:
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
     for name in ("storage_path", "init_from", "hellaswag_path"):
         if values[name] is not None and (name, values[name]) != ("hellaswag_path", DOWNLOAD):
-            changes[name] = absolute(name, values[name])
+            is_start = name == "init_from"
+            path = _start_path(config, values[name]) if is_start else values[name]
+            changes[name] = absolute(name, path)
     uri = config.tracking.mlflow_uri
     if uri not in (None, "auto"):
         prefix = SQLITE if uri.startswith(SQLITE) else ""

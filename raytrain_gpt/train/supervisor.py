@@ -54,7 +54,7 @@ from raytrain_gpt.train.attempt import Attempt, End
 from raytrain_gpt.train.last_evaluations import finish_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.policy import AttemptResult, Counters, GiveUp, next_action, wait_for_workers
-from raytrain_gpt.train.resume import Rollback, check_changes, find_resume
+from raytrain_gpt.train.resume import Rollback, check_changes, find_resume, keep_start
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
 
@@ -122,6 +122,7 @@ class Run:
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
             self.output.sync.pull()  # by the lease's holder alone: nobody else writes these files now
             if resumed is not None:
+                self.config = keep_start(self.config, resumed)
                 check_changes(self.config, self.data, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
                     with self._evaluating():
