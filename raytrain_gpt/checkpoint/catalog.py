@@ -128,10 +128,15 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl since the checkpoint before, if they can be read, and its evaluation's."""
+        """Rows of metrics.jsonl since the checkpoint before, unless damaged, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
-        with contextlib.suppress(OSError):
-            rows = parse_rows((self.path / ROWS_FILE).read_bytes())[0] + rows
+        with contextlib.suppress(OSError, CheckpointError):
+            content, entry = (
+                (self.path / ROWS_FILE).read_bytes(),
+                _read_hashes(self.path).get(ROWS_FILE),
+            )
+            if entry and entry.sha256 == hashlib.sha256(content).hexdigest():
+                rows = parse_rows(content)[0] + rows
         return rows
 
     def unlisted(self) -> list[str]:

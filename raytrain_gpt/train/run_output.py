@@ -9,7 +9,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import write_report
-from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, merge_rows, read_rows
+from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, check_rows, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
 
 
@@ -41,6 +41,8 @@ class RunOutput:
         """
         if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
             self.log(OFF)
+        saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
+        check_rows(self.sync.work_dir, saved_rows, self.log)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
@@ -48,7 +50,7 @@ class RunOutput:
             mlflow_tags=self._mlflow_tags,
             step=step,
             attempt=attempt,
-            saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
+            saved_rows=saved_rows,
             saved_samples=[(at, text) for at, text in samples if text],
         )
 
