@@ -8,6 +8,7 @@ import torch
 
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.batch import micro_batch_change
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, bf16_pays, gpu_spec, gpu_specs_matching
@@ -141,12 +142,17 @@ def lines(config: Config, found: Estimate) -> list[str]:
 
 
 def run_lines(config: Config, log: Log) -> list[str]:
-    """Parameters, batch, steps and workers of a run, and whether its data is there; no cluster is asked.
+    """Parameters, batch, steps and workers of a run, its warnings, and whether its data is there.
+
+    No cluster is asked.
 
     Raises:
         UserError: the configuration is not possible, or the data is damaged.
     """
-    out = lines(*answer(config, Facts(), log))[:3]
+    found = answer(config, Facts(), log)
+    change = micro_batch_change(config, found[1].num_workers)
+    warnings = [*preflight.warnings(config), *([change] if change else [])]
+    out = [*lines(*found)[:3], *(f"warning  {line}" for line in warnings)]
     if config.cluster.num_workers == "auto":
         out.append("workers  auto: one for each GPU found, 1 without; the batch is shown for 1")
     if data_is_there(config):

@@ -25,7 +25,7 @@ from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.batch import for_workers
+from raytrain_gpt.config.batch import for_workers, micro_batch_change
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
@@ -77,13 +77,9 @@ def fit_memory(
         Interrupted: `stop` was set during the probe.
         ray.exceptions.RayError: the probe died, or got no resources.
     """
-    asked = config.train.micro_batch_sequences
+    if change := micro_batch_change(config, world_size):
+        log(change)
     config = for_workers(config, world_size)
-    if asked != config.train.micro_batch_sequences:
-        log(
-            f"micro_batch_sequences {asked} -> {config.train.micro_batch_sequences}: it divides the "
-            f"{config.batch_sequences // world_size} sequences that a worker has in a step"
-        )
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)

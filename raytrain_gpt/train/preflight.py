@@ -25,7 +25,7 @@ from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-from raytrain_gpt.tracking.mlflow_run import SQLITE
+from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, mlflow_store
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
@@ -49,6 +49,19 @@ def check_data(ingest: IngestSpec) -> None:
     check_val_split(ingest.data, ingest.seq_len)
     if ingest.cache_bytes:
         cache_directory()
+
+
+def warnings(config: Config) -> list[str]:
+    """List settings that train allows and that are rarely intended."""
+    found, max_steps = [], config.train.max_steps
+    if (warmup := config.optim.warmup_steps) > max_steps:
+        found.append(
+            f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
+            "peak_lr; usual: a twentieth of max_steps"
+        )
+    if config.tracking.mlflow_uri == "auto" and mlflow_store(config) == (None, None):
+        found.append(OFF)
+    return found
 
 
 def sizes_of_init_from(

@@ -6,7 +6,6 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, check_rows, merge_rows, read_rows
@@ -39,8 +38,6 @@ class RunOutput:
             checkpoints: Their rows fill in what a dead recorder had not written.
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
         """
-        if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
-            self.log(OFF)
         saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
         check_rows(self.sync.work_dir, saved_rows, self.log)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]

@@ -190,11 +190,8 @@ class Run:
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
-        if (warmup := self.config.optim.warmup_steps) > train.max_steps:
-            self.log(
-                f"warmup_steps={warmup} is above max_steps={train.max_steps}, so the learning rate never "
-                "reaches peak_lr; usual: a twentieth of max_steps"
-            )
+        for line in preflight.warnings(self.config):
+            self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         counters = Counters()
