@@ -22,6 +22,7 @@ from raytrain_gpt.checkpoint.catalog import (
     Checkpoint,
     read_checkpoint,
 )
+from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, changed_fields, parse_config
@@ -173,7 +174,8 @@ def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
     if step and int(step) in checkpoints:
         return checkpoints[int(step)]
     steps = ", ".join(map(str, checkpoints)) or "none"
+    hint = "" if checkpoints else near_run(named.name, named.parent)
     raise CheckpointError(
-        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
-        "checkpoint's directory"
+        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}"
+        f"{hint or '; give RUN@STEP, or the directory of a checkpoint'}"
     )

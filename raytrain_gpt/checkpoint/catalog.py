@@ -37,6 +37,7 @@ from raytrain_gpt.checkpoint.evaluation_result import (
     read_evaluation_result,
 )
 from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
@@ -428,6 +429,7 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
+    hint = near_run(path.name, path.parent, path.parent / DEFAULT_STORAGE)
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
+        f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
     )
