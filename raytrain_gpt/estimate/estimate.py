@@ -22,6 +22,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA, cluster_for, expected_vocab_size
 from raytrain_gpt.train.memory_fit import fit_memory
+from raytrain_gpt.train.memory_search import NO_REMEDY
 
 SPEED_SOURCES = {
     "probe": "measured by the probe",
@@ -42,7 +43,7 @@ def answer(
     Raises:
         UserError: the configuration is not possible, or the device is not in the table.
     """
-    gpu = None if device is None else _device(device)
+    gpu = None if device is None else _device(device, log)
     vocab_size = given.vocab_size or expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
@@ -92,15 +93,21 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
-            f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
-            "raytrain-gpt doctor"
+            f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
+            "see: raytrain-gpt doctor"
         )
     tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
     return plan, tokens_per_s, group.devices[0].device
 
 
-def _device(text: str) -> GpuSpec:
+def _device(text: str, log: Log) -> GpuSpec:
+    """Find the GPU of a name; among several parts with this name it is the SXM part, if there is one."""
     found = gpu_specs_matching(text)
+    sxm = [spec for spec in found if spec.is_sxm]
+    if len(found) > 1 and len(sxm) == 1:
+        others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found if not spec.is_sxm)
+        log(f"device   {text} means the SXM part, {sxm[0].name}; also in the table: {others}")
+        return sxm[0]
     if len(found) != 1:
         known = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found or GPU_SPECS)
         what = "is not in the table" if not found else "may be several"
@@ -129,6 +136,8 @@ def lines(config: Config, found: Estimate) -> list[str]:
         f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "
         f"{size(found.checkpoint_bytes * num_checkpoints)} of them",
     ]
+    if found.fits is False:
+        out.append(f"to fit   {found.remedy.way_out if found.remedy else NO_REMEDY}")
     if found.device is not None:
         fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
@@ -174,14 +183,7 @@ def _memory_line(found: Estimate) -> str:
     )
     if found.device is None:
         return line
-    if found.fits:
-        verdict = "fits"
-    elif found.micro_batch_sequences > 1:
-        verdict = "DOES NOT FIT; lower micro_batch_sequences"
-    elif mode != "full":
-        verdict = "DOES NOT FIT; set activation_checkpointing to full"
-    else:
-        verdict = "DOES NOT FIT; use a smaller model, or parallel fsdp with more num_workers"
+    verdict = "fits" if found.fits else "DOES NOT FIT"
     return f"{line} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
 
 
