@@ -26,7 +26,7 @@ class GpuSpec:
         name: How the name that torch reports begins.
         bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
         memory_bytes: All of its memory.
-        is_sxm: A module on a server's board, which is what a chip's plain name usually means.
+        is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 
     name: str

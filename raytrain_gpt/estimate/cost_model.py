@@ -70,7 +70,7 @@ class Estimate:
         steps_per_epoch: None: the data is not known.
         memory: Needed on one device.
         fits: Whether the device has enough memory; None: the device is not known.
-        remedy: Changes with which it would fit; None: it fits, or no change is enough.
+        remedy: Cheapest changes with which it would fit, or None if it fits or no change is enough.
         largest: For each of GPT-2's sizes; empty: the device is not known.
         speed: None: neither measured, nor given, nor in the table.
         train_s: All steps, without evaluations, checkpoints and restarts.

@@ -101,12 +101,12 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
 
 
 def _device(text: str, log: Log) -> GpuSpec:
-    """Find the GPU of a name; among several parts with this name it is the SXM part, if there is one."""
+    """Find the GPU of a name; among several variants it is the SXM one."""
     found = gpu_specs_matching(text)
     sxm = [spec for spec in found if spec.is_sxm]
     if len(found) > 1 and len(sxm) == 1:
         others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found if not spec.is_sxm)
-        log(f"device   {text} means the SXM part, {sxm[0].name}; also in the table: {others}")
+        log(f"device   {text} means the SXM variant, {sxm[0].name}; also in the table: {others}")
         return sxm[0]
     if len(found) != 1:
         known = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found or GPU_SPECS)
@@ -151,7 +151,7 @@ def lines(config: Config, found: Estimate) -> list[str]:
 
 
 def run_lines(config: Config, log: Log) -> list[str]:
-    """Parameters, batch, steps and workers of a run, its warnings, and whether its data is there.
+    """Parameters, batch, steps and workers of a run, its warnings, and whether its data exists.
 
     No cluster is asked.
 

@@ -93,8 +93,8 @@ def check_rows(run_dir: Path, saved: list[Row], tell: Log) -> None:
     aside = next(run_dir / name for name in names if not (run_dir / name).exists())
     path.rename(aside)
     tell(
-        f"moved: {path} to {aside.name}; it is a different run's, since all {len(both)} steps that the "
-        "checkpoints hold have other losses or data there; the checkpoints' rows are kept"
+        f"moved: {path} to {aside.name}; it is a different run's, since its losses or data differ from "
+        f"the checkpoints' in all {len(both)} steps that both have; the checkpoints' rows are kept"
     )
 
 

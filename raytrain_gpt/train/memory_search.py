@@ -4,7 +4,7 @@
    sequences, only their sums are taken in another order.
 2. `MemoryModel` predicts what a candidate needs; on a GPU `measure` takes real steps with it.
 3. `largest` takes the largest candidate that fits, and recomputes only if too little fits without.
-4. Where nothing fits, `remedy` predicts which other settings would.
+4. Where nothing fits, `remedy` finds the cheapest settings that are predicted to fit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Remedy:
 
     Attributes:
         changes: Field -> value.
-        fit: The micro-batch that fits then.
+        fit: The micro-batch that fits with these settings.
     """
 
     changes: dict[str, Any]

@@ -202,14 +202,14 @@ def test_a_device_must_be_one_of_the_table() -> None:
         ("L4", "NVIDIA L4", None),
     ],
 )
-def test_a_plain_name_means_the_sxm_part_and_says_so(
+def test_a_plain_name_means_the_sxm_variant_and_says_so(
     text: str, name: str, others: str | None
 ) -> None:
     told: list[str] = []
     _, found = answer(CONFIG, Facts(), told.append, text)
     assert found.device is not None
     assert found.device.name == name
-    said = f"device   {text} means the SXM part, {name}; also in the table: {others}"
+    said = f"device   {text} means the SXM variant, {name}; also in the table: {others}"
     assert told == ([said] if others else [])
 
 
