@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
 from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
@@ -17,10 +17,10 @@ from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
-from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
@@ -69,19 +69,27 @@ def sizes_of_init_from(
 ) -> dict[str, Any]:
     """Field -> value of the shape of `init_from`'s checkpoint, but for what file or fields give.
 
+    If that checkpoint is gone, the shape is that of the run which started from it.
+
     Raises:
         CheckpointError: there is no good checkpoint.
         ConfigError: the configuration is not possible.
     """
     # The others may be possible only with these sizes.
-    named = ("init_from", "storage_path", "s3_endpoint", "retry_for_s")
+    named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
     where = {name: fields[name] for name in named if name in fields}
     config = resolve(preset, file, where)
     given = given_fields(file, fields)
     open_fields = [name for name in SHAPE_FIELDS if name not in given]
     if config.model.init_from is None or not open_fields:
         return {}
-    checkpoint = resolve_checkpoint(location(config, _start_path(config, config.model.init_from)))
+    start = location(config, _start_path(config, config.model.init_from))
+    try:
+        checkpoint = resolve_checkpoint(start)
+    except CheckpointError:
+        if not (own := Catalog(run_location(config)).complete()):
+            raise
+        checkpoint = own[-1]
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
     return {name: theirs[name] for name in open_fields}
 
