@@ -174,8 +174,9 @@ def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
     if step and int(step) in checkpoints:
         return checkpoints[int(step)]
     steps = ", ".join(map(str, checkpoints)) or "none"
-    hint = "" if checkpoints else near_run(named.name, named.parent)
+    way_out = "; give RUN@STEP, or a checkpoint's directory"
+    if not checkpoints:
+        way_out = near_run(named.name, named.parent) or way_out
     raise CheckpointError(
-        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}"
-        f"{hint or '; give RUN@STEP, or the directory of a checkpoint'}"
+        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}{way_out}"
     )
