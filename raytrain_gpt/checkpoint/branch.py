@@ -22,9 +22,10 @@ from raytrain_gpt.checkpoint.catalog import (
     Checkpoint,
     read_checkpoint,
 )
+from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.resolved import FittedConfig
-from raytrain_gpt.config.schema import changed_fields, parse_config
+from raytrain_gpt.config.schema import Config, changed_fields, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS, SHAPE_FIELDS
 from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_vocabulary
@@ -35,6 +36,7 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 BRANCH_FILE = "branch.json"
+_STEP = r"\d{1,15}"
 KEPT_FIELDS = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
 """What the weights, the moments or the place in the data depend on."""
 
@@ -138,6 +140,22 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     return read_checkpoint(path)
 
 
+def branches_from(config: Config, asked: str, run_dir: Location) -> bool:
+    """Whether a run branched off the checkpoint of RUN@STEP, or at a path, which may be gone."""
+    branch = read_branch(run_dir)
+    run, _, step = asked.rpartition("@")
+    places = [location(config, asked)]
+    if run and re.fullmatch(_STEP, step):
+        name = f"step={int(step):08d}"
+        places += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, run)]
+    return branch is not None and branch.checkpoint in map(str, places)
+
+
+def _run_dirs(config: Config, run: str) -> tuple[Location, Location]:
+    """Directories of a run that is given by its name, or by its path."""
+    return location(config, config.run.storage_path) / run, location(config, run)
+
+
 def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
     """The checkpoint of RUN@STEP, or at a path.
 
@@ -145,18 +163,20 @@ def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
         CheckpointError: there is none; names the steps that there are.
     """
     run, _, step = asked.rpartition("@")
-    if not re.fullmatch(r"\d{1,15}", step) or not run:
+    if not re.fullmatch(_STEP, step) or not run:
         path = location(config, asked)
         if (path / STATE_FILE).is_file():
             return read_checkpoint(path)
         run, step = asked, ""
-    named = location(config, config.run.storage_path) / run
-    run_dir = named if (named / CHECKPOINTS_DIR).names() else location(config, run)
+    named, at_path = _run_dirs(config, run)
+    run_dir = named if (named / CHECKPOINTS_DIR).names() else at_path
     checkpoints = {c.state.step: c for c in Catalog(run_dir).complete()}
     if step and int(step) in checkpoints:
         return checkpoints[int(step)]
     steps = ", ".join(map(str, checkpoints)) or "none"
+    way_out = "; give RUN@STEP, or a checkpoint's directory"
+    if not checkpoints:
+        way_out = near_run(named.name, named.parent) or way_out
     raise CheckpointError(
-        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}; give RUN@STEP, or a "
-        "checkpoint's directory"
+        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}{way_out}"
     )

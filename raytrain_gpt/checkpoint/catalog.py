@@ -39,6 +39,7 @@ from raytrain_gpt.checkpoint.evaluation_result import (
     read_evaluation_result,
 )
 from raytrain_gpt.checkpoint.rows import parse_rows
+from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
@@ -135,10 +136,15 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl since the checkpoint before, if they can be read, and its evaluation's."""
+        """Rows of metrics.jsonl since the checkpoint before, unless damaged, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
-        with contextlib.suppress(OSError):
-            rows = parse_rows((self.path / ROWS_FILE).read_bytes())[0] + rows
+        with contextlib.suppress(OSError, CheckpointError):
+            content, entry = (
+                (self.path / ROWS_FILE).read_bytes(),
+                _read_hashes(self.path).get(ROWS_FILE),
+            )
+            if entry and entry.sha256 == hashlib.sha256(content).hexdigest():
+                rows = parse_rows(content)[0] + rows
         return rows
 
     def unlisted(self) -> list[str]:
@@ -445,6 +451,7 @@ def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint
             f"{path} holds Hugging Face weights; import them first: "
             f"raytrain-gpt import {shell(path)} --out CHECKPOINT"
         )
+    hint = near_run(path.name, path.parent, path.parent / DEFAULT_STORAGE)
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a run with one; see: raytrain-gpt runs list"
+        f"{path} is neither a checkpoint nor a run with one{hint or '; see: raytrain-gpt runs list'}"
     )

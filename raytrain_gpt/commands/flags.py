@@ -109,8 +109,13 @@ class ConfigOptions(Options):
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
         given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
-        flags = [f"--{name} {shell('null' if v is None else v)}" for name, v in given.items()]
-        return " ".join(["raytrain-gpt train", *flags])
+        return command_line("train", given)
+
+
+def command_line(command: str, flags: Mapping[str, Any]) -> str:
+    """A command to copy, with the value of each flag."""
+    given = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
+    return " ".join([f"raytrain-gpt {command}", *given])
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raytrain_gpt.commands.flags import SECTIONS, ConfigOptions, JsonOptions, Metavar, command, say
+from raytrain_gpt.commands.flags import (
+    SECTIONS,
+    ConfigOptions,
+    JsonOptions,
+    Metavar,
+    command,
+    command_line,
+    say,
+)
 from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import described
 from raytrain_gpt.errors import TrainingFailed
@@ -36,6 +44,11 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
 
+    def again_with(self, changes: dict[str, Any]) -> str:
+        """The same command with some fields changed."""
+        given = self.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
+        return command_line("estimate", given | self.fields | changes)
+
 
 @command("estimate", EstimateFlags, SECTIONS)
 def estimate(options: EstimateFlags) -> None:
@@ -52,7 +65,10 @@ def estimate(options: EstimateFlags) -> None:
     config, found = answer(configuration, Facts(**known), say, options.device, options.probe)
     for line in lines(config, found):
         say(line)
-    say(f"next: {options.train_command()}")
+    if found.fits is not False:
+        say(f"next: {options.train_command()}")
+    elif found.remedy is not None:
+        say(f"next: {options.again_with(found.remedy.changes)}")
     options.say_json(found.as_json())
 
 

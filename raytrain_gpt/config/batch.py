@@ -77,6 +77,17 @@ def for_workers(config: ConfigT, world_size: int) -> ConfigT:
     return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
 
 
+def micro_batch_change(config: Config, world_size: int) -> str | None:
+    """Report a smaller micro-batch than `micro_batch_sequences`, or None if that number is used."""
+    asked, used = config.train.micro_batch_sequences, micro_batch_for(config, world_size)
+    if asked == used:
+        return None
+    return (
+        f"micro_batch_sequences {asked} -> {used}: it divides the {config.batch_sequences // world_size} "
+        "sequences that a worker has in a step"
+    )
+
+
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
     """The micro-batch of a world size; `auto` stays, and so do exact sums'.
 

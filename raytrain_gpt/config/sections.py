@@ -93,7 +93,7 @@ class ModelSection(Strict):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability during training."""
     init_from: Annotated[str | None, SAFE] = None
-    """Checkpoint whose weights, and sizes unless set, a new run starts from; null: random initialization."""
+    """Checkpoint or run whose weights, and sizes unless set, a new run starts from; null: random weights."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> ModelSection:

@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from raytrain_gpt.config.their_names import THEIR_NAMES
+
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name`, or an empty string."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    """`; did you mean X?` for the known name nearest to `name` or of its meaning, or an empty string."""
+    known = list(known)
+    if theirs := [one for one in THEIR_NAMES.get(name, "").split() if one in known]:
+        return f"; did you mean {' and '.join(theirs)}?"
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -26,27 +26,29 @@ class GpuSpec:
         name: How the name that torch reports begins.
         bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
         memory_bytes: All of its memory.
+        is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 
     name: str
     bf16_flops: float
     memory_bytes: float
+    is_sxm: bool = False
 
 
 GPU_SPECS = (
     GpuSpec("NVIDIA L4", 121e12, 24e9),
     GpuSpec("NVIDIA A10G", 70e12, 24e9),
     GpuSpec("NVIDIA L40S", 362e12, 48e9),
-    GpuSpec("NVIDIA A100-SXM4-40GB", 312e12, 40e9),
+    GpuSpec("NVIDIA A100-SXM4-40GB", 312e12, 40e9, is_sxm=True),
     GpuSpec("NVIDIA A100-PCIE-40GB", 312e12, 40e9),
-    GpuSpec("NVIDIA A100-SXM4-80GB", 312e12, 80e9),
+    GpuSpec("NVIDIA A100-SXM4-80GB", 312e12, 80e9, is_sxm=True),
     GpuSpec("NVIDIA A100 80GB PCIe", 312e12, 80e9),
     GpuSpec("NVIDIA H100 PCIe", 756e12, 80e9),
     GpuSpec("NVIDIA H100 NVL", 835e12, 94e9),
-    GpuSpec("NVIDIA H100 80GB HBM3", 989e12, 80e9),
+    GpuSpec("NVIDIA H100 80GB HBM3", 989e12, 80e9, is_sxm=True),
     GpuSpec("NVIDIA H200 NVL", 835e12, 141e9),
-    GpuSpec("NVIDIA H200", 989e12, 141e9),
-    GpuSpec("NVIDIA B200", 2250e12, 180e9),
+    GpuSpec("NVIDIA H200", 989e12, 141e9, is_sxm=True),
+    GpuSpec("NVIDIA B200", 2250e12, 180e9, is_sxm=True),
 )
 
 
@@ -62,10 +64,13 @@ def gpu_spec(name: str) -> GpuSpec | None:
 
 
 def gpu_specs_matching(text: str) -> list[GpuSpec]:
-    """The kinds whose names contain a text, for people who write `h100`."""
+    """Find the kinds of this name, or those with all words of a text like `h100` or `A100-80GB`."""
     wanted = text.casefold().removeprefix("nvidia").strip()
     exact = [spec for spec in GPU_SPECS if spec.name.casefold() == f"nvidia {wanted}"]
-    return exact or [spec for spec in GPU_SPECS if wanted and wanted in spec.name.casefold()]
+    words = re.findall(r"\w+", wanted)
+    names = {f"{spec.name} {'SXM' * spec.is_sxm}".casefold(): spec for spec in GPU_SPECS}
+    near = [spec for name, spec in names.items() if words and all(w in name for w in words)]
+    return exact or near
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -242,7 +242,7 @@ def _bench(found: Examination, config: FittedConfig, group: GroupFacts) -> str:
     if group.bench is None and (group.sequences is None or not group.has_devices):
         raise Skipped("it needs data, and a device for each rank")
     if group.bench is None or found.data is None:
-        raise Failed(f"{group.error}; lower micro_batch_sequences if memory is short")
+        raise Failed(f"{group.error}; set micro_batch_sequences to auto if memory is short")
     found.forecast = forecast(config, found.data.vocab_size, group.bench)
     return describe(config, group.bench, found.forecast)
 

@@ -20,7 +20,7 @@ from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.muon import num_flops
-from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
+from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
@@ -70,6 +70,7 @@ class Estimate:
         steps_per_epoch: None: the data is not known.
         memory: Needed on one device.
         fits: Whether the device has enough memory; None: the device is not known.
+        remedy: Cheapest changes with which it would fit, or None if it fits or no change is enough.
         largest: For each of GPT-2's sizes; empty: the device is not known.
         speed: None: neither measured, nor given, nor in the table.
         train_s: All steps, without evaluations, checkpoints and restarts.
@@ -92,6 +93,7 @@ class Estimate:
     memory: TrainingMemory
     device: GpuSpec | None
     fits: bool | None
+    remedy: Remedy | None
     largest: list[LargestMicroBatch]
     speed: EstimatedSpeed | None
     step_time_s: float | None
@@ -140,12 +142,15 @@ def estimate(config: Config, facts: Facts) -> Estimate:
     train, device = config.train, facts.device
     shape = GPTShape.of(config, facts.vocab_size or GPT2_VOCAB_SIZE)
     memory = MemoryModel.of(config, facts.num_workers, shape, facts.bf16)
-    limit_bytes = math.inf
-    if device is not None:
-        limit_bytes = gpu_limit_bytes(device.memory_bytes, facts.num_workers)
+
+    def limit_of(_: Config, workers: int) -> float:
+        return math.inf if device is None else gpu_limit_bytes(device.memory_bytes, workers)
+
+    limit_bytes = limit_of(config, facts.num_workers)
     on_gpu = device is not None and config.cluster.use_gpu is not False
     search = MemorySearch(config.updated({"use_gpu": on_gpu}), facts.num_workers, memory)
-    fit = search.largest(limit_bytes) or search.least()
+    fitting = search.largest(limit_bytes)
+    fit = fitting or search.least()
     total_tokens = train.max_steps * train.global_batch_tokens
     speed = _speed(config, shape, facts)
     train_s = None if speed is None else total_tokens / speed.tokens_per_s
@@ -167,7 +172,8 @@ def estimate(config: Config, facts: Facts) -> Estimate:
         checkpoint_bytes=checkpoint_bytes(shape, config.optim.optimizer),
         memory=memory.predict(fit.sequences, fit.activation_checkpointing),
         device=device,
-        fits=None if device is None else fit.needed_bytes <= limit_bytes,
+        fits=None if device is None else fitting is not None,
+        remedy=None if fitting else search.remedy(limit_of),
         largest=[] if device is None else _largest_micro_batches(memory, limit_bytes),
         speed=speed,
         step_time_s=None if train_s is None else train_s / train.max_steps,

@@ -8,6 +8,7 @@ import torch
 
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.signals import StopSignals
+from raytrain_gpt.config.batch import micro_batch_change
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, bf16_pays, gpu_spec, gpu_specs_matching
@@ -21,6 +22,7 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA, cluster_for, expected_vocab_size
 from raytrain_gpt.train.memory_fit import fit_memory
+from raytrain_gpt.train.memory_search import NO_REMEDY
 
 SPEED_SOURCES = {
     "probe": "measured by the probe",
@@ -41,7 +43,7 @@ def answer(
     Raises:
         UserError: the configuration is not possible, or the device is not in the table.
     """
-    gpu = None if device is None else _device(device)
+    gpu = None if device is None else _device(device, log)
     vocab_size = given.vocab_size or expected_vocab_size(config)
     tokens_per_s, num_workers = None, config.cluster.num_workers
     if probe:
@@ -91,15 +93,21 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
-            f"no step was timed: {group.error}; lower micro_batch_sequences if memory is short, or see: "
-            "raytrain-gpt doctor"
+            f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
+            "see: raytrain-gpt doctor"
         )
     tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
     return plan, tokens_per_s, group.devices[0].device
 
 
-def _device(text: str) -> GpuSpec:
+def _device(text: str, log: Log) -> GpuSpec:
+    """Find the GPU of a name; among several variants it is the SXM one."""
     found = gpu_specs_matching(text)
+    sxm = [spec for spec in found if spec.is_sxm]
+    if len(found) > 1 and len(sxm) == 1:
+        others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found if not spec.is_sxm)
+        log(f"device   {text} means the SXM variant, {sxm[0].name}; also in the table: {others}")
+        return sxm[0]
     if len(found) != 1:
         known = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found or GPU_SPECS)
         what = "is not in the table" if not found else "may be several"
@@ -128,6 +136,8 @@ def lines(config: Config, found: Estimate) -> list[str]:
         f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "
         f"{size(found.checkpoint_bytes * num_checkpoints)} of them",
     ]
+    if found.fits is False:
+        out.append(f"to fit   {found.remedy.way_out if found.remedy else NO_REMEDY}")
     if found.device is not None:
         fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
@@ -141,12 +151,17 @@ def lines(config: Config, found: Estimate) -> list[str]:
 
 
 def run_lines(config: Config, log: Log) -> list[str]:
-    """Parameters, batch, steps and workers of a run, and whether its data is there; no cluster is asked.
+    """Parameters, batch, steps and workers of a run, its warnings, and whether its data exists.
+
+    No cluster is asked.
 
     Raises:
         UserError: the configuration is not possible, or the data is damaged.
     """
-    out = lines(*answer(config, Facts(), log))[:3]
+    found = answer(config, Facts(), log)
+    change = micro_batch_change(config, found[1].num_workers)
+    warnings = [*preflight.warnings(config), *([change] if change else [])]
+    out = [*lines(*found)[:3], *(f"warning  {line}" for line in warnings)]
     if config.cluster.num_workers == "auto":
         out.append("workers  auto: one for each GPU found, 1 without; the batch is shown for 1")
     if data_is_there(config):
@@ -168,14 +183,7 @@ def _memory_line(found: Estimate) -> str:
     )
     if found.device is None:
         return line
-    if found.fits:
-        verdict = "fits"
-    elif found.micro_batch_sequences > 1:
-        verdict = "DOES NOT FIT; lower micro_batch_sequences"
-    elif mode != "full":
-        verdict = "DOES NOT FIT; set activation_checkpointing to full"
-    else:
-        verdict = "DOES NOT FIT; use a smaller model, or parallel fsdp with more num_workers"
+    verdict = "fits" if found.fits else "DOES NOT FIT"
     return f"{line} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
 
 

@@ -8,6 +8,7 @@ are taken from the checkpoints; events stay for ever. log.txt follows from the r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.rows import parse_rows
-from raytrain_gpt.format import Log, number
+from raytrain_gpt.format import Log, count, number
 from raytrain_gpt.storage.location import Location
 
 Row = dict[str, Any]
@@ -28,6 +29,8 @@ LOG_FILE = "log.txt"
 SAMPLES_FILE = "samples.txt"
 CONFIG_FILE = "config.yaml"
 PROFILE_DIR = "profile"
+_TELLING = ("train/loss", "optim/lr", "optim/grad_norm", "data/order_hash")
+"""Values of a training step that two runs hardly share."""
 _SAMPLES_HEADER = re.compile(r"^=== step (\d{1,15}) ===$", re.MULTILINE)
 
 
@@ -53,15 +56,46 @@ def read_samples(run_dir: Path) -> list[tuple[int, str]]:
 
 
 def merge_rows(rows: list[Row], saved: list[Row], step: int) -> list[Row]:
-    """Rows of a run that resumes at `step`: none above it, lost ones filled in from `saved`, in order."""
+    """Rows of a run that resumes at `step`, in order: none above it, those in `saved` as they are there."""
 
     def key(row: Row) -> tuple[int, int]:
         return (row["step"], 0 if "train/loss" in row else 1)
 
-    kept = {key(row): row for row in saved if row["step"] <= step and "event" not in row}
-    kept |= {key(row): row for row in rows if row["step"] <= step and "event" not in row}
+    kept = {key(row): row for row in rows if row["step"] <= step and "event" not in row}
+    kept |= {key(row): row for row in saved if row["step"] <= step and "event" not in row}
     events = [row for row in rows if "event" in row]
     return sorted([*kept.values(), *events], key=lambda row: (*key(row), row.get("time", 0)))
+
+
+def check_rows(run_dir: Path, saved: list[Row], tell: Log) -> None:
+    """Compare the training steps of metrics.jsonl with those that the run's checkpoints saved.
+
+    A file without one equal step is a different run's, and is moved to a name that nothing reads.
+    Otherwise the checkpoints' rows replace those that differ.
+    """
+
+    def steps(rows: list[Row]) -> dict[int, Row]:
+        return {row["step"]: row for row in rows if "train/loss" in row}
+
+    found, true = steps(read_rows(run_dir)), steps(saved)
+    both = sorted(found.keys() & true.keys())
+    differ = [at for at in both if any(found[at].get(k) != true[at].get(k) for k in _TELLING)]
+    if not differ:
+        return
+    path = run_dir / METRICS_FILE
+    if len(differ) < len(both):
+        tell(
+            f"replaced: {count(len(differ), 'row')} of {path}, from step {differ[0]}, by those of the "
+            "checkpoints, which differ"
+        )
+        return
+    names = (f"broken-{number}-{METRICS_FILE}" for number in itertools.count(1))
+    aside = next(run_dir / name for name in names if not (run_dir / name).exists())
+    path.rename(aside)
+    tell(
+        f"moved: {path} to {aside.name}; it is a different run's, since its losses or data differ from "
+        f"the checkpoints' in all {len(both)} steps that both have; the checkpoints' rows are kept"
+    )
 
 
 def log_text(row: Row) -> str:

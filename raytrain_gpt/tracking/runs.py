@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
+from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
 from raytrain_gpt.storage.location import Location, is_url
@@ -28,7 +29,10 @@ def find_run(name: str, storage: Location) -> RunSync:
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
     known = ", ".join(path.name for path in _run_dirs(storage)) or "none"
-    raise CheckpointError(f"no run {name} in {storage} (set --storage_path); runs there: {known}")
+    hint = near_run(Location.of(name).name, storage)
+    raise CheckpointError(
+        f"no run {name} in {storage} (set --storage_path){hint or f'; runs there: {known}'}"
+    )
 
 
 def _run_dirs(storage: Location) -> list[Location]:

@@ -25,7 +25,7 @@ from raytrain_gpt.cluster.capacity import Resources, num_async_evaluations
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import user_error_in
-from raytrain_gpt.config.batch import for_workers
+from raytrain_gpt.config.batch import for_workers, micro_batch_change
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
@@ -35,7 +35,10 @@ from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
 from raytrain_gpt.format import Log, amount, size
 from raytrain_gpt.train.memory_search import (
+    NCCL_BYTES,
+    NO_REMEDY,
     USABLE_FRACTION,
+    Limit,
     MemoryFit,
     MemorySearch,
     Needed,
@@ -77,13 +80,9 @@ def fit_memory(
         Interrupted: `stop` was set during the probe.
         ray.exceptions.RayError: the probe died, or got no resources.
     """
-    asked = config.train.micro_batch_sequences
+    if change := micro_batch_change(config, world_size):
+        log(change)
     config = for_workers(config, world_size)
-    if asked != config.train.micro_batch_sequences:
-        log(
-            f"micro_batch_sequences {asked} -> {config.train.micro_batch_sequences}: it divides the "
-            f"{config.batch_sequences // world_size} sequences that a worker has in a step"
-        )
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)
@@ -97,8 +96,14 @@ def fit_memory(
         fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        limit_bytes = cpu_limit_bytes(config, world_size, vocab_size, resources(), is_trial)
-        fit, why = _decide(search, limit_bytes, "a worker, counted")
+        there = resources()
+
+        def limit_of(changed: Config, workers: int) -> float:
+            sized = config.updated({"num_layers": changed.model.num_layers})
+            return cpu_limit_bytes(sized, workers, vocab_size, there, is_trial)
+
+        most_workers = there.room_for(config.cluster.cpus_per_worker, 0)
+        fit, why = _decide(search, limit_of, "a worker, counted", most_workers=most_workers)
     log(describe(config, world_size, fit) + why)
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
 
@@ -185,9 +190,13 @@ def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision
     limit_bytes = min(limit_bytes, torch.cuda.mem_get_info(device)[0])
     search = _search(config, world_size, vocab_size, device)
     where = f"of {torch.cuda.get_device_name(device)}"
+
+    def limit_of(_: Config, workers: int) -> float:
+        return limit_bytes + NCCL_BYTES * ((world_size > 1) - (workers > 1))
+
     if search.memory.num_shards > 1:
-        return _decide(search, limit_bytes, f"{where}, counted")
-    return _decide(search, limit_bytes, f"{where}, tried", partial(search.measure, device=device))
+        return _decide(search, limit_of, f"{where}, counted")
+    return _decide(search, limit_of, f"{where}, tried", partial(search.measure, device=device))
 
 
 def _search(
@@ -199,26 +208,31 @@ def _search(
 
 
 def _decide(
-    search: MemorySearch, limit_bytes: float, where: str, measured: Needed | None = None
+    search: MemorySearch,
+    limit_of: Limit,
+    where: str,
+    measured: Needed | None = None,
+    most_workers: float = math.inf,
 ) -> Decision:
-    """The largest fit, with its needs beside the limit.
+    """Return the largest fit, with its needs beside the limit.
+
+    Args:
+        limit_of, most_workers: As of `MemorySearch.remedy`.
 
     Raises:
-        ClusterError: not even one sequence fits.
+        ClusterError: not even one sequence fits; names the cheapest change with which one would.
     """
+    limit_bytes = limit_of(search.config, search.world_size)
     fit = search.largest(limit_bytes, measured)
     if fit is not None:
         room = "" if math.isinf(limit_bytes) else f" of {size(limit_bytes)}"
         return fit, f" ({size(fit.needed_bytes)}{room} {where})"
-    least, shape, train = search.least(), search.memory.shape, search.config.train
-    ways = ["a smaller num_layers, embd_size or seq_len"]
-    if train.micro_batch_sequences != "auto":
-        ways.insert(0, "micro_batch_sequences to auto")
-    if train.parallel != "fsdp":
-        ways.append("parallel to fsdp with more num_workers")
+    least, shape = search.least(), search.memory.shape
+    remedy = search.remedy(limit_of, most_workers)
     raise ClusterError(
         f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
         f"{amount(shape.num_parameters)} parameters with activation_checkpointing="
         f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, training may use "
-        f"{size(max(limit_bytes, 0))} {where}; set {' or '.join(ways)}, or use a device with more memory"
+        f"{size(max(limit_bytes, 0))} {where}; "
+        f"{remedy.way_out if remedy else NO_REMEDY}, or use devices with more memory"
     )

@@ -4,6 +4,7 @@
    sequences, only their sums are taken in another order.
 2. `MemoryModel` predicts what a candidate needs; on a GPU `measure` takes real steps with it.
 3. `largest` takes the largest candidate that fits, and recomputes only if too little fits without.
+4. Where nothing fits, `remedy` finds the cheapest settings that are predicted to fit.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import functools
 import gc
 import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from raytrain_gpt.config.batch import divisors, micro_batch_for
+from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer
+from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count, size
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 """Of activation checkpointing, from the fastest to the one that needs least memory."""
@@ -44,6 +49,11 @@ MOST_GPU_TOKENS = 2**16
 MOST_LOGITS = 2**31 - 1
 """Of a micro-batch on a GPU: with more, torch's compiled kernels count in 64 bits, which is slower."""
 
+Limit = Callable[[Config, int], float]
+"""Bytes that training may use, for a configuration and its number of workers."""
+NO_REMEDY = "set a smaller embd_size or seq_len"
+"""The way out where even one block does not fit."""
+
 Needed = Callable[[int, ActivationCheckpointing], float]
 """Bytes that training needs for a number of sequences and a mode; infinite: it ran out of memory."""
 
@@ -60,6 +70,29 @@ class MemoryFit:
     sequences: int
     activation_checkpointing: ActivationCheckpointing
     needed_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a run that does not fit would fit, by prediction.
+
+    Attributes:
+        changes: Field -> value.
+        fit: The micro-batch that fits with these settings.
+    """
+
+    changes: dict[str, Any]
+    fit: MemoryFit
+
+    @property
+    def way_out(self) -> str:
+        """The settings to make and the fit, in one phrase."""
+        changes = ", ".join(f"{name} to {value}" for name, value in self.changes.items())
+        return (
+            f"set {changes} (micro-batches of {count(self.fit.sequences, 'sequence')} with "
+            f"activation_checkpointing={self.fit.activation_checkpointing} need about "
+            f"{size(self.fit.needed_bytes)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +167,61 @@ class MemorySearch:
         while at + 1 < len(sizes) and needed(at + 1) <= limit_bytes:
             at += 1
         return MemoryFit(sizes[at], mode, needed(at))
+
+    def remedy(self, limit_of: Limit, most_workers: float = math.inf) -> Remedy | None:
+        """Find the cheapest change with which the run fits, or None if even one block does not fit.
+
+        The order is: a smaller micro-batch, recomputed activations, sharding, more workers, fewer workers
+        (which share less), fewer blocks.
+
+        Args:
+            limit_of: Bytes that a worker may use.
+        """
+        world_size, train = self.world_size, self.config.train
+        micro = {"micro_batch_sequences": 1 if train.exact else "auto"}
+        both = micro | {"activation_checkpointing": "auto"}
+        sharded = {"parallel": "fsdp"}
+        changes: list[dict[str, Any]] = [micro, both]
+        if world_size > 1:
+            changes += [sharded, sharded | micro, sharded | both]
+        shares = divisors(self.config.batch_sequences)
+        more = [workers for workers in shares if world_size < workers <= most_workers]
+        changes += [sharded | both | {"num_workers": workers} for workers in more]
+        fewer = [workers for workers in reversed(shares) if workers < world_size]
+        changes += [both | {"num_workers": workers} for workers in fewer]
+        for change in changes:
+            if (found := self._changed(change, limit_of)) is not None:
+                return found
+        several: list[dict[str, Any]] = [sharded, {}, {"num_workers": 1}]
+        for change in several if world_size > 1 else [{}]:
+            if (found := self._shallower(change | both, limit_of)) is not None:
+                return found
+        return None
+
+    def _shallower(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
+        """Return the changes with the most blocks that fit, or None if not even one does."""
+
+        def tried(num_layers: int) -> Remedy | None:
+            return self._changed({**changes, "num_layers": num_layers}, limit_of)
+
+        numbers = range(1, self.config.model.num_layers)
+        most = bisect_left(numbers, True, key=lambda num_layers: tried(num_layers) is None)
+        return tried(most) if most else None
+
+    def _changed(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
+        """Return the changes as a remedy, or None if they are invalid or not enough."""
+        values = self.config.field_values()
+        changes = {name: value for name, value in changes.items() if values[name] != value}
+        world_size = changes.get("num_workers", self.world_size)
+        try:
+            config = self.config.updated(changes)
+            check_shares(config, world_size)
+        except ConfigError:
+            return None
+        shape = GPTShape.of(config, self.memory.shape.vocab_size)
+        memory = MemoryModel.of(config, world_size, shape, self.memory.bf16)
+        fit = MemorySearch(config, world_size, memory).largest(limit_of(config, world_size))
+        return Remedy(changes, fit) if fit is not None and changes else None
 
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
         """Peak bytes of a GPU's allocator while it takes steps of the run; 0 on a CPU, infinite: too many.

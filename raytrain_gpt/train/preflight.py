@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import resolve_checkpoint
+from raytrain_gpt.checkpoint.catalog import Catalog, resolve_checkpoint
 from raytrain_gpt.config.load import given_fields, resolve
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config, ConfigT, parse_config
@@ -17,15 +17,15 @@ from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.memory import checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import load_model
-from raytrain_gpt.data.locations import location
+from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary, map_paths
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
-from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
 from raytrain_gpt.format import size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
-from raytrain_gpt.tracking.mlflow_run import SQLITE, check_uri
+from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
 
 VERIFY_CONTENT_BYTES = 2**30
 """Data up to this size is hashed at every start; of more data only sizes and footers are read."""
@@ -51,25 +51,54 @@ def check_data(ingest: IngestSpec) -> None:
         cache_directory()
 
 
+def warnings(config: Config) -> list[str]:
+    """List settings that train allows and that are rarely intended."""
+    found, max_steps = [], config.train.max_steps
+    if (warmup := config.optim.warmup_steps) > max_steps:
+        found.append(
+            f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
+            "peak_lr; usual: a twentieth of max_steps"
+        )
+    if config.tracking.mlflow_uri == "auto" and mlflow_store(config) == (None, None):
+        found.append(OFF)
+    return found
+
+
 def sizes_of_init_from(
     preset: str | None, file: Path | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Field -> value of the shape of `init_from`'s checkpoint, but for what file or fields give.
+
+    If that checkpoint is gone, the shape is that of the run which started from it.
 
     Raises:
         CheckpointError: there is no good checkpoint.
         ConfigError: the configuration is not possible.
     """
     # The others may be possible only with these sizes.
-    where = {n: fields[n] for n in ("init_from", "s3_endpoint", "retry_for_s") if n in fields}
+    named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
+    where = {name: fields[name] for name in named if name in fields}
     config = resolve(preset, file, where)
     given = given_fields(file, fields)
     open_fields = [name for name in SHAPE_FIELDS if name not in given]
     if config.model.init_from is None or not open_fields:
         return {}
-    checkpoint = resolve_checkpoint(location(config, config.model.init_from))
+    start = location(config, _start_path(config, config.model.init_from))
+    try:
+        checkpoint = resolve_checkpoint(start)
+    except CheckpointError:
+        if not (own := Catalog(run_location(config)).complete()):
+            raise
+        checkpoint = own[-1]
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
     return {name: theirs[name] for name in open_fields}
+
+
+def _start_path(config: Config, init_from: str) -> str:
+    """Return the path in `init_from`; the name of a run stands for its directory in storage_path."""
+    if "/" in init_from or Path(init_from).exists():
+        return init_from
+    return f"{config.run.storage_path}/{init_from}"
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
@@ -147,7 +176,9 @@ def absolute_paths(config: ConfigT) -> ConfigT:
     changes = {"data_path": map_paths(values["data_path"], partial(absolute, "data_path"))}
     for name in ("storage_path", "init_from", "hellaswag_path"):
         if values[name] is not None and (name, values[name]) != ("hellaswag_path", DOWNLOAD):
-            changes[name] = absolute(name, values[name])
+            is_start = name == "init_from"
+            path = _start_path(config, values[name]) if is_start else values[name]
+            changes[name] = absolute(name, path)
     uri = config.tracking.mlflow_uri
     if uri not in (None, "auto"):
         check_uri(uri)

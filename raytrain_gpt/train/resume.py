@@ -7,15 +7,19 @@ a run that goes on from a checkpoint before them, whose state does not have them
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from raytrain_gpt.checkpoint.branch import branches_from
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
+from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.batch import for_workers
-from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields
+from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, ConfigT, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import ORDER_VERSION, Skipped
 from raytrain_gpt.errors import CheckpointError, reason
@@ -26,6 +30,8 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 
 SKIPPED_FILE = "skipped.json"
 DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
+START_FIELDS = ("init_from", "branch_from")
+"""Read when a run starts, and never again."""
 
 
 def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
@@ -43,6 +49,47 @@ def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkp
     return newest
 
 
+def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
+    """Restore the `init_from` and `branch_from` that a run started with.
+
+    Raises:
+        CheckpointError: the configuration names a different start.
+    """
+    started = _values(resumed.state)
+    for name in START_FIELDS:
+        given, own = config.field_values()[name], started[name]
+        if given is None or given == own or _same_start(config, name, given, resumed, own):
+            continue
+        own = "null" if own is None else own
+        raise CheckpointError(
+            f"{name}={given}, but run {_run_dir(resumed).name} started with {name}={own}; set {name} to "
+            f"{own}, or use another run_name"
+        )
+    return config.updated({name: started[name] for name in START_FIELDS if started[name]})
+
+
+def _same_start(
+    config: Config, name: str, given: str, resumed: Checkpoint, own: str | None
+) -> bool:
+    """Whether a start in different words, or of a run that has forgotten its own, is the run's."""
+    if name == "branch_from":
+        return branches_from(config, given, _run_dir(resumed))
+    # A run's directory became one of its checkpoints.
+    return own is not None and location(config, own).parent.parent == location(config, given)
+
+
+def _run_dir(checkpoint: Checkpoint) -> Location:
+    return checkpoint.path.parent.parent
+
+
+def _values(state: CheckpointState) -> dict[str, Any]:
+    """Field -> value of a checkpoint's configuration; newer fields had the effect of their defaults."""
+    return {
+        name: state.config.get(section, {}).get(name, field.default)
+        for name, (section, field) in FIELDS.items()
+    }
+
+
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
     """Refuse changes that would alter the maths of a resumed run; log harmless ones.
 
@@ -50,11 +97,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
         CheckpointError: lists the keys that differ.
     """
     state = resumed.state
-    # A field that is newer than the checkpoint had the effect of its default.
-    before = {
-        name: state.config.get(section, {}).get(name, field.default)
-        for name, (section, field) in FIELDS.items()
-    }
+    before = _values(state)
     changed = changed_fields(before, config.field_values())
     safe = SAFE_ON_RESUME - (DECIDES_EXACT_SUMS if config.train.exact else set())
     refused = {name: change for name, change in changed.items() if name not in safe}
@@ -68,7 +111,7 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
     if refused:
         listed = ", ".join(f"{name} {change}" for name, change in refused.items())
         raise CheckpointError(
-            f"run {resumed.path.parent.parent.name} cannot resume from step {state.step} with changed "
+            f"run {_run_dir(resumed).name} cannot resume from step {state.step} with changed "
             f"{listed}; change it back, or use another run_name"
         )
     if state.step < config.train.max_steps:

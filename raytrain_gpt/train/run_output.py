@@ -8,7 +8,6 @@ from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.mlflow_run import OFF
 from raytrain_gpt.tracking.recorder import RecorderSpec
 from raytrain_gpt.tracking.report import REPORT_FILE, write_report
 from raytrain_gpt.tracking.run_files import (
@@ -17,6 +16,7 @@ from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
     SAMPLES_FILE,
     Row,
+    check_rows,
     merge_rows,
     read_rows,
 )
@@ -67,8 +67,8 @@ class RunOutput:
             checkpoints: Their rows fill in what a dead recorder had not written.
             attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
         """
-        if config.tracking.mlflow_uri == "auto" and not self.run_dir.is_local:
-            self.log(OFF)
+        saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
+        check_rows(self.sync.work_dir, saved_rows, self.log)
         samples = [(c.state.step, c.evaluated.samples) for c in checkpoints if c.evaluated]
         return RecorderSpec(
             sync=self.sync,
@@ -76,7 +76,7 @@ class RunOutput:
             mlflow_tags=self._mlflow_tags,
             step=step,
             attempt=attempt,
-            saved_rows=[row for checkpoint in checkpoints for row in checkpoint.rows()],
+            saved_rows=saved_rows,
             saved_samples=[(at, text) for at, text in samples if text],
         )
 

@@ -54,7 +54,7 @@ from raytrain_gpt.train.attempt import Attempt, End
 from raytrain_gpt.train.last_evaluations import finish_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.policy import AttemptResult, Counters, GiveUp, next_action, wait_for_workers
-from raytrain_gpt.train.resume import Rollback, check_changes, find_resume
+from raytrain_gpt.train.resume import Rollback, check_changes, find_resume, keep_start
 from raytrain_gpt.train.run_output import RunOutput
 from raytrain_gpt.train.worker_group import WorkerSpec
 
@@ -122,6 +122,7 @@ class Run:
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
             self.output.sync.pull()  # by the lease's holder alone: nobody else writes these files now
             if resumed is not None:
+                self.config = keep_start(self.config, resumed)
                 check_changes(self.config, self.data, resumed, self.log)
                 if resumed.state.step >= self.config.train.max_steps:
                     with self._evaluating():
@@ -190,11 +191,8 @@ class Run:
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
-        if (warmup := self.config.optim.warmup_steps) > train.max_steps:
-            self.log(
-                f"warmup_steps={warmup} is above max_steps={train.max_steps}, so the learning rate never "
-                "reaches peak_lr; usual: a twentieth of max_steps"
-            )
+        for line in preflight.warnings(self.config):
+            self.log(line)
 
     def _supervise(self, resumed: Checkpoint | None, lease: Lease) -> RunSummary:
         counters = Counters()

@@ -92,6 +92,20 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     assert there == f"data     {data} is not there; make it with raytrain-gpt prepare"
 
 
+def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Path) -> None:
+    flags = ("--dry_run", "--num_workers", 8, "--data_path", tmp_path)
+    _, plain, _ = run_cli("train", *flags, "--micro_batch_sequences", 1)
+    assert "# warning" not in plain
+    flags += ("--micro_batch_sequences", 4, "--max_steps", 7, "--warmup_steps", 8)
+    _, shown, _ = run_cli("train", *flags, "--storage_path", "s3://bucket/runs")
+    assert [line for line in shown.splitlines() if line.startswith("# warning")] == [
+        "# warning  warmup_steps=8 is above max_steps=7, so the learning rate never reaches peak_lr; "
+        "usual: a twentieth of max_steps",
+        "# warning  MLflow is off: its SQLite file cannot be in an object store; set mlflow_uri",
+        "# warning  micro_batch_sequences 4 -> 2: it divides the 2 sequences that a worker has in a step",
+    ]
+
+
 @pytest.mark.parametrize("command", ["train", "tune", "doctor", "estimate"])
 def test_the_help_has_every_field_but_not_in_the_usage_line(command: str, run_cli: RunCli) -> None:
     code, shown, _ = run_cli(command, "--help")

@@ -15,6 +15,7 @@ from raytrain_gpt.tracking.run_files import (
     METRICS_FILE,
     Row,
     RunFiles,
+    check_rows,
     log_text,
     merge_rows,
     read_rows,
@@ -37,7 +38,7 @@ def test_rows_above_the_resumed_step_are_replaced_and_lost_ones_filled_in() -> N
     saved = [train_row(2, note="saved"), train_row(3), train_row(4)]
     merged = merge_rows(written, saved, step=4)
     assert [row["step"] for row in merged] == [1, 2, 2, 3, 4]
-    assert "note" not in merged[1]
+    assert merged[1]["note"] == "saved"
     assert "val/loss" in merged[2]
 
 
@@ -242,6 +243,43 @@ def test_a_damaged_row_is_left_out_and_comes_back_from_a_checkpoint(
     resumed = RunFiles(tmp_path, 3, [train_row(2)])
     assert resumed.left_out == told
     assert read_rows(tmp_path, pytest.fail) == [train_row(1), train_row(2), train_row(3)]
+
+
+def test_rows_of_a_different_run_are_moved_away(tmp_path: Path) -> None:
+    RunFiles(tmp_path, 0, []).add_rows([train_row(step) for step in range(1, 9)])
+    content = (tmp_path / METRICS_FILE).read_text()
+    saved = [train_row(step, **{"train/loss": 9.0}) for step in (5, 6)]
+    for number in (1, 2):
+        told: list[str] = []
+        (tmp_path / METRICS_FILE).write_text(content)
+        check_rows(tmp_path, saved, told.append)
+        assert len(told) == 1
+        aside = tmp_path / f"broken-{number}-metrics.jsonl"
+        assert f"to {aside.name}; it is a different run's" in told[0]
+        assert "in all 2 steps that both have" in told[0]
+        assert aside.read_text() == content
+        RunFiles(tmp_path, 6, saved)
+        assert read_rows(tmp_path) == saved
+
+
+def test_single_rows_that_differ_are_those_of_the_checkpoints(tmp_path: Path) -> None:
+    RunFiles(tmp_path, 0, []).add_rows([train_row(step) for step in range(1, 9)])
+    saved = [train_row(5), train_row(6, **{"data/order_hash": "ab"})]
+    told: list[str] = []
+    check_rows(tmp_path, saved, told.append)
+    path = tmp_path / METRICS_FILE
+    assert told == [
+        f"replaced: 1 row of {path}, from step 6, by those of the checkpoints, which differ"
+    ]
+    RunFiles(tmp_path, 7, saved)
+    assert read_rows(tmp_path) == [*map(train_row, range(1, 5)), *saved, train_row(7)]
+    check_rows(tmp_path, saved, pytest.fail)
+
+
+def test_rows_that_no_checkpoint_holds_are_not_compared(tmp_path: Path) -> None:
+    check_rows(tmp_path, [train_row(1)], pytest.fail)
+    RunFiles(tmp_path, 0, []).add_rows([train_row(1), {"step": 2, "val/loss": 3.0}])
+    check_rows(tmp_path, [{"step": 2, "val/loss": 4.0}, train_row(3)], pytest.fail)
 
 
 def test_a_row_that_is_being_written_is_no_damage(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
     (Location.of(tmp_path) / "known" / CONFIG_FILE).write_text(Config().to_yaml())
     with pytest.raises(CheckpointError, match=r"no run other in .*; runs there: known"):
         find_run("other", Location.of(tmp_path))
+
+
+def test_a_misspelt_run_is_answered_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = Location.of(tmp_path) / "runs"
+    write_checkpoint(runs / "book-2", 10, 2.0)
+    (runs / "book-2" / CONFIG_FILE).write_text(Config().to_yaml())
+    (runs / "book-3.txt").write_text("no run")
+    for command in (
+        ["runs", "show", "bok-2"],
+        ["runs", "report", "runs/bok-2"],
+        ["data", "at", "bok-2", "--step", 3],
+        ["sample", "bok-2", "--prompt", "x"],
+        ["eval", "runs/bok-2"],
+        ["export", "bok-2", "--out", "out"],
+        ["train", "--init_from", "bok-2"],
+    ):
+        code, _, errors = run_cli(*command)
+        assert (code, "did you mean book-2?" in errors) == (2, True), errors
+    code, _, errors = run_cli("sample", "alice", "--prompt", "x")
+    assert (code, "did you mean" in errors) == (2, False), errors
 
 
 @pytest.mark.parametrize("content", [b"model: \xef", b"- 1", b"model: 5", b"train: {max_steps: x}"])

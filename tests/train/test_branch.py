@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
@@ -44,8 +45,26 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
 
     shutil.rmtree(parent)
     assert train(config, print).already_finished
-    longer = train(config.updated({"max_steps": 55}), print)
-    assert longer.step == 55
+    for max_steps, again in ((52, None), (54, "parent@20")):
+        longer = train(config.updated({"max_steps": max_steps, "branch_from": again}), lines.append)
+        assert longer.step == max_steps
+        assert longer.checkpoint is not None
+        assert longer.checkpoint.state.config["run"]["branch_from"] == "parent@20"
+    assert not any(line.startswith("changed since then: branch_from") for line in lines)
+
+
+def test_a_run_that_is_there_branches_from_nothing_new(
+    make_config: MakeConfig, straight: Straight, raises_line: Any
+) -> None:
+    newest = straight(0).checkpoint
+    for max_steps in (50, 60):  # finished, and to be extended
+        config = make_config(run_name="straight-0", max_steps=max_steps)
+        with raises_line(
+            CheckpointError,
+            "branch_from=quickstart@999, but run straight-0 started with branch_from=null",
+        ):
+            train(config.updated({"branch_from": "quickstart@999"}), print)
+    assert Catalog(straight(0).run_dir).complete()[-1] == newest
 
 
 def test_a_cooldown_is_the_run_that_decayed(make_config: MakeConfig) -> None:
@@ -90,6 +109,7 @@ def test_it_goes_on_with_other_data_at_its_place(
             ["give RUN@STEP, or a checkpoint's directory"],
         ),
         (CheckpointError, {"branch_from": "nobody@20"}, ["has checkpoints of steps none"]),
+        (CheckpointError, {"branch_from": "strait-0@20"}, ["did you mean straight-0?"]),
         (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32; a branch keeps it"]),
         (ConfigError, {"optimizer": "muon"}, ["optimizer=muon", "has adamw"]),
         (ConfigError, {"global_batch_tokens": 24 * 32}, ["global_batch_tokens=768", "has 384"]),

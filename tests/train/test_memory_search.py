@@ -240,3 +240,24 @@ def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing)
     """With accumulation, dropout and bf16."""
     values = {"dropout": 0.1, "precision": "bf16"}
     assert table(config(**values), 2).measure(3, mode, CPU) == 0
+
+
+def test_settings_that_were_tried_are_no_remedy() -> None:
+    """A measurement may refuse what the prediction allows."""
+    tried = config(activation_checkpointing="auto")
+    found = MemorySearch(tried, 1, model_of(tried)).remedy(lambda *_: math.inf)
+    assert found is not None
+    assert found.changes == {"parallel": "fsdp", "num_workers": 2}
+    alone = MemorySearch(tried, 1, model_of(tried)).remedy(lambda *_: math.inf, most_workers=1)
+    assert alone is not None
+    assert alone.changes == {"num_layers": 1}
+
+
+def test_no_remedy_is_an_invalid_configuration() -> None:
+    exact = config(exact=True, micro_batch_sequences=3, min_workers=2, num_workers=4)
+    least = MemorySearch(exact, 4, model_of(exact, 4)).predict(1, "full")
+    found = MemorySearch(exact, 4, model_of(exact, 4)).remedy(lambda *_: least)
+    assert found is not None
+    assert found.changes == {"micro_batch_sequences": 1, "activation_checkpointing": "auto"}
+    none = MemorySearch(exact, 4, model_of(exact, 4)).remedy(lambda *_: 0.0)
+    assert none is None

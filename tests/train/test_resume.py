@@ -18,7 +18,7 @@ from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.resume import SKIPPED_FILE, Rollback, check_changes
+from raytrain_gpt.train.resume import SKIPPED_FILE, Rollback, check_changes, keep_start
 from tests.checkpoint.test_catalog import names, state, steps, write
 
 Made = tuple[Config, Manifest, Checkpoint]
@@ -168,6 +168,53 @@ def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(
     lines: list[str] = []
     check_changes(config, manifest, before, lines.append)
     assert len(lines) == 1
+
+
+A_POINT = "/runs/other/checkpoints/step=00000010"
+
+
+def started(made: Made, run_dir: Path, name: str, value: str | None) -> Checkpoint:
+    """A checkpoint of a run in `run_dir` that started with a value of `init_from` or `branch_from`."""
+    config, _, checkpoint = made
+    trained = replace(checkpoint.state, config=config.updated({name: value}).model_dump())
+    return Checkpoint(Location.of(run_dir / "checkpoints" / "step=00000020"), trained, 0)
+
+
+@pytest.mark.parametrize("name", ["init_from", "branch_from"])
+@pytest.mark.parametrize("own", [None, A_POINT])
+def test_a_run_keeps_the_start_that_it_had(
+    made: Made, tmp_path: Path, name: str, own: str | None, raises_line: Callable[..., Any]
+) -> None:
+    checkpoint = started(made, tmp_path / "drift", name, own)
+    for same in (None, own):
+        config = made[0].updated({name: same})
+        assert keep_start(config, checkpoint).field_values()[name] == own
+    shown = own or "null"
+    with raises_line(
+        CheckpointError,
+        f"{name}=quickstart@999, but run drift started with {name}={shown}",
+        f"set {name} to {shown}, or use another run_name",
+    ):
+        keep_start(made[0].updated({name: "quickstart@999"}), checkpoint)
+
+
+def test_a_start_may_be_named_differently(made: Made, tmp_path: Path) -> None:
+    run = "/runs/other"
+    given = made[0].updated({"init_from": run})
+    kept = keep_start(given, started(made, tmp_path, "init_from", A_POINT))
+    assert kept.model.init_from == A_POINT
+    with pytest.raises(CheckpointError, match="init_from=/runs, but"):
+        keep_start(given.updated({"init_from": "/runs"}), started(made, tmp_path, "init_from", run))
+    told = {"checkpoint": A_POINT, "step": 10, "next_batch": 10, "changed": {}}
+    (tmp_path / "branch.json").write_text(json.dumps(told))
+    for same in (f"{run}@10", A_POINT):
+        forgotten = started(made, tmp_path, "branch_from", None)
+        config = made[0].updated({"branch_from": same})
+        assert keep_start(config, forgotten).run.branch_from == same
+    in_storage = made[0].updated({"branch_from": "other@10", "storage_path": "/runs"})
+    assert keep_start(in_storage, forgotten).run.branch_from == "other@10"
+    with pytest.raises(CheckpointError, match="branch_from=other@11, but"):
+        keep_start(in_storage.updated({"branch_from": "other@11"}), forgotten)
 
 
 BAD = BadStretch(first_step=25, last_step=34, first_batch=24, last_batch=33)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import METRICS_FILE
 from raytrain_gpt.train.run_output import RunOutput
-from tests.checkpoint.test_catalog import write
+from tests.checkpoint.test_catalog import state, write
 from tests.conftest import RaisesLine
 from tests.runs import MakeConfig
 
@@ -67,6 +67,25 @@ def test_a_recorder_begins_with_the_rows_that_the_checkpoints_kept(
     assert (spec.step, spec.attempt, spec.mlflow_tags) == (20, None, {"sweep": "a"})
     assert spec.saved_rows == [{"step": 10}, {"step": 20}]
     assert spec.saved_samples == []
+
+
+def test_a_recorder_begins_without_the_rows_of_a_different_run(
+    tmp_path: Path, config: FittedConfig
+) -> None:
+    lines: list[str] = []
+    output = RunOutput(Location.of(tmp_path / "run"), {}, lines.append)
+    for step in (10, 20):
+        row = {ROWS_FILE: f'{{"step": {step}, "train/loss": 1.0}}\n'}
+        place = Catalog(output.run_dir).draft(step, "001").commit(state(step), {}, row)
+    (output.sync.work_dir / METRICS_FILE).write_text('{"step": 20, "train/loss": 2.0}\n')
+    checkpoints = Catalog(output.run_dir).complete()
+    spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
+    assert [row["train/loss"] for row in output.last_steps(20, spec.saved_rows, 9)] == [1.0, 1.0]
+    assert [line.partition(":")[0] for line in lines] == ["moved"]
+
+    (place.path / ROWS_FILE).write_text('{"step": 20, "train/loss": 3.0}\n')
+    damaged = output.recorder_spec(config, 20, checkpoints, attempt=None)
+    assert damaged.saved_rows == spec.saved_rows[:1]
 
 
 def test_the_last_steps_are_those_of_the_file_and_of_the_checkpoints(output: RunOutput) -> None:

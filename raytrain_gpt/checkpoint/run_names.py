@@ -1,0 +1,26 @@
+"""Names of runs and checkpoints that a user may have meant."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+
+from raytrain_gpt.config.sections import RunSection
+from raytrain_gpt.errors import RaytrainGptError
+from raytrain_gpt.storage.location import Location
+
+DEFAULT_STORAGE: str = RunSection.model_fields["storage_path"].default
+_MARKS = ("config.yaml", "checkpoints", "state.json")
+"""A run or checkpoint has one of these."""
+_MAX_TRIED = 5
+
+
+def near_run(name: str, *storages: Location) -> str:
+    """Suggest the run or checkpoint in a directory whose name is nearest, or return an empty string."""
+    for storage in storages:
+        with contextlib.suppress(OSError, RaytrainGptError):  # one that may not be listed
+            near = difflib.get_close_matches(name, storage.names(), n=_MAX_TRIED)
+            for one in near:
+                if any((storage / one / mark).exists() for mark in _MARKS):
+                    return f"; did you mean {one}?"
+    return ""

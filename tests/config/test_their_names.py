@@ -1,0 +1,67 @@
+"""Names of nanoGPT and of transformers' Trainer get the ones that they have here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import raytrain_gpt
+from raytrain_gpt.config.schema import FIELDS
+from raytrain_gpt.config.their_names import THEIR_NAMES
+from raytrain_gpt.config.wording import suggestion
+
+README = Path(raytrain_gpt.__file__).parents[1] / "README.md"
+NO_FLAGS = {"GPT2Config", "run_clm", "import", "py"}
+
+
+def names(cells: str) -> set[str]:
+    """The identifiers in backticks, without the values given to them."""
+    code = [text.partition("=")[0] for text in re.findall(r"`([^`]*)`", cells)]
+    return {name for text in code for name in re.findall(r"\w+", text)} - NO_FLAGS
+
+
+def rows() -> list[tuple[set[str], set[str]]]:
+    """(their names, ours) of every row of the README's table."""
+    _, _, table = README.read_text("utf-8").partition("| in nanoGPT |")
+    lines = table.partition("\n\n")[0].splitlines()[2:]
+    cells = [line.strip("|").rsplit("|", 1) for line in lines]
+    return [(names(theirs), names(ours)) for theirs, ours in cells]
+
+
+def test_every_name_of_the_readmes_table_is_one_here_or_leads_to_one() -> None:
+    assert len(rows()) > 10
+    for theirs, ours in rows():
+        for name in theirs - FIELDS.keys():
+            found = set(THEIR_NAMES[name].split())
+            assert found <= (ours or {"run_name"}), name  # without a field: the same command again
+
+
+def test_every_name_leads_to_a_field() -> None:
+    for name, ours in THEIR_NAMES.items():
+        assert name not in FIELDS
+        assert FIELDS.keys() >= {*ours.split()}
+        assert suggestion(name, FIELDS) == f"; did you mean {' and '.join(ours.split())}?"
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--lr", "did you mean peak_lr?"),
+        ("--learning-rate", "did you mean peak_lr?"),
+        ("--batch_size", "did you mean micro_batch_sequences?"),
+        ("--epochs", "did you mean max_steps?"),
+        ("--n_layer", "did you mean num_layers?"),
+        ("--out_dir", "did you mean storage_path and run_name?"),
+    ],
+)
+def test_a_flag_of_theirs_is_answered_with_ours(
+    flag: str, words: str, run_cli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, errors = run_cli("train", flag, "3")
+    assert code == 2
+    assert words in errors
+    _, _, errors = run_cli("prepare", flag, "3", "--out", "x")
+    assert words not in errors

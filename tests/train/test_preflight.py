@@ -1,0 +1,47 @@
+"""What `init_from` may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_gpt.checkpoint.catalog import Catalog
+from raytrain_gpt.config.schema import Config
+from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.storage.location import Location
+from raytrain_gpt.train.preflight import absolute_paths, sizes_of_init_from
+from tests.checkpoint.test_catalog import write
+
+
+@pytest.mark.parametrize("storage", ["runs", "elsewhere"])
+def test_init_from_takes_the_name_of_a_run(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Catalog(Location.of(tmp_path / storage / "first")), 10)
+    fields = {"init_from": "first", "storage_path": storage}
+    assert sizes_of_init_from(None, None, fields)["num_layers"] == Config().model.num_layers
+    config = absolute_paths(Config().updated(fields))
+    assert config.model.init_from == str(tmp_path / storage / "first")
+    assert absolute_paths(config) == config
+    Path("first").mkdir()
+    assert absolute_paths(Config().updated(fields)).model.init_from == str(tmp_path / "first")
+
+
+def test_a_run_needs_the_start_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"init_from": "gone", "run_name": "tuned"}
+    with pytest.raises(CheckpointError, match=r"runs/gone is neither a checkpoint nor a run"):
+        sizes_of_init_from(None, None, fields)
+    write(Catalog(Location.of(tmp_path / "runs" / "tuned")), 10)
+    assert sizes_of_init_from(None, None, fields)["num_layers"] == Config().model.num_layers
+
+
+def test_a_path_in_init_from_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Catalog(Location.of(tmp_path / "runs" / "models" / "gpt2")), 10)
+    config = absolute_paths(Config().updated({"init_from": "models/gpt2"}))
+    assert config.model.init_from == str(tmp_path / "models" / "gpt2")
+    remote = Config().updated({"init_from": "gpt2", "storage_path": "s3://bucket/runs"})
+    assert absolute_paths(remote).model.init_from == "s3://bucket/runs/gpt2"
