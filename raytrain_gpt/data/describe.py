@@ -11,7 +11,7 @@ import numpy as np
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
 from raytrain_gpt.data.stats import SplitStats, count_dataset, facts, histogram_edges
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer import first_text, read_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.format import Log, amount, duration, size
 from raytrain_gpt.storage.location import Location
@@ -50,8 +50,8 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     if left_out["duplicates"]:
         say(f"  skipped: {left_out['duplicates']} duplicates")
     first = manifest.split_shards("train")[0]
-    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]
-    sample = read_tokenizer(directory).decode(tokens.tolist())
+    tokens = read_row_group(directory, manifest, first, 0)[: SAMPLE_TOKENS * 2].tolist()
+    sample = first_text(read_tokenizer(directory), tokens, SAMPLE_TOKENS)
     say(f"  starts with {sample!r}")
     return {
         "path": str(directory),

@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import cut, preview
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES, ApiError, CompletionRequest, parse_request
 from raytrain_gpt.serve.response import Completion, encoded
@@ -209,13 +210,13 @@ class _Interface:
     def _check_host(self, request: Request) -> None:
         host = request.headers.get("host", "")
         if self._hosts is not None and re.sub(r":\d*$", "", host).lower() not in self._hosts:
-            message = f"the host {host[:80]!r} is not a name of this server"
+            message = f"the host {preview(host, 80)} is not a name of this server"
             raise ApiError(403, message, code="wrong_host")
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
     if not isinstance(error, ApiError):  # Starlette's own 404 and 405
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        message = f"{request.method} {cut(request.url.path, 80)}: {error.detail}"
         error = ApiError(error.status_code, message, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, {**_HEADERS, **(error.headers or {})})
 

@@ -11,11 +11,10 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import shorten
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, duration, table
+from raytrain_gpt.format import amount, cut, duration, table
 from raytrain_gpt.sweep.space import Domain, Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
@@ -58,7 +57,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     lines = _table(ranked, objective, budget_tokens, ranks=True)
     for trial in ranked:
         if trial.state == "failed":
-            error = shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
+            error = cut(" ".join((trial.error or "no message").split()), _MAX_ERROR_CHARS)
             lines.append(f"{trial.name} failed: {error}")
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")

@@ -22,7 +22,7 @@ from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import bytes_of, read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.format import Log, amount
+from raytrain_gpt.format import Log, amount, preview
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
@@ -249,7 +249,5 @@ def _documents_before(part: WeightedDataset, group: int, index: int, in_group: i
 def described(sequence: TrainedSequence) -> str:
     """A sequence on one line, its text cut."""
     document = "" if sequence.document is None else f", document {sequence.document}"
-    text = repr(sequence.text)
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
     where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
-    return f"sequence {sequence.id} | {where} | {shown}"
+    return f"sequence {sequence.id} | {where} | {preview(sequence.text, SHOWN_CHARACTERS)}"

@@ -51,7 +51,7 @@ def test_a_wrong_value_is_one_line_with_the_limit_and_the_help(raises_line: Rais
         parsed(SampleOptions, "runs/a", "--top_p", "1.5")
     with raises_line(ConfigError, "action='shew': must be 'list', 'show'"):
         parsed(RunsOptions, "shew")
-    with raises_line(ConfigError, "seed='x': must be a valid integer"):
+    with raises_line(ConfigError, "seed='x': must be an integer"):
         SamplingOptions(seed="x")
     with raises_line(ConfigError, "unknown option top_q; did you mean top_p?", "temperature"):
         SamplingOptions(top_q=0.9)

@@ -125,7 +125,7 @@ def test_flags_win_over_the_file(load: Load) -> None:
         ({"num_trails": "3"}, ["unknown configuration key num_trails"]),
         ({"grace_tokens": "3"}, ["unknown configuration key grace_tokens"]),
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
-        ({"weight_decay": "much"}, ["weight_decay='much'", "valid number"]),
+        ({"weight_decay": "much"}, ["weight_decay='much'", "must be a number"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
         ({"max_steps": "9"}, ["max_steps is decided by the sweep; set budget_tokens"]),
     ],
