@@ -32,9 +32,9 @@ def short_duration(seconds: float) -> str:
     return f"{seconds:.1f}s" if round(seconds, 1) < 10 else duration(seconds)
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: float, one: str, many: str = "", form: str = "") -> str:
     """`1 step`, `3 steps`; `many` is the plural where it is not `one` with an s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number:{form}} {one if number == 1 else many or one + 's'}"
 
 
 def start_of(text: str, limit: int) -> str:

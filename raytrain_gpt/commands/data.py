@@ -160,8 +160,8 @@ def _look_at(options: DataOptions) -> None:
             for shard in manifest.shards:
                 check_shard(directory, manifest, shard, content=True)
                 if not options.as_json:
-                    say(f"{shard.path} ok: {shard.tokens} tokens, hash and ids checked")
-            say(f"all {len(manifest.shards)} shards of {directory} are intact")
+                    say(f"{shard.path} ok: {count(shard.tokens, 'token')}, hash and ids checked")
+            say(f"intact: {count(len(manifest.shards), 'shard')} of {directory}")
         described = describe_dataset(directory, manifest, say)
         facts = described | {"verified": options.action == "verify"}
     say(_train_line(options.what[0]))

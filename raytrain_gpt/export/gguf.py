@@ -26,13 +26,15 @@ from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 
+SUFFIX = ".gguf"
+
 
 def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
     """Write and return a file that llama.cpp loads, with the tokenizer in it.
 
     Args:
         path: A checkpoint or a run.
-        out: A new local file.
+        out: A new local file that ends in .gguf, or a directory for RUN_NAME.gguf.
         dtype: Of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
 
     Raises:
@@ -43,9 +45,13 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     if is_url(str(out)):
         raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
     place = Location.of(out)
-    if place.path.exists():
-        raise CheckpointError(f"{place} exists; set --out to a new file")
+    is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(SUFFIX)
+    if not is_directory:
+        _check_new(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
+    if is_directory:
+        place /= f"{config.run.run_name}{SUFFIX}"
+        _check_new(place)
     writer = GGUFWriter(None, model.shape.architecture)
     writer.add_name(config.run.run_name)
     _add_sizes(writer, model.shape)
@@ -63,6 +69,11 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
     )
     return place.path
+
+
+def _check_new(file: Location) -> None:
+    if file.path.exists():
+        raise CheckpointError(f"{file} exists; set --out to a new file")
 
 
 def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:

@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import cut, preview
+from raytrain_gpt.format import count, cut, preview
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES, ApiError, CompletionRequest, parse_request
 from raytrain_gpt.serve.response import Completion, encoded
@@ -110,7 +110,9 @@ class _Interface:
         try:
             self._engine.submit(completion.jobs)
         except QueueFull:
-            message = f"{self._options.max_queue} sequences are waiting already; try again later"
+            message = (
+                f"{count(self._options.max_queue, 'sequence')} already waiting; try again later"
+            )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         if asked.stream:
@@ -181,8 +183,8 @@ class _Interface:
     ) -> None:
         options, context_tokens = self._options, weights.model.shape.seq_len
         if not 1 <= len(prompts) * asked.n <= options.max_batch:
-            count = f"{len(prompts)} prompts × n={asked.n}"
-            raise ApiError(400, f"{count} is not in 1 … {options.max_batch} continuations", "n")
+            number = f"{count(len(prompts), 'prompt')} × n={asked.n}"
+            raise ApiError(400, f"{number} is not in 1 … {options.max_batch} continuations", "n")
         if options.max_new_tokens is not None and asked.max_tokens > options.max_new_tokens:
             message = f"max_tokens={asked.max_tokens} is above {options.max_new_tokens}"
             raise ApiError(400, message, "max_tokens")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, cut, duration, table
+from raytrain_gpt.format import amount, count, cut, duration, table
 from raytrain_gpt.sweep.space import Domain, Grid
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
@@ -45,7 +45,7 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
     started.sort(key=lambda trial: _PROGRESS_ORDER.index(trial.state))
     shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
     best = best_trial(trials, budget_tokens)
-    lines = [f"{len(trials)} trials: {_counts(trials)}" + _best_text(best, objective)]
+    lines = [f"{count(len(trials), 'trial')}: {_counts(trials)}" + _best_text(best, objective)]
     lines += _table(shown, objective, budget_tokens) if shown else []
     lines += [f"and {len(hidden)} more: {_counts(hidden)}"] if hidden else []
     return "\n".join(lines)
@@ -62,8 +62,8 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
-        f"{len(trials)} trials: {_counts(trials)} | {amount(trained)} of {amount(full)} tokens trained, "
-        f"stopping early saved {saved / max(full, 1):.0%}"
+        f"{count(len(trials), 'trial')}: {_counts(trials)} | {amount(trained)} of {amount(full)} tokens "
+        f"trained, stopping early saved {saved / max(full, 1):.0%}"
         + _best_text(best_trial(trials, budget_tokens), objective)
     )
     return "\n".join(lines)
@@ -108,7 +108,7 @@ def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> 
     """`best.yaml`: the best trial's resolved configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
-        f"The best trial of sweep {sweep_name}: {trial.name}, {trial.state}, {objective} "
+        f"The best trial of {sweep_name}: {trial.name}, {trial.state}, {objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's too, except for run_name.",

@@ -167,6 +167,12 @@ class Sweep(Strict):
         return self
 
     @property
+    def title(self) -> str:
+        """`sweep NAME`; the name alone if it says so itself, as the default name of sweep.yaml does."""
+        name = self.sweep_name
+        return name if name.startswith("sweep") else f"sweep {name}"
+
+    @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]

@@ -33,7 +33,7 @@ from raytrain_gpt.core.device import resolve_precision
 from raytrain_gpt.core.memory import MemoryModel, checkpoint_bytes
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.errors import ClusterError, Interrupted
-from raytrain_gpt.format import Log, amount, size
+from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.train.memory_search import (
     USABLE_FRACTION,
     MemoryFit,
@@ -82,7 +82,7 @@ def fit_memory(
     if asked != config.train.micro_batch_sequences:
         log(
             f"micro_batch_sequences {asked} -> {config.train.micro_batch_sequences}: it divides the "
-            f"{config.batch_sequences // world_size} sequences that a worker has in a step"
+            f"{count(config.batch_sequences // world_size, 'sequence')} that a worker has in a step"
         )
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":

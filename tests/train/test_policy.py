@@ -207,7 +207,7 @@ def test_too_few_nodes_are_waited_for_with_a_line_a_minute() -> None:
     seconds = round(2 * WAIT_LINE_EVERY_S + 5)
     nodes = Nodes(*[2.0] * seconds, 3.0)
     assert nodes.wait(current=2) == 2
-    waiting = "waiting for nodes: 2 workers are needed, the cluster has 2 CPUs and 0 GPUs"
+    waiting = "waiting for nodes: the run needs 2 workers, the cluster has 2 CPUs and 0 GPUs"
     assert nodes.lines == [waiting] * 3 + ["2 of 6 workers"]
 
 
