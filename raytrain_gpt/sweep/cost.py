@@ -77,17 +77,17 @@ def cost_lines(sweep: Sweep) -> list[str]:
     steps_s, starts_s = full / speed / at_once, number * START_S / at_once
     lines.append(
         f"time: at most {duration(steps_s + starts_s)}: {duration(steps_s)} of steps at {speed:,.0f} tok/s "
-        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count} starts (about "
+        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count(number, 'start')} (about "
         f"{START_S:.0f} s each), {at_once} at full speed at once"
     )
     return lines
 
 
-def halved_tokens(sweep: Sweep, count: int) -> int:
+def halved_tokens(sweep: Sweep, number: int) -> int:
     """Tokens of all trials if only the best pass each rung; all tokens without halving."""
     if not isinstance(sweep.scheduler, Asha):
-        return count * sweep.budget_tokens
-    tokens, reached, left = 0, 0, count
+        return number * sweep.budget_tokens
+    tokens, reached, left = 0, 0, number
     rung = sweep.scheduler.grace_tokens
     while rung < sweep.budget_tokens:
         tokens += left * (rung - reached)

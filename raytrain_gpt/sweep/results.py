@@ -16,6 +16,7 @@ from typing import Any, get_args
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, count, cut, duration, table
 from raytrain_gpt.sweep.space import Domain, Grid
+from raytrain_gpt.sweep.spec import sweep_title
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
@@ -108,7 +109,7 @@ def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> 
     """`best.yaml`: the best trial's resolved configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
-        f"The best trial of {sweep_name}: {trial.name}, {trial.state}, {objective} "
+        f"The best trial of {sweep_title(sweep_name)}: {trial.name}, {trial.state}, {objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's too, except for run_name.",

@@ -168,14 +168,18 @@ class Sweep(Strict):
 
     @property
     def title(self) -> str:
-        """`sweep NAME`; the name alone if it says so itself, as the default name of sweep.yaml does."""
-        name = self.sweep_name
-        return name if name.startswith("sweep") else f"sweep {name}"
+        """The sweep in a sentence."""
+        return sweep_title(self.sweep_name)
 
     @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]
+
+
+def sweep_title(name: str) -> str:
+    """`sweep NAME`, or the name alone if it starts with the word, as the default of sweep.yaml does."""
+    return name if name.startswith("sweep") else f"sweep {name}"
 
 
 def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
