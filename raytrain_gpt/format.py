@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 Log = Callable[[str], None]
 """Receives lines for people."""
 
+_MAX_LISTED = 8
+_MAX_NAME = 40
+_PLAIN_NAME = re.compile(r"[\w.:/@+-]+")
 _JOINER = "\u200d"
 _FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 
@@ -64,6 +69,16 @@ def preview(value: object, limit: int) -> str:
     if not isinstance(value, str):
         return cut(repr(value), limit)
     return repr(value) if len(value) <= limit else f"{start_of(value, limit)!r}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, in quotes where a message could not show them otherwise; none if there are none."""
+    first = list(islice(names, _MAX_LISTED + 1))
+    shown = [
+        name if _PLAIN_NAME.fullmatch(name) and len(name) <= _MAX_NAME else preview(name, _MAX_NAME)
+        for name in first[:_MAX_LISTED]
+    ]
+    return ", ".join([*shown, *["…"] * (len(first) > _MAX_LISTED)]) or "none"
 
 
 def amount(value: float) -> str:

@@ -26,14 +26,15 @@ class PrepareOptions(ProgressOptions):
 
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
-    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .parquet; token ids: .bin of nanoGPT or
-    llm.c, .npy, .parquet with lists. A named file with another ending is text."""
+    stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
+    or llm.c, .npy, .parquet with lists. A named file with another ending is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
     """bytes, a tiktoken encoding: gpt2, cl100k_base, …, or a checkpoint; for token ids: what made them."""
     text_field: str = "text"
-    """Field of a JSON line or column of a parquet file; for token ids: input_ids or tokens."""
+    """Field of a JSON object or column of a parquet file, meta.text for text inside meta; for token ids:
+    input_ids or tokens."""
     text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
     """Ends of names of further files of directories that are read as text (default: none)."""
     document_separator: Annotated[str | None, Metavar("TEXT")] = None
