@@ -191,7 +191,7 @@ def _text_fields(content: dict[str, object], depth: int = 1) -> Iterator[str]:
 
 
 def _kind(value: object) -> str:
-    names = {type(None): "null", dict: "an object", list: "a list"}
+    names = {type(None): "null", dict: "an object", list: "a list", str: "a string"}
     return names.get(type(value), type(value).__name__)
 
 

@@ -55,7 +55,7 @@ def test_a_field_is_found_inside_others(content: Any, field: str, text: str) -> 
         ({"meta": {"text": None}}, "meta.text", "field meta.text is null, not a string"),
         ({"meta": {"text": {}}}, "meta", "field meta is an object, not a string"),
         (["a"], "text", "it is a list, not an object with the field text"),
-        ("text", "text", "it is str, not an object with the field text"),
+        ("text", "text", "it is a string, not an object with the field text"),
     ],
 )
 def test_a_field_that_is_not_there_is_said_with_those_that_are(

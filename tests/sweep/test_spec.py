@@ -370,3 +370,16 @@ def test_what_is_no_sweep_file_is_one_line(
 def test_a_missing_file_is_one_line(tmp_path: Path, raises_line) -> None:
     with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
         load_sweep(tmp_path / "no.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("lr", "sweep lr"),
+        ("sweep", "sweep"),
+        ("sweep-2", "sweep-2"),
+        ("my-sweep", "sweep my-sweep"),
+    ],
+)
+def test_a_sweep_says_what_it_is_once(load: Load, name: str, title: str) -> None:
+    assert load(sweep_name=name).title == title
