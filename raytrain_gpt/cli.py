@@ -34,6 +34,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see: {self.prog} --help")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            from raytrain_gpt.config.wording import suggestion
+
+            name, known = str(action.metavar).lower(), list(action.choices)
+            raise UserError(
+                f"unknown {name} {value}{suggestion(value, known)} (there are: {', '.join(known)})"
+            )
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -116,6 +125,7 @@ def _underscored(argv: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     from raytrain_gpt.commands import cluster, data, inference, train  # half a second and more
+    from raytrain_gpt.commands.completion import completion
 
     parser = _Parser(
         prog="raytrain-gpt",
@@ -127,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (
         data.prepare, data.data, train.estimate, train.train, train.tune, train.runs,
         inference.evaluate, inference.sample, inference.serve,
-        inference.export, inference.import_, cluster.doctor, cluster.node,
+        inference.export, inference.import_, cluster.doctor, cluster.node, completion(parser),
     ):  # fmt: skip
         command.add_parser(commands)
     return parser

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from raytrain_gpt.redact import printable
 
@@ -106,6 +107,49 @@ def reason(error: Exception) -> str:
     if callable(refused := getattr(error, "errors", None)):
         first = refused()[0]
         where = "".join(f"{part}: " for part in first["loc"])
-        return where + " ".join(first["msg"].removeprefix("Value error, ").split())
+        return where + " ".join(problem([first]).split())
     said = getattr(error, "strerror", None) or str(error)
     return " ".join(said.split()) or type(error).__name__
+
+
+_MUST_BE = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping of names to values",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "a mapping of names to values",
+    "model_type": "a mapping of names to values",
+    "path_type": "a path",
+    "string_too_long": "at most {max_length} characters long",
+    "string_type": "a string",
+    "string_unicode": "a string that UTF-8 can encode",
+    "too_short": "a list of {min_length} or more",
+    "tuple_type": "a list",
+    "union_tag_invalid": "a mapping whose {discriminator} is one of {expected_tags}",
+    "union_tag_not_found": "a mapping with the key {discriminator}",
+}
+"""Type of a pydantic error -> words that its context completes, where pydantic's are about Python."""
+
+
+def problem(errors: Iterable[Mapping[str, Any]]) -> str:
+    """State what is wrong with one value, in plain words.
+
+    Args:
+        errors: Pydantic's errors for the value, one for each type that it may have.
+    """
+    said = list(dict.fromkeys(map(_problem, errors)))
+    return ", or ".join([said[0], *(one.removeprefix("must be ") for one in said[1:])])
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    if words := _MUST_BE.get(error["type"]):
+        return f"must be {words.format(**error.get('ctx', {}))}"
+    said = str(error["msg"]).removeprefix("Value error, ")
+    return said.replace("Input should be", "must be")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 Log = Callable[[str], None]
 """Receives lines for people."""
+
+_MAX_LISTED = 8
+_MAX_NAME = 40
+_PLAIN_NAME = re.compile(r"[\w.:/@+-]+")
+_JOINER = "\u200d"
+_FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 
 
 def duration(seconds: float) -> str:
@@ -28,9 +37,48 @@ def short_duration(seconds: float) -> str:
     return f"{seconds:.1f}s" if round(seconds, 1) < 10 else duration(seconds)
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: float, one: str, many: str = "", form: str = "") -> str:
     """`1 step`, `3 steps`; `many` is the plural where it is not `one` with an s."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number:{form}} {one if number == 1 else many or one + 's'}"
+
+
+def start_of(text: str, limit: int) -> str:
+    """The first `limit` code points, fewer where an accent or a joined emoji would lose its base."""
+    stop = min(limit, len(text))
+    while 0 < stop < len(text) and _continues(text, stop):
+        stop -= 1
+    return text[: stop or limit]
+
+
+def cut(text: str, limit: int) -> str:
+    """The text, or its start and `…`."""
+    return text if len(text) <= limit else f"{start_of(text, limit)}…"
+
+
+def _continues(text: str, at: int) -> bool:
+    """Whether the code point at an index is drawn as part of the one before it."""
+    first, second = text[at - 1], text[at]
+    if first in _FLAG_LETTERS and second in _FLAG_LETTERS:  # a flag has two
+        return (at - len(text[:at].rstrip(_FLAG_LETTERS))) % 2 == 1
+    is_mark = unicodedata.category(second) in ("Mn", "Mc", "Me")
+    return is_mark or _JOINER in (first, second) or "\U0001f3fb" <= second <= "\U0001f3ff"
+
+
+def preview(value: object, limit: int) -> str:
+    """The value in quotes and escapes as Python writes it, cut to about `limit` characters."""
+    if not isinstance(value, str):
+        return cut(repr(value), limit)
+    return repr(value) if len(value) <= limit else f"{start_of(value, limit)!r}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, in quotes where a message could not show them otherwise; none if there are none."""
+    first = list(islice(names, _MAX_LISTED + 1))
+    shown = [
+        name if _PLAIN_NAME.fullmatch(name) and len(name) <= _MAX_NAME else preview(name, _MAX_NAME)
+        for name in first[:_MAX_LISTED]
+    ]
+    return ", ".join([*shown, *["…"] * (len(first) > _MAX_LISTED)]) or "none"
 
 
 def amount(value: float) -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 import yaml
 
 MOST_DEPTH = 50
 """Mappings and lists of a YAML text within one another."""
+_READ_CHARACTERS = 2**20
+_NO_SPACE = re.compile(r"\S")
+_AFTER_ELEMENT = frozenset(",] \t\r\n")
+_DECODER = json.JSONDecoder()
 _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fxA-F_:]{100,}")
 
 
@@ -32,6 +38,59 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+
+
+def array_elements(file: TextIO, limit: int) -> Iterator[Any]:
+    """The elements of the JSON array in a file; about one is in memory at a time.
+
+    Args:
+        limit: Characters of an element at most, beside what one read adds.
+
+    Raises:
+        ValueError: it is not a complete array, or an element is too long; says which one.
+    """
+    text, at, number = "", 0, 0
+
+    def next_character() -> str:
+        """The next one that is no space, empty at the end of the file."""
+        nonlocal text, at
+        while not (rest := _NO_SPACE.search(text, at)):
+            if not (text := file.read(_READ_CHARACTERS)):
+                return ""
+            at = 0
+        at = rest.start()
+        return rest[0]
+
+    def element() -> Any:
+        """The next one, with the character after it in the text: half a number is a number, too."""
+        nonlocal text, at
+        size = _READ_CHARACTERS
+        while True:
+            with contextlib.suppress(ValueError):
+                value, stop = _DECODER.raw_decode(text, at)
+                if text[stop : stop + 1] in _AFTER_ELEMENT:
+                    at = stop
+                    return value
+            if len(text) - at > limit or not (more := file.read(size)):
+                raise ValueError(f"element {number} is cut off, too long or not JSON")
+            text, at, size = text[at:] + more, 0, 2 * size
+
+    if next_character() != "[":
+        raise ValueError("it does not start with [")
+    at += 1
+    after = "," if next_character() != "]" else "]"
+    while after == ",":
+        next_character()
+        try:
+            yield element()
+        except RecursionError:
+            raise ValueError(f"element {number} nests too deeply") from None
+        if (after := next_character()) not in (",", "]"):
+            raise ValueError(f"element {number} is followed by neither a comma nor ]")
+        at, number = at + (after == ","), number + 1
+    at += 1
+    if next_character():
+        raise ValueError("text follows its array")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_a_sweep_file_is_read_without_ray_and_torch(module: str) -> None:
     names = imports(f"sweep/{module}.py")
     assert not {name.split(".")[0] for name in names} & {"ray", "mlflow", "torch"}
     files = {file_of(name) for name in names} - {None}
-    assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors"}
+    assert {layer(str(file)) for file in files} <= {"sweep", "config", "errors", "format"}
 
 
 @pytest.mark.parametrize(

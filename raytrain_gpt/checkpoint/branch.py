@@ -31,7 +31,7 @@ from raytrain_gpt.data.locations import location, run_location
 from raytrain_gpt.data.mixture import Mixture, check_vocabulary
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.errors import CheckpointError, ConfigError, damage_as
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
@@ -103,8 +103,8 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
             )
     if state.step >= config.train.max_steps:
         raise ConfigError(
-            f"max_steps={config.train.max_steps}, but {origin.path} has trained {state.step} steps; set "
-            f"max_steps above {state.step}"
+            f"max_steps={config.train.max_steps}, but {origin.path} has trained {count(state.step, 'step')}; "
+            f"set max_steps above {state.step}"
         )
     check_vocabulary(data, state.vocab_hash, str(origin.path))
     is_same_data = (state.manifest_hash, before["seed"]) == (data.hash, now["seed"])

@@ -41,7 +41,7 @@ from raytrain_gpt.checkpoint.evaluation_result import (
 from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
-from raytrain_gpt.format import Log, shell
+from raytrain_gpt.format import Log, count, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
@@ -340,8 +340,8 @@ class Catalog:
                 on_skip(f"skipped: {error}")
         if paths:
             raise CheckpointError(
-                f"all {len(paths)} checkpoints in {self._dir} are damaged; restore one from a copy, or "
-                "start again under a new run_name"
+                f"no intact one among {count(len(paths), 'checkpoint')} in {self._dir}; "
+                "restore one from a copy, or start again under a new run_name"
             )
         return None
 

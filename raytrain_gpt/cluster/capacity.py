@@ -153,7 +153,8 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
 
 def _too_small(config: FittedConfig, resources: Resources, room: int) -> ClusterError:
     c, evaluations = config.cluster, num_async_evaluations(config)
-    have = f"{resources.cpus:g} CPUs and {resources.gpus} GPUs on {len(resources.nodes)} nodes"
+    have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
+    have += count(len(resources.nodes), "node")
     free = f"{DATA_CPUS} CPU must stay free for data"
     ways = [f"set num_workers to at most {room}"] if room > 0 else []
     if evaluations:
@@ -161,8 +162,8 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
         ways += ["set eval_mode to inline"] if room + evaluations >= c.least_workers else []
     gpus = f" and {c.num_gpus:g} GPU" if c.use_gpu else ""
     return ClusterError(
-        f"{c.least_workers} workers × {c.cpus_per_worker} CPUs{gpus} do not fit the cluster "
-        f"({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
+        f"{count(c.least_workers, 'worker')} × {count(c.cpus_per_worker, 'CPU')}{gpus} do not fit "
+        f"the cluster ({have}; {free}); {' or '.join(ways) or 'use a larger cluster'}"
     )
 
 
@@ -186,6 +187,7 @@ def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str
     tokens = config.train.global_batch_tokens
     unit = config.data.seq_len * sharing_unit(config, free)
     return (
-        f"num_workers auto: {used} of {free} GPUs, since a step's {config.batch_sequences} sequences do not "
-        f"divide over more; all would share global_batch_tokens {nearest_multiples(tokens, unit)}"
+        f"num_workers auto: {used} of {count(free, 'GPU')}, since no more divide the "
+        f"{count(config.batch_sequences, 'sequence')} of a step; all would share "
+        f"global_batch_tokens {nearest_multiples(tokens, unit)}"
     )

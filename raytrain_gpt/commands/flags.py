@@ -24,7 +24,7 @@ from raytrain_gpt.config.load import (
     resolve,
 )
 from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.format import shell
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.redact import printable
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -71,6 +71,32 @@ class JsonOptions(Options):
         """Print the object, if it is asked for."""
         if self.as_json:
             say(json.dumps(facts))
+
+
+class StorageOptions(JsonOptions):
+    """Options of a command that reads runs."""
+
+    storage_path: str = "runs"
+    """Directory or s3:// URL of all runs."""
+
+
+class RunOptions(StorageOptions):
+    """Options of a command that shows one run."""
+
+    run: Annotated[str, Metavar("RUN", positional=True)]
+    """Name or directory of a run."""
+
+
+class ProgressOptions(Options):
+    """Options of a command that prints its progress."""
+
+    quiet: bool = False
+    """Print only errors and the end."""
+
+    @property
+    def log(self) -> Log:
+        """Receives lines about progress."""
+        return (lambda line: None) if self.quiet else say
 
 
 class ConfigOptions(Options):
@@ -129,22 +155,16 @@ class Command(Generic[OptionsT]):
     run: Callable[[OptionsT], None]
     """Called with the options. Its docstring is the help."""
 
-    def add_parser(self, commands: Any) -> None:
+    def add_parser(self, commands: Any) -> argparse.ArgumentParser:
         """Add it to the subparsers of the command line."""
-        text = " ".join((self.run.__doc__ or "").split())
-        summary = text.partition(". ")[0].rstrip(".")
-        parser = commands.add_parser(
-            self.name,
-            help=f"{summary[0].lower()}{summary[1:]}",
-            description=text,
-            allow_abbrev=False,
-        )
+        parser = _add_parser(commands, self.name, self.run.__doc__ or "")
         if self.groups:  # all fields in the usage line would be a wall
             file = " FILE" * ("file" in self.options.model_fields)
             parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
         for name, field in self.options.model_fields.items():
             if not field.exclude:
                 _add(parser, field.alias or name, field, is_switch=field.annotation is bool)
+        parser.set_defaults(command=self)
         preset = None
         if self.groups and issubclass(self.options, ConfigOptions):
             preset = load_preset(DEFAULT_PRESET).field_values()
@@ -152,7 +172,7 @@ class Command(Generic[OptionsT]):
             group = parser.add_argument_group(title)
             for name, field in fields.items():
                 _add(group, name, field, show_default=preset is not None, preset=preset)
-        parser.set_defaults(command=self)
+        return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
         """Run it with parsed arguments.
@@ -169,6 +189,42 @@ class Command(Generic[OptionsT]):
         self.run(self.options(**given, **({"fields": fields} if self.groups else {})))
 
 
+@dataclass(frozen=True)
+class CommandGroup:
+    """A command of several actions, each with its arguments and help."""
+
+    name: str
+    help: str
+    actions: tuple[Command[Any], ...]
+
+    def add_parser(self, commands: Any) -> None:
+        """Add it to the subparsers of the command line.
+
+        Flags may stand before the action, and each action accepts those of the others: no help shows these.
+        """
+        parser = _add_parser(commands, self.name, self.help)
+        subparsers = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+        parsers = [parser, *(action.add_parser(subparsers) for action in self.actions)]
+        for action in self.actions:
+            for name, field in action.options.model_fields.items():
+                flag = field.alias or name
+                for one in parsers:
+                    if not _is_positional(field) and f"--{flag}" not in one._option_string_actions:
+                        _add(one, flag, field, is_switch=field.annotation is bool, is_hidden=True)
+
+
+def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
+    text = " ".join(doc.split())
+    summary = text.partition(". ")[0].rstrip(".")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=f"{summary[0].lower()}{summary[1:]}",
+        description=text,
+        allow_abbrev=False,
+    )
+    return parser
+
+
 def command(
     name: str, options: type[OptionsT], groups: Groups | None = None
 ) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
@@ -182,6 +238,7 @@ def _add(
     field: FieldInfo,
     *,
     is_switch: bool = False,
+    is_hidden: bool = False,
     show_default: bool = True,
     preset: Mapping[str, Any] | None = None,
 ) -> None:
@@ -191,7 +248,7 @@ def _add(
         preset: Values that stand in for the defaults where no preset or file is named.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
-    mark = next((one for one in field.metadata if isinstance(one, Metavar)), None)
+    mark = _mark(field)
     kind = mark.text if mark and mark.text else _kind(field.annotation)
     how: dict[str, Any] = {"metavar": kind}
     if mark and mark.positional:
@@ -211,7 +268,17 @@ def _add(
         if value != field.default:
             text += f"; in a file: {json.dumps(field.default)}".replace('"', "")
         text += ")"
-    group.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **how)
+    shown = argparse.SUPPRESS if is_hidden else text
+    group.add_argument(f"--{name}", help=shown, default=argparse.SUPPRESS, **how)
+
+
+def _mark(field: FieldInfo) -> Metavar | None:
+    return next((one for one in field.metadata if isinstance(one, Metavar)), None)
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    mark = _mark(field)
+    return mark is not None and mark.positional
 
 
 def _kind(annotation: Any) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field
 from raytrain_gpt.commands.flags import CheckpointOptions, JsonOptions, Metavar, command, say
 from raytrain_gpt.config.call_options import Options, SamplingOptions
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.format import sample_command, shell
+from raytrain_gpt.format import count, sample_command, shell
 from raytrain_gpt.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -63,18 +63,20 @@ def _say_metrics(path: Location, metrics: dict[str, Any]) -> None:
         say(
             f"{start} | val loss {metrics['val/loss']:.4f} nats/token | "
             f"perplexity {metrics['val/perplexity']:.2f} | "
-            f"{metrics['val/bits_per_byte']:.4f} bits/byte | {metrics['val/tokens']} tokens"
+            f"{metrics['val/bits_per_byte']:.4f} bits/byte | {count(metrics['val/tokens'], 'token')}"
         )
     for name in sorted(metrics):
         if name.startswith("val/loss/"):
             of_dataset = name.removeprefix("val/loss/")
             tokens = metrics[f"val/tokens/{of_dataset}"]
-            say(f"  {of_dataset} | val loss {metrics[name]:.4f} nats/token | {tokens} tokens")
+            say(
+                f"  {of_dataset} | val loss {metrics[name]:.4f} nats/token | {count(tokens, 'token')}"
+            )
     if "hellaswag/acc" in metrics:
         of = {name: metrics[f"hellaswag/{name}"] for name in ("examples", "cut")}
         say(
             f"{start} | hellaswag acc_norm {_accuracy(metrics, 'acc_norm')} | "
-            f"acc {_accuracy(metrics, 'acc')} | {of['examples']} examples, {of['cut']} cut"
+            f"acc {_accuracy(metrics, 'acc')} | {count(of['examples'], 'example')}, {of['cut']} cut"
         )
     say(f"next: {sample_command(path)}")
 
@@ -123,7 +125,7 @@ class ExportOptions(CheckpointOptions):
     """What is written, and where."""
 
     out: Annotated[str, Metavar("DIR|FILE")]
-    """A new local directory, or for gguf a new local file."""
+    """A new local directory; for gguf a new local file ending in .gguf, or a directory for RUN_NAME.gguf."""
     format: Literal["hf", "gguf"] = "hf"
     """hf: a directory that transformers loads; gguf: a file that llama.cpp and Ollama load."""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from raytrain_gpt.commands.flags import (
     SECTIONS,
+    CommandGroup,
     ConfigOptions,
     JsonOptions,
     Metavar,
+    ProgressOptions,
+    RunOptions,
+    StorageOptions,
     command,
     command_line,
     say,
 )
-from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import described
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
@@ -72,7 +75,7 @@ def estimate(options: EstimateFlags) -> None:
     options.say_json(found.as_json())
 
 
-class TrainOptions(ConfigOptions):
+class TrainOptions(ProgressOptions, ConfigOptions):
     """Whether anything is done."""
 
     dry_run: bool = False
@@ -95,14 +98,14 @@ def train(options: TrainOptions) -> None:
         say("# next: the same command without --dry_run")
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
-        say(described(options.preset, options.config, config))
+        options.log(described(options.preset, options.config, config))
     from raytrain_gpt.tracking.summary import run_end
     from raytrain_gpt.train import launch
 
-    run_end(launch.train(config, say), say)
+    run_end(launch.train(config, options.log), say)
 
 
-class TuneOptions(Options):
+class TuneOptions(ProgressOptions):
     """Which sweep, and what becomes of it."""
 
     file: Annotated[Path, Metavar("FILE", positional=True)]
@@ -138,10 +141,13 @@ def tune(options: TuneOptions) -> None:
             say(line)
         say("next: the same command without --dry_run")
         return
+    from raytrain_gpt.sweep.results import final_table
     from raytrain_gpt.sweep.tune import run_sweep
     from raytrain_gpt.tracking.summary import next_line
 
-    summary = run_sweep(sweep, resume=options.resume, log=say)
+    summary = run_sweep(sweep, resume=options.resume, log=options.log)
+    if options.quiet:
+        say(final_table(summary.trials, sweep.objective, sweep.budget_tokens))
     for name in summary.files:
         say(f"{name:<16}{summary.directory / name}")
     if summary.failure:
@@ -150,22 +156,47 @@ def tune(options: TuneOptions) -> None:
     say(next_line(best, shell("raytrain-gpt", "train", "--config", best)))
 
 
-class RunsOptions(JsonOptions):
-    """Which runs are shown."""
+class ReportOptions(StorageOptions):
+    """Options of `runs report`."""
 
-    action: Annotated[Literal["list", "show", "checkpoints", "report"], Metavar(positional=True)]
-    """list: all runs; show: one; checkpoints: those of one; report: a page that compares some."""
-    runs: Annotated[list[str], Metavar("RUN", positional=True)] = Field(default_factory=list)
-    """Name or directory of a run."""
-    storage_path: str = "runs"
-    """Directory or s3:// URL of all runs."""
+    runs: Annotated[list[str], Metavar("RUN", positional=True)]
+    """Names or directories of runs."""
 
 
-@command("runs", RunsOptions)
-def runs(options: RunsOptions) -> None:
-    """List runs, or show one, its checkpoints or a report."""
+@command("list", StorageOptions)
+def list_runs(options: StorageOptions) -> None:
+    """List all runs."""
+    _runs("list", [], options)
+
+
+@command("show", RunOptions)
+def show_run(options: RunOptions) -> None:
+    """Show the state, speed and configuration of a run."""
+    _runs("show", [options.run], options)
+
+
+@command("checkpoints", RunOptions)
+def checkpoints(options: RunOptions) -> None:
+    """List the checkpoints of a run."""
+    _runs("checkpoints", [options.run], options)
+
+
+@command("report", ReportOptions)
+def report(options: ReportOptions) -> None:
+    """Write the report of a run, or a page that compares several."""
+    _runs("report", options.runs, options)
+
+
+def _runs(action: str, names: list[str], options: StorageOptions) -> None:
     from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
     from raytrain_gpt.tracking.runs import runs_command
 
     storage = Location.of(options.storage_path, retry_for_s=COMMAND_RETRY_S)
-    runs_command(options.action, options.runs, storage, options.as_json, say)
+    runs_command(action, names, storage, options.as_json, say)
+
+
+runs = CommandGroup(
+    "runs",
+    "List runs, or show one, its checkpoints or a report.",
+    (list_runs, show_run, checkpoints, report),
+)

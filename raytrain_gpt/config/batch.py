@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count
 
 if TYPE_CHECKING:
     from raytrain_gpt.config.schema import Config, ConfigT
@@ -29,9 +30,10 @@ def check_shares(config: Config, world_size: int) -> None:
     ways += [f"num_workers {nearest(workers, world_size)}"] * bool(workers)
     is_auto = config.train.micro_batch_sequences == "auto"
     ways += [f"micro_batch_sequences {nearest(micros, micro)}"] * bool(micros and not is_auto)
+    micro_batch = "" if is_auto else f" × {count(micro, 'sequence')}"
     raise ConfigError(
-        f"global_batch_tokens={tokens} ({sequences} sequences of {seq_len}) does not divide over "
-        f"{world_size} workers{'' if is_auto else f' × {micro} sequences'}; "
+        f"global_batch_tokens={tokens} ({count(sequences, 'sequence')} of {seq_len}) does not divide over "
+        f"{count(world_size, 'worker')}{micro_batch}; "
         f"nearest: {'; or '.join(ways)}"
     )
 
@@ -83,8 +85,8 @@ def micro_batch_change(config: Config, world_size: int) -> str | None:
     if asked == used:
         return None
     return (
-        f"micro_batch_sequences {asked} -> {used}: it divides the {config.batch_sequences // world_size} "
-        "sequences that a worker has in a step"
+        f"micro_batch_sequences {asked} -> {used}: it divides the "
+        f"{count(config.batch_sequences // world_size, 'sequence')} that a worker has in a step"
     )
 
 

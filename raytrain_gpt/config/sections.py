@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -46,17 +47,30 @@ class Strict(BaseModel):
     def _in_64_bits(cls, value: Any, info: ValidationInfo) -> Any:
         # Seeds are hashed, so they may have any size where their field does not limit them.
         if isinstance(value, int) and abs(value) >= 2**63 and info.field_name != "seed":
-            raise PydanticCustomError("64_bits", "Input should be less than 2**63")
+            raise PydanticCustomError("64_bits", "must be less than 2**63")
         return value
 
 
 def _at_least(least: int, value: Any) -> Any:
     if isinstance(value, int) and value < least:
-        raise PydanticCustomError("too_few", f"Input should be {least} or more, or auto")
+        raise PydanticCustomError("too_few", f"must be {least} or more, or auto")
     return value
 
 
 CountOrAuto = Annotated[int | Literal["auto"], AfterValidator(partial(_at_least, 1))]
+
+
+def _is_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=-]*", value):
+        raise PydanticCustomError(
+            "name",
+            "must start with a letter or digit, and contain only letters, digits and . _ = -",
+        )
+    return value
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+"""A directory's name that needs no quotes in a shell or URL."""
 
 
 class SafeSection(Strict):
@@ -302,7 +316,7 @@ class ClusterSection(SafeSection):
 class RunSection(SafeSection):
     """Name and place of the run."""
 
-    run_name: str = Field("quickstart", max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    run_name: Name = Field("quickstart", max_length=200)
     """Directory of the run below storage_path; the same name resumes the run."""
     storage_path: str = "runs"
     """Directory of all runs, shared by all nodes, or s3://bucket/prefix."""

@@ -9,15 +9,23 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from raytrain_gpt.config.their_names import THEIR_NAMES
+from raytrain_gpt.errors import problem
+from raytrain_gpt.format import cut, preview
+
+_MAX_SUGGESTED = 4
+MAX_SHOWN = 80
+"""Characters of a refused value that a message shows."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name` or of its meaning, or an empty string."""
-    known = list(known)
-    if theirs := [one for one in THEIR_NAMES.get(name, "").split() if one in known]:
+    """`; did you mean X?` for known names of its meaning, else with it as their start, else the nearest."""
+    names, spelled = list(known), name.replace("-", "_")
+    if theirs := [one for one in THEIR_NAMES.get(spelled, "").split() if one in names]:
         return f"; did you mean {' and '.join(theirs)}?"
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = [one for one in names if name and one.startswith((name, spelled))]
+    if not 0 < len(near) <= _MAX_SUGGESTED:
+        near = difflib.get_close_matches(spelled, names, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def refusal(
@@ -32,15 +40,16 @@ def refusal(
     errors = error.errors()
     first = next((e for e in errors if e["type"] in ("extra_forbidden", "invalid_key")), errors[0])
     kind, path = first["type"], first["loc"]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if kind in ("extra_forbidden", "invalid_key"):
-        return unknown(".".join(map(str, path)))
+        return unknown(".".join(cut(str(key), MAX_SHOWN) for key in path))
     if kind == "value_error":
-        return message
-    name = str(next((key for key in reversed(path) if key in fields), path[-1]))
-    hint = f" ({fields[name].description})" if name in fields else ""
-    return (
-        f"{name} is missing{hint}"
-        if kind == "missing"
-        else f"{name}={first['input']!r}: {message}{hint}"
-    )
+        return problem([first])
+    depth = next((i for i in reversed(range(len(path))) if path[i] in fields), len(path) - 1)
+    name = str(path[depth]) if path else "a key"
+    described = " ".join((fields[name].description or "").split()) if name in fields else ""
+    hint = f" ({described})" if described else ""
+    if kind == "missing":
+        return f"{name} is missing{hint}"
+    of_types = [e for e in errors if e["loc"][:-1] == path[:-1]]  # one for each type of the field
+    same = of_types if len(path) > depth + 1 else [first]
+    return f"{name}={preview(first['input'], MAX_SHOWN)}: {problem(same)}{hint}"

@@ -11,9 +11,9 @@ import numpy as np
 from raytrain_gpt.data.bad_documents import BAD_FILE
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
 from raytrain_gpt.data.stats import SplitStats, count_dataset, facts, histogram_edges
-from raytrain_gpt.data.tokenizer import read_tokenizer
+from raytrain_gpt.data.tokenizer import first_text, read_tokenizer
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.format import Log, amount, duration, size
+from raytrain_gpt.format import Log, amount, count, duration, size
 from raytrain_gpt.storage.location import Location
 
 PICTURE_FILE = "document_lengths.png"
@@ -41,17 +41,18 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     )
     for name, split_facts in splits.items():
         say(
-            f"  {name:5} {amount(split_facts['tokens'])} tokens in {split_facts['documents']} documents, "
-            f"{split_facts['shards']} shards, {size(split_facts['file_bytes'])}"
+            f"  {name:5} {amount(split_facts['tokens'])} tokens in "
+            f"{count(split_facts['documents'], 'document')}, "
+            f"{count(split_facts['shards'], 'shard')}, {size(split_facts['file_bytes'])}"
         )
     left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
     if left_out["bad_documents"]:
         say(f"  skipped: {left_out['bad_documents']} unreadable, see {directory / BAD_FILE}")
     if left_out["duplicates"]:
-        say(f"  skipped: {left_out['duplicates']} duplicates")
+        say(f"  skipped: {count(left_out['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
-    tokens = read_row_group(directory, manifest, first, 0)[:SAMPLE_TOKENS]
-    sample = read_tokenizer(directory).decode(tokens.tolist())
+    tokens = read_row_group(directory, manifest, first, 0)[: SAMPLE_TOKENS * 2].tolist()
+    sample = first_text(read_tokenizer(directory), tokens, SAMPLE_TOKENS)
     say(f"  starts with {sample!r}")
     return {
         "path": str(directory),
@@ -107,7 +108,7 @@ def dataset_stats(
 def _say_split(split: str, found: dict[str, Any], say: Log) -> None:
     lengths, vocabulary = found["document_tokens"], found["vocabulary"]
     say(
-        f"  {split:5} {amount(found['tokens'])} tokens in {found['documents']} documents, "
+        f"  {split:5} {amount(found['tokens'])} tokens in {count(found['documents'], 'document')}, "
         f"{found['bytes_per_token']:.2f} bytes/token"
     )
     quantiles = ", ".join(f"{name} {value}" for name, value in lengths.items() if name != "mean")

@@ -1,8 +1,9 @@
 """Documents of text in a piece of a source file.
 
-A JSON line, a row of a `.parquet` file and any other file as a whole, or what it has between separators,
-is a document. Every document has its file's name and a position inside the file (0, the row, the byte
-offset in the text), so that its split does not depend on who reads it, or on where the file is.
+A JSON line, an element of a JSON array, a row of a `.parquet` file and any other file as a whole, or what
+it has between separators, is a document. Every document has its file's name and a position inside the file
+(0, the element, the row, the byte offset in the text), so that its split does not depend on who
+reads it, or on where the file is.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ import pyarrow.parquet as pq
 
 from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.errors import DataError, failure_as, reason
+from raytrain_gpt.format import listed
+from raytrain_gpt.parsing import array_elements
 from raytrain_gpt.storage.location import Location
 
 STDLIB = "stdlib"
+_JSON = (".json", ".json.gz", ".json.zst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 MAX_LINE_BYTES = 2**26
 """Limit for a JSON line, of which several copies are held in memory."""
 _READ_BYTES = 2**23
 """Size of a request to a store, and of the steps in which an overlong line is skipped."""
 _PARQUET_BATCH_ROWS = 1024
+MAX_LISTED_DEPTH = 8
+"""Objects inside one another whose fields a message lists."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def read_documents(
     """The documents of a piece of text, in order.
 
     Args:
-        text_field: Field of a JSON line, or column of a parquet file.
+        text_field: Field of a JSON object, or column of a parquet file; `meta.text` is text in meta.
         bad: Collects those that cannot be read; None: the first one is an error.
         separator: What stands between the documents of a text file; None: it is one document.
 
@@ -93,7 +99,9 @@ def read_documents(
         yield from _text_documents(Location.of(path), bad, separator)
     elif name.endswith(".parquet"):
         yield from _parquet_documents(piece, text_field, bad)
-    elif name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
+    elif name.endswith(_JSON) and _starts_array(piece.location):
+        yield from _array_documents(piece.location, text_field, bad)
+    elif name.endswith((*_JSON, ".jsonl", ".jsonl.gz", ".jsonl.zst")):
         yield from _jsonl_documents(piece, text_field, bad)
     else:
         yield from _text_documents(piece.location, bad, separator)
@@ -152,6 +160,52 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
         return io.BufferedReader(file, _READ_BYTES)
 
 
+def text_in(content: object, field: str) -> str:
+    """The text of a field; `meta.text` is the field text in meta, unless a field has that name.
+
+    Raises:
+        TypeError: the content has no fields, or the field is not a string.
+        LookupError: it lacks the field; lists those with text.
+    """
+    if not isinstance(content, dict):
+        raise TypeError(f"it is {_kind(content)}, not an object with the field {field}")
+    value: object = content
+    for key in [field] if field in content else field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            first = next(_text_fields(content), None)
+            there = "fields" if first is None else "fields with text"
+            names = listed(content if first is None else _text_fields(content))
+            raise LookupError(f"no field {field}; {there}: {names}")
+        value = value[key]
+    if not isinstance(value, str):
+        raise TypeError(f"field {field} is {_kind(value)}, not a string")
+    return value
+
+
+def _text_fields(content: dict[str, object], depth: int = 1) -> Iterator[str]:
+    for name, value in content.items():
+        if isinstance(value, str):
+            yield name
+        elif isinstance(value, dict) and depth < MAX_LISTED_DEPTH:
+            yield from (f"{name}.{inner}" for inner in _text_fields(value, depth + 1))
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "null", dict: "an object", list: "a list", str: "a string"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _starts_array(path: Location) -> bool:
+    """Whether a JSON file is one array rather than JSON lines; lines of arrays have no fields."""
+    try:
+        with _opened(path, _compression(path)) as file:
+            while (first := file.read(1)).isspace():
+                pass
+            return first == b"["
+    except OSError:
+        return False  # the reader of lines says why
+
+
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
     compression = _compression(path)
@@ -173,12 +227,9 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
                 if line.isspace():
                     continue
                 try:
-                    text = json.loads(line)[text_field]
-                    if not isinstance(text, str):
-                        raise TypeError(f"field {text_field} is {_kind(text)}, not a string")
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    why = f"no field {error}" if isinstance(error, KeyError) else str(error)
-                    bad.add(path, f"byte {start}", why)
+                    text = text_in(json.loads(line), text_field)
+                except (ValueError, LookupError, TypeError, RecursionError) as error:
+                    bad.add(path, f"byte {start}", str(error))
                     continue
                 yield Document(start, text)
     except OSError as error:
@@ -197,8 +248,18 @@ def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
     return position
 
 
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
+def _array_documents(path: Location, text_field: str, bad: BadDocuments) -> Iterator[Document]:
+    try:
+        with _opened(path, _compression(path)) as binary, io.TextIOWrapper(binary, "utf-8") as file:
+            for number, element in enumerate(array_elements(file, MAX_LINE_BYTES)):
+                try:
+                    text = text_in(element, text_field)
+                except (LookupError, TypeError) as error:
+                    bad.add(path, f"element {number}", str(error))
+                else:
+                    yield Document(number, text)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {reason(error)}; fix the file") from None
 
 
 def _parquet_documents(
@@ -210,12 +271,11 @@ def _parquet_documents(
             position = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
             groups = list(range(piece.start, piece.stop))
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS, groups, columns=[text_field]):
+                name = batch.schema.names[0]
                 for value in batch.column(0):
                     try:
-                        text = value.as_py()
-                        if not isinstance(text, str):
-                            raise TypeError(f"{text_field} is {_kind(text)}, not a string")
-                    except (UnicodeDecodeError, TypeError) as error:
+                        text = text_in({name: value.as_py()}, text_field)
+                    except (UnicodeDecodeError, LookupError, TypeError) as error:
                         bad.add(piece.location, f"row {position}", str(error))
                     else:
                         yield Document(position, text)

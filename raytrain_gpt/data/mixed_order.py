@@ -28,6 +28,7 @@ from raytrain_gpt.data.order import (
     permutation,
 )
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import count
 
 LEAST_WINDOW_TOKENS = WINDOW_TOKENS // 16
 """For a dataset with a small weight, whose windows span several chunks: from fewer row groups the
@@ -58,7 +59,7 @@ class MixedOrder:
         # The last one fills the batch up; there must be room for it.
         if sum(ceil(weight * batch_sequences) for weight in weights[:-1]) > batch_sequences:
             raise DataError(
-                f"a global batch of {batch_sequences} sequences is too small for {len(weights)} datasets, "
+                f"a batch of {count(batch_sequences, 'sequence')} is too small for {len(weights)} datasets, "
                 f"the last one with weight {float(weights[-1]):g}; put the one with the largest weight "
                 "last in data_path, or set a larger global_batch_tokens"
             )

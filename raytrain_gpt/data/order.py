@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import count
 
 ORDER_VERSION = 1
 WINDOW_TOKENS = 2**26
@@ -105,8 +106,8 @@ class Order:
         if self.num_sequences < batch_sequences:
             way = f"set global_batch_tokens to at most {self.num_sequences * seq_len}"
             raise DataError(
-                f"the train split has {self.num_sequences} sequences of {seq_len} tokens, fewer than "
-                f"the {batch_sequences} of one global batch; use more data or "
+                f"the train split has {count(self.num_sequences, 'sequence')} of {count(seq_len, 'token')}, "
+                f"fewer than the {batch_sequences} of one global batch; use more data or "
                 f"{way if self.num_sequences else 'a smaller seq_len'}"
             )
         self._batch_sequences, self._seed = batch_sequences, seed

@@ -32,7 +32,7 @@ from raytrain_gpt.data.shards import (
 )
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_dtype, tokenizer_json
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import UNFINISHED, Location, Place
 
@@ -142,8 +142,8 @@ def start(
             return manifest
         if log:
             log(
-                f"{len(damaged)} of {len(manifest.shards)} shards of {directory} are missing or cut off, "
-                f"such as {damaged[0].path}; preparing them again"
+                f"missing or cut off: {len(damaged)} of {count(len(manifest.shards), 'shard')} of "
+                f"{directory}, such as {damaged[0].path}; preparing them again"
             )
         _reopen(directory, plan, manifest, damaged)
         return None
@@ -288,7 +288,7 @@ def _compare_with_before(directory: Location, manifest: Manifest, log: Log | Non
             shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
         ]
         log(
-            f"{directory} differs from before in {len(changed)} shards, such as {changed[0]} (another "
-            "version of pyarrow, or an edited source): runs that used it will be refused. The previous "
-            f"manifest is kept as {MANIFEST_BEFORE_FILE}"
+            f"{directory} differs from before in {count(len(changed), 'shard')}, such as {changed[0]} "
+            "(another version of pyarrow, or an edited source): runs that used it will be refused. "
+            f"The previous manifest is kept as {MANIFEST_BEFORE_FILE}"
         )

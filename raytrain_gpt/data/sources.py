@@ -20,10 +20,16 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_gpt.data.documents import COMPRESSIONS, STDLIB, SourcePiece, stdlib_root
+from raytrain_gpt.data.documents import (
+    COMPRESSIONS,
+    MAX_LISTED_DEPTH,
+    STDLIB,
+    SourcePiece,
+    stdlib_root,
+)
 from raytrain_gpt.data.imports import COLUMNS, Layout, id_column, read_layout
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, listed
 from raytrain_gpt.storage.location import Location, is_url
 from raytrain_gpt.storage.web_files import without_query
 
@@ -280,16 +286,17 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
         with path.open() as file:
             metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()
-    if twice := [name for name in (text_field, *COLUMNS) if schema.names.count(name) > 1]:
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    names = (text_field, *COLUMNS)
+    if twice := [n for n in names if schema.names.count(n) > 1 or paths.count(n) > 1]:
         raise DataError(f"source {path} has two columns {twice[0]}; rename or remove one of them")
-    ids = id_column(schema, text_field)
-    if ids is None and text_field not in schema.names:
+    ids = None if "." in text_field and text_field in paths else id_column(schema, text_field)
+    if ids is None and not _has_column(schema, text_field):
         raise DataError(
-            f"source {path} has no column {text_field}, only {', '.join(schema.names)}; set "
+            f"source {path} has no column {text_field}, only {listed(_columns(schema))}; set "
             "--text_field"
         )
     column = text_field if ids is None else ids
-    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     leaf = next(i for i, p in enumerate(paths) if p == column or p.startswith(f"{column}."))
     step = 1 if in_parts else max(1, metadata.num_row_groups)
     for start in range(0, metadata.num_row_groups, step):
@@ -301,6 +308,27 @@ def _parquet_pieces(whole: SourcePiece, text_field: str, in_parts: bool) -> Iter
             tokens = sum(chunk.num_values for chunk in chunks)
             text_bytes = tokens * _TEXT_BYTES_PER_ID
         yield replace(whole, start=start, stop=stop, text_bytes=text_bytes, ids=ids, tokens=tokens)
+
+
+def _has_column(schema: pa.Schema, field: str) -> bool:
+    """Whether a parquet file has a column of this name, or a field inside struct columns."""
+    if field in schema.names:
+        return True
+    fields = pa.struct(schema)
+    for key in field.split("."):
+        if not pa.types.is_struct(fields) or fields.get_field_index(key) < 0:
+            return False
+        fields = fields.field(key).type
+    return True
+
+
+def _columns(schema: Iterable[pa.Field], depth: int = 1) -> Iterator[str]:
+    """Names of columns, and of the fields inside struct columns, as `meta.text`."""
+    for one in schema:
+        if pa.types.is_struct(one.type) and depth < MAX_LISTED_DEPTH:
+            yield from (f"{one.name}.{inner}" for inner in _columns(one.type, depth + 1))
+        else:
+            yield one.name
 
 
 def _stdlib_names() -> list[str]:

@@ -21,7 +21,7 @@ from raytrain_gpt.data.imports import IdChunk, Ids
 from raytrain_gpt.data.shards import Split
 from raytrain_gpt.data.tokenizer import encode_document
 from raytrain_gpt.errors import DataError
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 
 TAIL_SPLIT_DOCUMENTS = 100
 """With fewer documents than this, the end of the text validates instead of whole documents."""
@@ -170,7 +170,8 @@ def head_rule(
             if tokens >= val_tokens:
                 if log:
                     seconds = time.monotonic() - started
-                    log(f"val split: {documents} documents, {tokens} tokens ({seconds:.1f} s)")
+                    amounts = f"{count(documents, 'document')}, {count(tokens, 'token')}"
+                    log(f"val split: {amounts} ({seconds:.1f} s)")
                 return SplitRule(cut_piece=i, cut_position=document.position, head_is_val=True)
             tokens += len(encode_document(encoding, document.text))
             documents += 1

@@ -8,12 +8,13 @@ tokens) in `tokenizer.json`, so that no worker ever downloads one.
 from __future__ import annotations
 
 import base64
+import codecs
 import contextlib
 import hashlib
 import json
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from raytrain_gpt.errors import DataError, damage_as
+from raytrain_gpt.format import preview, start_of
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, Place
 
@@ -122,6 +124,17 @@ def text_of(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
     return b"".join(bytes_of(encoding, token) for token in tokens).decode("utf-8", "replace")
 
 
+def first_text(encoding: tiktoken.Encoding, tokens: Sequence[int], num_tokens: int) -> str:
+    """The text of the first `num_tokens` tokens, without half of a character at its end."""
+    short, long = (
+        codecs.getincrementaldecoder("utf-8")("replace").decode(
+            b"".join(bytes_of(encoding, token) for token in tokens[:number])
+        )
+        for number in (num_tokens, 2 * num_tokens)
+    )
+    return start_of(long, len(short))
+
+
 def vocab_hash(encoding: tiktoken.Encoding) -> str:
     """Hash of everything that decides which ids a text becomes."""
     return hashlib.sha256(tokenizer_json(encoding).encode()).hexdigest()
@@ -164,7 +177,7 @@ def make_encoding(
         raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
     with contextlib.suppress(regex.error):  # tiktoken reads another dialect, and has the last word
         if any(not match[0] for match in regex.finditer(pattern, _PROBE, timeout=1)):
-            raise ValueError(f"its pattern {pattern[:80]!r} matches empty text")
+            raise ValueError(f"its pattern {preview(pattern, 80)} matches empty text")
     return tiktoken.Encoding(
         name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )

@@ -31,7 +31,7 @@ from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer, learning_rate
-from raytrain_gpt.format import duration, size
+from raytrain_gpt.format import count, duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
 from raytrain_gpt.train.model_setup import exact_sum, gradient_group, prepare_model
 
@@ -197,15 +197,16 @@ def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Foreca
 def describe(config: Config, ranks: list[BenchFacts], found: Forecast) -> str:
     """The forecast, and how it was timed, for people."""
     timed = ranks[0]
-    how = f"{timed.timed_steps} steps timed"
+    how = f"{count(timed.timed_steps, 'step')} timed"
     if timed.timed_micro_batches < timed.micro_batches:
         how += f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
         how += "and extrapolated"
     parts = [
         f"{found.tokens_per_s:,.0f} tokens/s",
-        f"{found.step_time_s * 1000:.0f} ms a step on {len(ranks)} workers",
+        f"{found.step_time_s * 1000:.0f} ms a step on {count(len(ranks), 'worker')}",
         *([] if found.mfu is None else [f"mfu {found.mfu:.1%}"]),
         *([f"{size(found.peak_memory_bytes)} of GPU memory"] * bool(found.peak_memory_bytes)),
-        f"{config.train.max_steps} steps in {duration(found.run_s)} without evaluations and checkpoints",
+        f"{count(config.train.max_steps, 'step')} in {duration(found.run_s)} "
+        "without evaluations and checkpoints",
     ]
     return f"{', '.join(parts)} ({how})"

@@ -44,7 +44,7 @@ from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
 from raytrain_gpt.doctor.node_probe import ask_nodes, judge_token
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
-from raytrain_gpt.format import Log, amount, size
+from raytrain_gpt.format import Log, amount, count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking import mlflow_run
 from raytrain_gpt.train import preflight
@@ -157,8 +157,11 @@ def _connect(found: Examination) -> Check:
     found.resources = resources
     where = f"joined at {ray.get_runtime_context().gcs_address}"
     whose = "started for this command alone" if resources.ours else where
-    cores = f"{os.cpu_count()} cores counted as " if resources.ours else ""
-    has = f"{len(resources.nodes)} nodes, {cores}{resources.cpus:g} CPUs, {resources.gpus} GPUs"
+    cores = f"{count(os.cpu_count() or 1, 'core')} counted as " if resources.ours else ""
+    has = (
+        f"{count(len(resources.nodes), 'node')}, {cores}{count(resources.cpus, 'CPU', form='g')}, "
+    )
+    has += count(resources.gpus, "GPU")
     return Check("cluster", "PASS", f"{whose}: {has}")
 
 
@@ -168,7 +171,7 @@ def _fit(found: Examination, resources: Resources) -> str:
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
     one_more = ", and one more for async evaluation," if num_async_evaluations(fitted) else ""
-    return f"{world_size} × {c.cpus_per_worker} CPUs{gpus}{one_more} fit the cluster"
+    return f"{world_size} × {count(c.cpus_per_worker, 'CPU')}{gpus}{one_more} fit the cluster"
 
 
 @named_check("data")

@@ -38,7 +38,7 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.shards import SPLITS, read_manifest
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.format import size
+from raytrain_gpt.format import count, size
 from raytrain_gpt.storage.location import Location
 
 NODE_WITHIN_S = 60.0
@@ -201,7 +201,7 @@ def judge_answers(nodes: Sequence[NodeFacts]) -> str:
     silent = [f"{node.name} ({node.error})" for node in nodes if node.error]
     if silent:
         raise Failed(
-            f"{len(silent)} of {len(nodes)} nodes did not answer: {', '.join(silent)}; install this "
+            f"{len(silent)} of {count(len(nodes), 'node')} did not answer: {', '.join(silent)}; install this "
             "package and its dependencies there, or take the node away"
         )
     return f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}"
@@ -273,7 +273,7 @@ def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -
     wrong = ", ".join(f"{n.name}: {n.storage_error}" for n in nodes if n.storage_error)
     if wrong:
         raise Failed(f"storage_path {storage} is not shared by all nodes: {wrong}; {ON_ALL_NODES}")
-    return f"{storage} is written and read by {len(nodes)} nodes"
+    return f"{storage} is written and read by {count(len(nodes), 'node')}"
 
 
 @named_check("data")
@@ -282,7 +282,7 @@ def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
     wrong = ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error)
     if wrong:
         raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
-    return f"{data_path} is read by {len(nodes)} nodes: {seen}"
+    return f"{data_path} is read by {count(len(nodes), 'node')}: {seen}"
 
 
 @named_check("compiler")

@@ -9,6 +9,7 @@ import numpy as np
 
 from raytrain_gpt.doctor.check import Failed, Skipped, named_check
 from raytrain_gpt.doctor.rank_probe import AllReduceFacts, GroupFacts
+from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
 BETWEEN_NODES = (
@@ -88,7 +89,7 @@ def judge_all_reduce(group: GroupFacts) -> str:
     wrong = sum(rank.wrong for rank in ranks)
     speeds = all_reduce_bytes_per_s(ranks)
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{n} ranks over {backend}, bytes of the tensor / time: {each}"
+    seen = f"{count(n, 'rank')} over {backend}, bytes of the tensor / time: {each}"
     if wrong:
         raise Failed(
             f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: leave "
@@ -130,17 +131,18 @@ def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Seque
         if too_often:
             sharing = [str(r) for r, own in enumerate(given[what]) if np.isin(too_often[0], own)]
             raise Failed(
-                f"{len(too_often)} sequences of {what} were read more than once: {too_often[0]} by ranks "
+                f"{count(len(too_often), 'sequence')} of {what} read more than once: {too_often[0]} by ranks "
                 f"{', '.join(sharing)}; {report}"
             )
         missing, others = (planned - found).total(), (found - planned).total()
         if missing or others:
             raise Failed(
-                f"{missing} of {len(plan)} sequences of {what} were read by no rank, and "
-                f"{others} are not of it; {report}"
+                f"{missing} of {count(len(plan), 'sequence')} of {what} read by no rank, and "
+                f"{others} not of it; {report}"
             )
     total = sum(len(plan) for plan in plans.values())
     return (
-        f"{len(ranks)} ranks read {total} sequences of {len(batches)} global batches and the "
+        f"{count(len(ranks), 'rank')} read {count(total, 'sequence')} of "
+        f"{count(len(batches), 'global batch', 'global batches')} and the "
         "validation, each as planned"
     )

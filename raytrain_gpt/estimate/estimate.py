@@ -17,7 +17,7 @@ from raytrain_gpt.doctor.bench import forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
-from raytrain_gpt.format import Log, amount, duration, size
+from raytrain_gpt.format import Log, amount, count, duration, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import DEFAULT_DATA, cluster_for, expected_vocab_size
@@ -89,7 +89,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         preflight.check_data(ingest)
         if not fitted.cluster.use_gpu:  # the workers of GPUs look themselves
             check_compiler(fitted, on_gpu=False, where="a CPU")
-        log(f"timing steps on {world_size} workers")
+        log(f"timing steps on {count(world_size, 'worker')}")
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
@@ -123,14 +123,16 @@ def lines(config: Config, found: Estimate) -> list[str]:
     if found.steps_per_epoch == 0:
         epochs = ", an epoch has less than one step"
     elif found.steps_per_epoch is not None:
-        epochs = f", {found.steps_per_epoch:,} steps an epoch"
+        epochs = f", {count(found.steps_per_epoch, 'step', form=',')} an epoch"
         epochs += f", {found.max_steps / found.steps_per_epoch:.2f} epochs"
     out = [
-        f"model    {amount(found.num_parameters)} parameters: {m.num_layers} layers, {m.num_heads} heads, "
+        f"model    {amount(found.num_parameters)} parameters: {count(m.num_layers, 'layer')}, "
+        f"{count(m.num_heads, 'head')}, "
         f"{m.embd_size} channels, context {seq_len}",
-        f"batch    {train.global_batch_tokens:,} tokens a step = {found.num_workers} workers × "
-        f"{found.micro_batches_per_step} micro-batches × {found.micro_batch_sequences} × {seq_len}",
-        f"work     {found.max_steps:,} steps, {amount(found.total_tokens)} tokens{epochs}, "
+        f"batch    {train.global_batch_tokens:,} tokens a step = {count(found.num_workers, 'worker')} × "
+        f"{count(found.micro_batches_per_step, 'micro-batch', 'micro-batches')} × "
+        f"{found.micro_batch_sequences} × {seq_len}",
+        f"work     {count(found.max_steps, 'step', form=',')}, {amount(found.total_tokens)} tokens{epochs}, "
         f"{found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
         _memory_line(found),
         f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "

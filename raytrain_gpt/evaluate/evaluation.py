@@ -22,7 +22,7 @@ from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import text_of, token_bytes
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
@@ -106,7 +106,7 @@ class Evaluation:
             right = [(endings == labels).sum() for endings in chosen]
             own += torch.stack([torch.tensor(len(labels)), *right])
             if log is not None and time.monotonic() - shown_at >= SHOW_EVERY_S:
-                log(f"hellaswag: {own[0]} of {len(choices.labels)} examples")
+                log(f"hellaswag: {own[0]} of {count(len(choices.labels), 'example')}")
                 shown_at = time.monotonic()
         return choice_metrics(*self._collectives.summed(own).tolist())
 

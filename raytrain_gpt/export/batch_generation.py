@@ -38,7 +38,7 @@ from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import text_of
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
 from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens, sampling_options
-from raytrain_gpt.format import Log, amount, duration
+from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
 
 TASK_PROMPTS = 32
@@ -135,7 +135,7 @@ def _results(
     replicas = min(resources.places(1, gpus), len(tasks))
     if not replicas:
         raise ClusterError("the cluster has no CPU; use one with at least 1")
-    log(f"{len(lines)} prompts | replicas: {replicas}, one per {'GPU' if gpus else 'CPU'}")
+    log(f"{count(len(lines), 'prompt')} | replicas: {replicas}, one per {'GPU' if gpus else 'CPU'}")
     done = 0
     while done < len(tasks):
         done_before = done
@@ -225,8 +225,10 @@ def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, l
         with _disk_errors(out):
             out.upload(unfinished)
     if cut:
-        log(f"{cut} prompts have more than {seq_len} tokens; the model saw the last {seq_len}")
-    log(f"{done} prompts, {amount(tokens)} tokens generated: {out}")
+        log(
+            f"{count(cut, 'prompt')} longer than {count(seq_len, 'token')}; the model saw the last {seq_len}"
+        )
+    log(f"{count(done, 'prompt')}, {amount(tokens)} tokens generated: {out}")
 
 
 @contextlib.contextmanager

@@ -27,13 +27,15 @@ from raytrain_gpt.export.huggingface import DType, shape_line, staging_dir
 from raytrain_gpt.format import Log
 from raytrain_gpt.storage.location import Location, force_to_disk, is_url
 
+SUFFIX = ".gguf"
+
 
 def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
     """Write and return a file that llama.cpp loads, with the tokenizer in it.
 
     Args:
         path: A checkpoint or a run.
-        out: A new local file.
+        out: A new local file that ends in .gguf, or a directory for RUN_NAME.gguf.
         dtype: Of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
 
     Raises:
@@ -44,8 +46,13 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     if is_url(str(out)):
         raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
     place = Location.of(out)
-    _check_free(place)
+    is_directory = str(out).endswith("/") or place.path.is_dir() or not place.name.endswith(SUFFIX)
+    if not is_directory:
+        _check_new(place)
     checkpoint, config, model, encoding, _ = open_checkpoint(path, torch.device("cpu"), log)
+    if is_directory:
+        place /= f"{config.run.run_name}{SUFFIX}"
+        _check_new(place)
     writer = GGUFWriter(None, model.shape.architecture)
     writer.add_name(config.run.run_name)
     _add_sizes(writer, model.shape)
@@ -58,7 +65,7 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         writer.write_tensors_to_file()
         writer.close()
         force_to_disk(file)
-        _check_free(place)  # again: a rename would replace a file that came meanwhile
+        _check_new(place)  # again: a rename would replace a file that came meanwhile
         file.rename(place.path)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
@@ -66,9 +73,9 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
     return place.path
 
 
-def _check_free(place: Location) -> None:
-    if os.path.lexists(place.path):
-        raise CheckpointError(f"{place} exists; set --out to a new file")
+def _check_new(file: Location) -> None:
+    if os.path.lexists(file.path):
+        raise CheckpointError(f"{file} exists; set --out to a new file")
 
 
 def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:

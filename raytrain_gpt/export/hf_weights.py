@@ -18,6 +18,7 @@ from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import CheckpointError, damage_as
 from raytrain_gpt.export.hf_config import ARCHITECTURES
+from raytrain_gpt.format import cut
 from raytrain_gpt.parsing import parse_json
 
 HF_WEIGHTS_FILE = "model.safetensors"
@@ -94,7 +95,7 @@ def _load(file: Path) -> object:
             "safetensors"
         ) from None
     except Exception as error:  # damaged bytes can make the unpickler raise anything
-        what = " ".join(str(error).split())[:200]
+        what = cut(" ".join(str(error).split()), 200)
         raise CheckpointError(f"cannot read {file}: {what}") from None
 
 

@@ -29,7 +29,7 @@ from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError, reason
-from raytrain_gpt.format import Log, amount, duration
+from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
 from raytrain_gpt.storage.location import Location, Place
@@ -108,8 +108,8 @@ def _run_tasks(
         for row, mask in zip(rows, left_out, strict=True):
             row["left_out"] = np.packbits(mask).tobytes()
         log(
-            f"{sum(int(mask.sum()) for mask in left_out)} of {sum(map(len, left_out))} documents "
-            "are duplicates and skipped"
+            f"skipping {count(sum(int(mask.sum()) for mask in left_out), 'duplicate')} among "
+            f"{count(sum(map(len, left_out)), 'document')}"
         )
     progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
     results, bad = [], BadDocuments(max_bad)
@@ -181,7 +181,7 @@ class _Progress:
     def end(self) -> None:
         """Log the totals."""
         seconds = max(1e-3, time.monotonic() - self._started)
-        before = f", {len(self._done_before)} tasks before" if self._done_before else ""
+        before = f", {count(len(self._done_before), 'task')} before" if self._done_before else ""
         self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
 
     def _amounts(self, seconds: float) -> str:

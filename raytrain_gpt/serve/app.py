@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count, cut, preview
 from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES, ApiError, CompletionRequest, parse_request
 from raytrain_gpt.serve.response import Completion, encoded
@@ -109,7 +110,9 @@ class _Interface:
         try:
             self._engine.submit(completion.jobs)
         except QueueFull:
-            message = f"{self._options.max_queue} sequences are waiting already; try again later"
+            message = (
+                f"{count(self._options.max_queue, 'sequence')} already waiting; try again later"
+            )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         if asked.stream:
@@ -180,8 +183,8 @@ class _Interface:
     ) -> None:
         options, context_tokens = self._options, weights.model.shape.seq_len
         if not 1 <= len(prompts) * asked.n <= options.max_batch:
-            count = f"{len(prompts)} prompts × n={asked.n}"
-            raise ApiError(400, f"{count} is not in 1 … {options.max_batch} continuations", "n")
+            number = f"{count(len(prompts), 'prompt')} × n={asked.n}"
+            raise ApiError(400, f"{number} is not in 1 … {options.max_batch} continuations", "n")
         if options.max_new_tokens is not None and asked.max_tokens > options.max_new_tokens:
             message = f"max_tokens={asked.max_tokens} is above {options.max_new_tokens}"
             raise ApiError(400, message, "max_tokens")
@@ -209,13 +212,13 @@ class _Interface:
     def _check_host(self, request: Request) -> None:
         host = request.headers.get("host", "")
         if self._hosts is not None and re.sub(r":\d*$", "", host).lower() not in self._hosts:
-            message = f"the host {host[:80]!r} is not a name of this server"
+            message = f"the host {preview(host, 80)} is not a name of this server"
             raise ApiError(403, message, code="wrong_host")
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
     if not isinstance(error, ApiError):  # Starlette's own 404 and 405
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        message = f"{request.method} {cut(request.url.path, 80)}: {error.detail}"
         error = ApiError(error.status_code, message, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, {**_HEADERS, **(error.headers or {})})
 

@@ -17,6 +17,8 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.sections import Strict
 from raytrain_gpt.config.wording import suggestion
 from raytrain_gpt.core.sampling import MAX_LOGPROBS
+from raytrain_gpt.errors import problem
+from raytrain_gpt.format import cut, preview
 from raytrain_gpt.parsing import parse_json
 
 MAX_BODY_BYTES = 1 << 20
@@ -126,7 +128,7 @@ def parse_request(body: bytes) -> CompletionRequest:
         from_json(text := body.decode("utf-8"), allow_inf_nan=False)  # no NaN, no half characters
         content = parse_json(text)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:_SHOWN_CHARACTERS]}") from None
+        raise ApiError(400, f"the body is not JSON: {cut(str(error), _SHOWN_CHARACTERS)}") from None
     if not isinstance(content, dict):
         raise ApiError(400, 'the body is not a JSON object; send {"prompt": "…", …}')
     fields = {name: value for name, value in content.items() if value is not None}
@@ -150,18 +152,15 @@ def _refusal(error: ValidationError) -> ApiError:
     first = error.errors()[0]
     name, *inner = first["loc"]
     param = ".".join(map(str, [name, *inner] if name == "stream_options" else [name]))
-    shown = repr(first["input"])
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = f"{shown[:_SHOWN_CHARACTERS]}…"
     if first["type"] == "missing":
         message = f"{param} is missing"
     elif first["type"] == "extra_forbidden":
         hint = suggestion(str(name), CompletionRequest.model_fields)
-        message = f"unknown field {param[:_SHOWN_CHARACTERS]}{hint}"
+        message = f"unknown field {cut(param, _SHOWN_CHARACTERS)}{hint}"
     elif name == "prompt":
         message = (
             "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
         )
     else:
-        message = f"{param}={shown}: {first['msg'].replace('Input should be', 'must be')}"
+        message = f"{param}={preview(first['input'], _SHOWN_CHARACTERS)}: {problem([first])}"
     return ApiError(400, message, param)

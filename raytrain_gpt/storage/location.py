@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import ClusterError, ConfigError
+from raytrain_gpt.format import preview
 from raytrain_gpt.parsing import regular
 from raytrain_gpt.redact import HIDDEN, has_user_info
 from raytrain_gpt.storage.object_files import CHUNK_BYTES, RetriedHandler, RetriedReader
@@ -390,7 +391,7 @@ def _check_names(path: str) -> None:
         content = name.encode("utf-8", "replace")
         if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
             raise ConfigError(
-                f"no file has the name {name[:40]!r} in a path: it has {len(content)} bytes (at most "
+                f"no file has the name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
                 f"{MAX_NAME_BYTES}), is not UTF-8 or has a zero byte in it; use another one"
             )
 

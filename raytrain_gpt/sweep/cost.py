@@ -14,7 +14,7 @@ from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import autocast_of, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.format import amount, duration
+from raytrain_gpt.format import amount, count, duration
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trial_cpus
 from raytrain_gpt.sweep.results import plan_table
 from raytrain_gpt.sweep.spec import Asha, Sweep
@@ -44,22 +44,26 @@ def cost_lines(sweep: Sweep) -> list[str]:
     c = base.cluster
     configs = check_sweep(sweep, c.num_workers)
     planned = planned_trials(sweep)
-    count = num_trials(sweep)
+    number = num_trials(sweep)
     if planned:
         tied = [tied_values(sweep, v, config) for v, config in zip(planned, configs, strict=True)]
         lines = plan_table(tied, [config.train.max_steps for config in configs])
     else:
-        lines = [f"{count} trials, whose values Optuna chooses from the losses of earlier ones"]
+        lines = [
+            f"{count(number, 'trial')}, whose values Optuna chooses from the losses of earlier ones"
+        ]
     gpus = "" if c.use_gpu is False else f", with GPUs {c.gpus_per_worker:g} for each worker"
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
-        f"each trial: {trial_cpus(base)} CPUs ({c.num_workers} × {c.cpus_per_worker} for workers, "
+        f"each trial: {count(trial_cpus(base), 'CPU')} ({c.num_workers} × {c.cpus_per_worker} for workers, "
         f"{DATA_CPUS} for data){gpus} | on this machine alone: {at_once} at once"
     )
-    full, least, stops = count * sweep.budget_tokens, halved_tokens(sweep, count), ""
+    full, least, stops = number * sweep.budget_tokens, halved_tokens(sweep, number), ""
     if least < full:
         stops = f"; {amount(least)} if all trials are stopped as early as possible"
-    lines.append(f"tokens: {count} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}")
+    lines.append(
+        f"tokens: {number} × {amount(sweep.budget_tokens)} = {amount(full)} at most{stops}"
+    )
     on_gpu = c.use_gpu is not False and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     # Trials that share a GPU share its speed.
@@ -70,20 +74,20 @@ def cost_lines(sweep: Sweep) -> list[str]:
     speed = share * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
-    steps_s, starts_s = full / speed / at_once, count * START_S / at_once
+    steps_s, starts_s = full / speed / at_once, number * START_S / at_once
     lines.append(
         f"time: at most {duration(steps_s + starts_s)}: {duration(steps_s)} of steps at {speed:,.0f} tok/s "
-        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count} starts (about "
+        f"per trial (measured here, {device.type}), {duration(starts_s)} of {count(number, 'start')} (about "
         f"{START_S:.0f} s each), {at_once} at full speed at once"
     )
     return lines
 
 
-def halved_tokens(sweep: Sweep, count: int) -> int:
+def halved_tokens(sweep: Sweep, number: int) -> int:
     """Tokens of all trials if only the best pass each rung; all tokens without halving."""
     if not isinstance(sweep.scheduler, Asha):
-        return count * sweep.budget_tokens
-    tokens, reached, left = 0, 0, count
+        return number * sweep.budget_tokens
+    tokens, reached, left = 0, 0, number
     rung = sweep.scheduler.grace_tokens
     while rung < sweep.budget_tokens:
         tokens += left * (rung - reached)

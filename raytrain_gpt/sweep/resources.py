@@ -10,6 +10,7 @@ from raytrain_gpt.cluster.capacity import DATA_CPUS, Resources
 from raytrain_gpt.config.resolved import FittedConfig, SizedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError
+from raytrain_gpt.format import count
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trial_plan import num_trials
 
@@ -59,8 +60,8 @@ def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> 
     if isinstance(sweep.scheduler, Pbt) and at_once < population:
         raise ClusterError(
             f"scheduler pbt compares {population} trials at the same time, but the cluster has room for "
-            f"{fit} (each {trial_cpus(config)} CPUs{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}"
-            f"); set num_trials to at most {max(fit, 1)}, leave max_concurrent_trials out, or use a "
-            "larger cluster"
+            f"{fit} (each {count(trial_cpus(config), 'CPU')}"
+            f"{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}); set num_trials to at most "
+            f"{max(fit, 1)}, leave max_concurrent_trials out, or use a larger cluster"
         )
     return at_once

@@ -11,12 +11,12 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import shorten
 from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.format import amount, duration, table
+from raytrain_gpt.format import amount, count, cut, duration, table
 from raytrain_gpt.sweep.space import Domain, Grid
+from raytrain_gpt.sweep.spec import sweep_title
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
@@ -52,7 +52,7 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
     started.sort(key=lambda trial: _PROGRESS_ORDER.index(trial.state))
     shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
     best = best_trial(trials, budget_tokens)
-    lines = [f"{len(trials)} trials: {_counts(trials)}" + _best_text(best, objective)]
+    lines = [f"{count(len(trials), 'trial')}: {_counts(trials)}" + _best_text(best, objective)]
     lines += _table(shown, objective, budget_tokens) if shown else []
     lines += [f"and {len(hidden)} more: {_counts(hidden)}"] if hidden else []
     return "\n".join(lines)
@@ -68,14 +68,14 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
     trained, full = sum(t.tokens_seen for t in trials), len(trials) * budget_tokens
     saved = sum(max(budget_tokens - t.tokens_seen, 0) for t in trials if t.state == "stopped")
     lines.append(
-        f"{len(trials)} trials: {_counts(trials)} | {amount(trained)} of {amount(full)} tokens trained, "
-        f"stopping early saved {saved / max(full, 1):.0%}"
+        f"{count(len(trials), 'trial')}: {_counts(trials)} | {amount(trained)} of {amount(full)} tokens "
+        f"trained, stopping early saved {saved / max(full, 1):.0%}"
         + _best_text(best_trial(trials, budget_tokens), objective)
     )
     return "\n".join(lines)
 
 
-def failure_text(trials: Sequence[Trial], sweep_name: str, resumable: bool) -> str | None:
+def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
     """Error for a sweep with failed trials, which has no result for them; None if no trial failed.
 
     Args:
@@ -89,7 +89,7 @@ def failure_text(trials: Sequence[Trial], sweep_name: str, resumable: bool) -> s
         "run the same command with --resume" if resumable else "start it with another --sweep_name"
     )
     return (
-        f"{len(failed)} of {len(trials)} trials of sweep {sweep_name} failed ({shorten(names, 80)}); "
+        f"{len(failed)} of {len(trials)} trials of {title} failed ({cut(names, 80)}); "
         f"{failed[0].name}: {_error_text(failed[0])}; fix the cause, then {again}"
     )
 
@@ -133,7 +133,7 @@ def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> 
     """`best.yaml`: the best trial's resolved configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
-        f"The best trial of sweep {sweep_name}: {trial.name}, {trial.state}, {objective} "
+        f"The best trial of {sweep_title(sweep_name)}: {trial.name}, {trial.state}, {objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
         "All other values are this trial's too, except for run_name.",
@@ -189,7 +189,7 @@ def _objective_text(trial: Trial) -> str:
 
 
 def _error_text(trial: Trial) -> str:
-    return shorten(trial.error or "no message", _MAX_ERROR_CHARS, placeholder="…")
+    return cut(" ".join((trial.error or "no message").split()), _MAX_ERROR_CHARS)
 
 
 def _plain(value: Any) -> str:

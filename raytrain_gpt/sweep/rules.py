@@ -9,6 +9,7 @@ from typing import Any
 from raytrain_gpt.config.batch import nearest_multiples
 from raytrain_gpt.config.schema import field_section
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import count
 from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
@@ -61,7 +62,7 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
             )
     elif not drawn and num_trials != points:
         raise ConfigError(
-            f"num_trials={num_trials}, but the grid has {points} points and nothing is drawn; leave "
+            f"num_trials={num_trials}, but the grid has {count(points, 'point')} and nothing is drawn; leave "
             "num_trials out"
         )
     elif num_trials % points:

@@ -28,8 +28,9 @@ import simpleeval  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from raytrain_gpt.config.schema import FIELDS, field_section
-from raytrain_gpt.config.wording import suggestion
-from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
+from raytrain_gpt.errors import ConfigError, problem
+from raytrain_gpt.format import preview
 
 
 class _Domain(BaseModel):
@@ -202,8 +203,10 @@ def field_value(name: str, raw: Any) -> Any:
     try:
         return _type_of(name).validate_python(raw)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ConfigError(f"{name}={raw!r}: {reason} ({FIELDS[name][1].description})") from None
+        shown = preview(raw, MAX_SHOWN)
+        raise ConfigError(
+            f"{name}={shown}: {problem(error.errors())} ({FIELDS[name][1].description})"
+        ) from None
 
 
 @functools.cache
@@ -225,7 +228,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
     kinds = ", ".join(KINDS)
     if not isinstance(raw, Mapping) or len(raw) != 1:
         raise ConfigError(
-            f"{name}={raw!r} in the space is not a domain; write one of {kinds} below it"
+            f"{name}={preview(raw, MAX_SHOWN)} in the space is not a domain; write one of {kinds} below it"
         )
     ((kind, argument),) = raw.items()
     if kind not in KINDS:
@@ -235,7 +238,9 @@ def parse_domain(name: str, raw: Any) -> Domain:
     if kind == "expression":
         return _expression(name, argument)
     if not isinstance(argument, list | tuple) or not argument:
-        raise ConfigError(f"{kind} of {name} has no values: {argument!r}; write a list")
+        raise ConfigError(
+            f"{kind} of {name} has no values: {preview(argument, MAX_SHOWN)}; write a list"
+        )
     values = tuple(field_value(name, value) for value in argument)
     if kind in ("grid", "choice"):
         if len(set(values)) < len(values):

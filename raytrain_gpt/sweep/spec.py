@@ -22,9 +22,10 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from raytrain_gpt.config.load import load_config_file, load_preset, read_mapping
 from raytrain_gpt.config.schema import FIELDS, Config
-from raytrain_gpt.config.sections import Strict
-from raytrain_gpt.config.wording import refusal, suggestion
+from raytrain_gpt.config.sections import Name, Strict
+from raytrain_gpt.config.wording import MAX_SHOWN, refusal, suggestion
 from raytrain_gpt.errors import ConfigError
+from raytrain_gpt.format import preview
 from raytrain_gpt.sweep.rules import check_mutations, check_num_trials, check_period, check_space
 from raytrain_gpt.sweep.space import Domain, Searched, field_value, parse_domain
 
@@ -108,7 +109,7 @@ class Pbt(Strict):
 class Sweep(Strict):
     """A whole sweep file."""
 
-    sweep_name: str = Field(max_length=190, pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$")
+    sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
     base: Base
     """The configuration that trials start from: {preset: NAME} or {config: FILE}."""
@@ -137,7 +138,7 @@ class Sweep(Strict):
     @classmethod
     def _known_fields(cls, raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, Mapping):
-            raise ValueError(f"{info.field_name} has no fields below it: {raw!r}")
+            raise ValueError(f"{info.field_name} has no fields below it: {preview(raw, MAX_SHOWN)}")
         read = field_value if info.field_name == "overrides" else parse_domain
         return {name: read(str(name), value) for name, value in raw.items()}
 
@@ -166,9 +167,19 @@ class Sweep(Strict):
         return self
 
     @property
+    def title(self) -> str:
+        """The sweep in a sentence."""
+        return sweep_title(self.sweep_name)
+
+    @property
     def searched(self) -> list[str]:
         """Fields of the space that are not computed from others, in the file's order."""
         return [name for name, d in self.space.items() if isinstance(d, Searched)]
+
+
+def sweep_title(name: str) -> str:
+    """`sweep NAME`, or the name alone if it starts with the word, as the default of sweep.yaml does."""
+    return name if name.startswith("sweep") else f"sweep {name}"
 
 
 def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:

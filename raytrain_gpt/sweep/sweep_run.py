@@ -24,7 +24,7 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import Interrupted, TrainingFailed
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.callback import Stopped, SweepCallback
@@ -167,12 +167,12 @@ class SweepRun:
         parent = ParentRun(self._sweep, self._base, self._directory, self._log)
         remaining = self._remaining()
         if not remaining.names:
-            self._log(f"sweep {self._sweep.sweep_name} has already ended")
+            self._log(f"{self._sweep.title} has already ended")
             return self._finish(parent)
         self._log(
-            f"sweep {self._sweep.sweep_name}: {len(remaining.names)} trials of "
-            f"{self._sweep.budget_tokens:,} tokens to run, {at_once} at once, each "
-            f"{trial_cpus(self._fitted)} CPUs, {DATA_CPUS} of them for data"
+            f"{self._sweep.title}: {count(len(remaining.names), 'trial')} of "
+            f"{count(self._sweep.budget_tokens, 'token', form=',')} to run, {at_once} at once, each "
+            f"{count(trial_cpus(self._fitted), 'CPU')}, {DATA_CPUS} of them for data"
         )
         barrier: Any = ShutdownBarrier.remote()  # type: ignore[attr-defined]
         context = SweepContext(
@@ -292,7 +292,7 @@ class SweepRun:
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         resumable = not isinstance(sweep.scheduler, Pbt)
-        failure = failure_text(trials, sweep.sweep_name, resumable)
+        failure = failure_text(trials, sweep.title, resumable)
         parent.close("FAILED" if failure or best is None else "FINISHED", metrics, files)
         tune_dir = self._directory / TUNE_DIR
         for name in filter(re.compile(r"\d{10}").fullmatch, tune_dir.names()):
@@ -300,7 +300,7 @@ class SweepRun:
         tune_dir.remove_if_empty()
         self._log(final_table(trials, objective, budget_tokens))
         if best is None:
-            raise TrainingFailed(failure or f"all trials of sweep {sweep.sweep_name} diverged")
+            raise TrainingFailed(failure or f"all trials of {sweep.title} diverged")
         for line in edge_lines(best, sweep.space) if failure is None else []:
             self._log(line)
         return SweepSummary(self._directory, trials, best, tuple(files), failure)

@@ -60,7 +60,7 @@ def run_sweep(
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
-            with held_lease(directory / LEASE_FILE, f"sweep {sweep.sweep_name}", log) as lease:
+            with held_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)
@@ -84,7 +84,7 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
         return
     if not resume:
         raise ConfigError(
-            f"sweep {sweep.sweep_name} is already in {directory}; continue it with --resume, or start a "
+            f"{sweep.title} is already in {directory}; continue it with --resume, or start a "
             "new one with another --sweep_name"
         )
     before, now = _kept(directory / SWEEP_FILE), sweep.model_dump(mode="json")
@@ -98,7 +98,7 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
     changed += [f"{name} {values}" for name, values in differs.items() if name not in HARMLESS]
     if changed:
         raise ConfigError(
-            f"sweep {sweep.sweep_name} cannot continue with changed {', '.join(changed)}; restore it, or "
+            f"{sweep.title} cannot continue with changed {', '.join(changed)}; restore it, or "
             "start a new one with another --sweep_name"
         )
 

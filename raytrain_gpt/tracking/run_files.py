@@ -40,8 +40,8 @@ def read_rows(run_dir: Path, tell: Log | None = None) -> list[Row]:
     rows, num_damaged = parse_rows(path.read_bytes() if path.exists() else b"")
     if num_damaged and tell:
         tell(
-            f"left out: {num_damaged} damaged of {len(rows) + num_damaged} rows of {path}; those that its "
-            "checkpoints hold come back when the run goes on"
+            f"left out: {num_damaged} damaged of {count(len(rows) + num_damaged, 'row')} of {path}; "
+            "those that its checkpoints hold come back when the run goes on"
         )
     return rows
 
@@ -124,7 +124,9 @@ def event_text(row: Row) -> str:
         skipped = f"batches {row['first_batch']} to {row['stop_batch'] - 1} skipped"
         details = f" to step {row['to_step']}, {skipped}"
     elif event == "profile":
-        details = f" of {row['num_steps']} steps from {row['first_step']} on: {row['trace']}"
+        details = (
+            f" of {count(row['num_steps'], 'step')} from {row['first_step']} on: {row['trace']}"
+        )
     elif event == "failed":
         details = f" {' '.join(str(row.get('error', '')).split())}".rstrip()
     return event + details

@@ -41,10 +41,10 @@ def _run_dirs(storage: Location) -> list[Location]:
 
 
 def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
-    """The `runs` command.
+    """One action of the `runs` command, for `names` of runs: one, for a report one or more.
 
     Raises:
-        CheckpointError: a run or `storage` does not exist, or none or too many are named.
+        CheckpointError: a run or `storage` does not exist.
     """
     if action == "list":
         if not storage.exists():
@@ -59,11 +59,6 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
         _say_table(content["runs"], columns, say)
         say(f"next: {shell('raytrain-gpt', 'runs', 'show', 'RUN', '--storage_path', storage)}")
     else:
-        if not names or (len(names) > 1 and action != "report"):
-            raise CheckpointError(
-                f"runs {action} takes {'at least ' * (action == 'report')}one RUN; "
-                "see: raytrain-gpt runs list"
-            )
         runs = [find_run(name, storage) for name in names]
         content = {"show": _show, "checkpoints": _checkpoints, "report": _report}[action](runs, say)
     if as_json:

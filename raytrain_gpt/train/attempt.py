@@ -24,7 +24,7 @@ from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_
 from raytrain_gpt.core.spikes import BadStretch
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec
@@ -210,7 +210,9 @@ class Attempt:
         world_size = self.spec.plan.world_size
         if num_started < world_size:
             self._hung = True
-            self.log(f"{num_started} of {world_size} workers started within {START_WITHIN_S:g} s")
+            self.log(
+                f"{num_started} of {count(world_size, 'worker')} started within {START_WITHIN_S:g} s"
+            )
             kill_controllers()
 
     def _watch_end(self, since_left_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 from raytrain_gpt.cluster.capacity import Resources, largest_world_size
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.sections import ClusterSection
-from raytrain_gpt.format import Log
+from raytrain_gpt.format import Log, count
 
 MAX_ROLLBACKS = 3
 """Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
@@ -93,8 +93,8 @@ def next_action(
         rollbacks = 1 if made_progress else done.rollbacks + 1
         if rollbacks > MAX_ROLLBACKS:
             return GiveUp(
-                f"run {run_name} rolled back to step {step} {rollbacks} times in a row because of bad "
-                "losses; start again with a lower peak_lr, or set spike_detection to false"
+                f"run {run_name} rolled back to step {step} {count(rollbacks, 'time')} in a row because "
+                "of bad losses; start again with a lower peak_lr, or set spike_detection to false"
             )
         return GoOn(step, replace(done, rollbacks=rollbacks))
     if step >= result.all_steps:  # it died after the last checkpoint was complete
@@ -105,7 +105,7 @@ def next_action(
         preemptions = done.preemptions + 1
         if limits.max_preemptions is not None and preemptions > limits.max_preemptions:
             return GiveUp(
-                f"run {run_name} was preempted {preemptions} times (max_preemptions="
+                f"run {run_name} was preempted {count(preemptions, 'time')} (max_preemptions="
                 f"{limits.max_preemptions}); everything is saved, the same command resumes it"
             )
         return GoOn(step, replace(done, preemptions=preemptions))
@@ -114,7 +114,7 @@ def next_action(
     failures = 1 if made_progress else done.failures + 1
     if failures > limits.max_failures:
         return GiveUp(
-            f"run {run_name} failed {failures} times without progress at step {step} "
+            f"run {run_name} failed {count(failures, 'time')} without progress at step {step} "
             f"(max_failures={limits.max_failures}): {result.reason}"
         )
     pause_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
@@ -166,12 +166,12 @@ def wait_for_workers(
         world_size = largest_world_size(config, found)
         if world_size is not None:
             if world_size != current or math.isfinite(said_at):
-                log(f"{world_size} of {c.num_workers} workers")
+                log(f"{world_size} of {count(c.num_workers, 'worker')}")
             return world_size
         if clock() - said_at >= WAIT_LINE_EVERY_S:
             said_at = clock()
             log(
-                f"waiting for nodes: {c.least_workers} workers are needed, the cluster has "
-                f"{found.cpus:g} CPUs and {found.gpus} GPUs"
+                f"waiting for nodes: the run needs {count(c.least_workers, 'worker')}, the cluster has "
+                f"{count(found.cpus, 'CPU', form='g')} and {count(found.gpus, 'GPU')}"
             )
         pause(POLL_S)

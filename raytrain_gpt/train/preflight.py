@@ -22,7 +22,7 @@ from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import CheckpointError, ClusterError, ConfigError
 from raytrain_gpt.evaluate.hellaswag import DOWNLOAD
-from raytrain_gpt.format import size
+from raytrain_gpt.format import count, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
@@ -149,7 +149,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(
-            f"{run_dir} has {size(free)} free, {num} checkpoints of {size(each)} need "
+            f"{run_dir} has {size(free)} free, {count(num, 'checkpoint')} of {size(each)} would take "
             f"{size(needed)}; make room, set another storage_path, or lower keep_checkpoints"
         )
 

@@ -186,8 +186,8 @@ class Run:
         self.log(
             f"model {amount(shape.num_parameters)} parameters | data "
             f"{amount(self.data.split_tokens('train'))} train tokens ({self.data.tokenizer}) | "
-            f"{_epochs(ingest, train.max_steps)} | {train.max_steps} steps of "
-            f"{train.global_batch_tokens} tokens | "
+            f"{_epochs(ingest, train.max_steps)} | {count(train.max_steps, 'step')} of "
+            f"{count(train.global_batch_tokens, 'token')} | "
             f"{count(self.world_size, 'worker')} with {count(c.cpus_per_worker, 'CPU')}"
             f"{f' and {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}{' each' * (self.world_size > 1)}"
         )
@@ -354,7 +354,7 @@ def _epochs(ingest: IngestSpec, max_steps: int) -> str:
     order, data = ingest.order(), ingest.data
     if not isinstance(order, MixedOrder):
         return (
-            f"{order.batches_per_epoch} steps an epoch, {order.remainder_sequences} of "
+            f"{count(order.batches_per_epoch, 'step')} an epoch, {order.remainder_sequences} of "
             f"{order.num_sequences} sequences left out"
         )
     parts = zip(data.names, data.weights, order.epochs(max_steps), strict=True)

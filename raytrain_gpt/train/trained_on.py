@@ -22,7 +22,7 @@ from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
 from raytrain_gpt.data.tokenizer import bytes_of, read_tokenizer, text_of
 from raytrain_gpt.errors import ConfigError, DataError
-from raytrain_gpt.format import Log, amount
+from raytrain_gpt.format import Log, amount, count, preview
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.goodput import read_attempts
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, read_rows
@@ -133,7 +133,7 @@ class RunData:
         if worker is not None:
             num = next((int(a.row["num_workers"]) for a in self._attempts if step in a.kept), 0)
             if worker >= num:
-                had = f"had {num} workers; set it to 0 to {num - 1}"
+                had = f"had {count(num, 'worker')}; set it to 0 to {num - 1}"
                 none = f"has no event in {self.dir} that tells its workers; leave it out"
                 raise ConfigError(f"--worker {worker}: step {step} {had if num else none}")
             ids = np.split(ids, num)[worker]
@@ -206,7 +206,7 @@ class RunData:
         for part in self._data.parts:
             counts = part.manifest.row_group_sequences("train", self._seq_len)
             groups = part.manifest.find_row_groups("train", np.arange(len(counts)))
-            for (shard, index), count in zip(groups, counts.tolist(), strict=True):
+            for (shard, index), num in zip(groups, counts.tolist(), strict=True):
                 tokens = read_row_group(part.directory, part.manifest, shard, index)
                 content = b"".join([table[token] for token in tokens.tolist()])
                 ends = np.cumsum(lengths[tokens])
@@ -216,11 +216,11 @@ class RunData:
                     last = int(np.searchsorted(ends, at + len(text) - 1, side="right"))
                     # A sequence's last token is also the first one of the next: two may have it.
                     first = max(0, -(-(last - size) // size))
-                    having = range(first_id + first, first_id + min(begins // size + 1, count))
+                    having = range(first_id + first, first_id + min(begins // size + 1, num))
                     ids += having
                     cut += not having
                     at = content.find(text, at + 1)
-                first_id += count
+                first_id += num
                 done += len(tokens)
                 if time.monotonic() - said_at > SAY_EVERY_S:
                     said_at = time.monotonic()
@@ -253,7 +253,5 @@ def _documents_before(part: WeightedDataset, group: int, index: int, in_group: i
 def described(sequence: TrainedSequence) -> str:
     """A sequence on one line, its text cut."""
     document = "" if sequence.document is None else f", document {sequence.document}"
-    text = repr(sequence.text)
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
     where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
-    return f"sequence {sequence.id} | {where} | {shown}"
+    return f"sequence {sequence.id} | {where} | {preview(sequence.text, SHOWN_CHARACTERS)}"

@@ -125,7 +125,7 @@ def test_the_micro_batch_of_fewer_workers_divides_their_share() -> None:
 def test_gpus_that_are_not_there() -> None:
     with pytest.raises(ClusterError, match="the cluster has 0 GPUs"):
         fit_to_cluster(config(use_gpu=True), given(Node(4, 0)))
-    with pytest.raises(ClusterError, match="and 2 GPUs on 1 nodes"):
+    with pytest.raises(ClusterError, match="and 2 GPUs on 1 node"):
         fit_to_cluster(config(use_gpu=True, num_workers=4), given(Node(64, 2)))
 
 
@@ -276,7 +276,7 @@ def test_gpus_that_the_batch_leaves_alone_are_said() -> None:
     resources = given(Node(128, 24))
     fitted, _ = fit_to_cluster(given_config, resources)
     assert idle_gpus(given_config, fitted, resources) == (
-        "num_workers auto: 16 of 24 GPUs, since a step's 512 sequences do not divide over more; all would "
+        "num_workers auto: 16 of 24 GPUs, since no more divide the 512 sequences of a step; all would "
         "share global_batch_tokens 491520, 589824"
     )
     for tokens in (491520, 589824):

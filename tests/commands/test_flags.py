@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions
+from raytrain_gpt.commands.flags import SECTIONS, Command, ConfigOptions, StorageOptions
 from raytrain_gpt.commands.inference import SampleOptions
-from raytrain_gpt.commands.train import RunsOptions, tune
+from raytrain_gpt.commands.train import ReportOptions, tune
 from raytrain_gpt.config.call_options import Options, SamplingOptions
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.config.sections import EvalSection
@@ -42,16 +43,14 @@ def test_flags_have_the_type_and_default_of_their_field() -> None:
     assert (options.checkpoint, options.prompt, options.seed) == ("runs/a", "null", 7)
     assert options.top_k is None, "null is no number"
     assert parsed(SampleOptions, "runs/a").top_k == EvalSection().top_k
-    assert parsed(RunsOptions, "list", "--json").as_json
-    assert parsed(RunsOptions, "show", "a", "b").runs == ["a", "b"]
+    assert parsed(StorageOptions, "--json").as_json
+    assert parsed(ReportOptions, "a", "b").runs == ["a", "b"]
 
 
 def test_a_wrong_value_is_one_line_with_the_limit_and_the_help(raises_line: RaisesLine) -> None:
     with raises_line(ConfigError, "top_p='1.5': must be less than or equal to 1 (Sample from"):
         parsed(SampleOptions, "runs/a", "--top_p", "1.5")
-    with raises_line(ConfigError, "action='shew': must be 'list', 'show'"):
-        parsed(RunsOptions, "shew")
-    with raises_line(ConfigError, "seed='x': must be a valid integer"):
+    with raises_line(ConfigError, "seed='x': must be an integer"):
         SamplingOptions(seed="x")
     with raises_line(ConfigError, "unknown option top_q; did you mean top_p?", "temperature"):
         SamplingOptions(top_q=0.9)
@@ -130,3 +129,98 @@ def test_the_name_of_a_run_is_its_directory_in_runs(
         ("s3://b/book", "s3://b/book"),
     ):
         assert parsed(SampleOptions, given).checkpoint == meant
+
+
+ACTIONS = {
+    ("data", "show"): {"--json"},
+    ("data", "verify"): {"--json"},
+    ("data", "stats"): {"--json", "--png"},
+    ("data", "at"): {"--json", "--storage_path", "--step", "--batch", "--worker", "--documents"},
+    ("data", "find"): {"--json", "--storage_path"},
+    ("runs", "list"): {"--json", "--storage_path"},
+    ("runs", "show"): {"--json", "--storage_path"},
+    ("runs", "checkpoints"): {"--json", "--storage_path"},
+    ("runs", "report"): {"--json", "--storage_path"},
+}
+
+
+@pytest.mark.parametrize("words", ACTIONS, ids=" ".join)
+def test_an_action_has_help_with_its_own_flags(words: tuple[str, str], run_cli: RunCli) -> None:
+    code, shown, errors = run_cli(*words, "--help")
+    assert (code, errors) == (0, "")
+    assert shown.startswith(f"usage: raytrain-gpt {' '.join(words)} [-h] ")
+    assert set(re.findall(r"^  (--[a-z_]+)", shown, re.MULTILINE)) == ACTIONS[words]
+    _, shown, _ = run_cli(words[0], "--help")
+    assert re.search(rf"^    {words[1]}\b", shown, re.MULTILINE)
+    assert "--json" not in shown, "flags stand in the help of the actions"
+
+
+def test_flags_of_an_action_stand_before_or_after_it(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text("")
+    storage = ("--storage-path", tmp_path)
+    lines = [
+        run_cli("runs", *before, "list", *after)
+        for before, after in (
+            ((), ("--json", *storage)),
+            (("--json", *storage), ()),
+            (("--json",), storage),
+            (("--json", "--storage_path", "no"), storage),
+        )
+    ]
+    assert lines[0][0] == 0
+    assert '"run": "a"' in lines[0][1]
+    assert lines[1:] == lines[:1] * 3
+    _, _, errors = run_cli("data", "--worker=1", "at", "--batch", "3", "nobody", *storage)
+    assert "data at takes --worker N with --step N" in errors
+    _, _, errors = run_cli("data", "show", tmp_path, "--step", "3", *storage)
+    assert f"{tmp_path} has no manifest.json" in errors, "flags of other actions do not matter"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("trian",), "unknown command trian; did you mean train? (there are: prepare, data,"),
+        (("runs", "lst"), "unknown action lst; did you mean list? (there are: list, show,"),
+        (("runs",), "required: ACTION; see: raytrain-gpt runs --help"),
+        (("runs", "show"), "required: RUN; see: raytrain-gpt runs show --help"),
+        (("runs", "show", "a", "b"), "unknown argument b of raytrain-gpt runs show; see: "),
+        (("data", "at", "a", "--setp=3"), "unknown argument --setp of raytrain-gpt data at; did "),
+    ],
+)
+def test_a_wrong_command_is_one_line(argv: tuple[str, ...], said: str, run_cli: RunCli) -> None:
+    code, _, errors = run_cli(*argv)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert said in errors
+
+
+def test_quiet_prints_the_end_of_a_preparation_only(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.md").touch()
+    (tmp_path / "in" / "b.txt").write_text("a line of text\n" * 1000)
+    argv = ("prepare", tmp_path / "in", "--val_fraction=0.2", "--out")
+    code, loud, _ = run_cli(*argv, tmp_path / "loud")
+    code_quiet, quiet, errors = run_cli(*argv, tmp_path / "still", "--quiet")
+    assert (code, code_quiet, errors) == (0, 0, "")
+    assert "left out of" in loud
+    end = loud[loud.index("dataset ") :].replace("/loud", "/still")
+    assert quiet == end
+    code, shown, errors = run_cli(*argv, tmp_path / "bad", "--quiet", "--tokenizer", "nothing")
+    assert (code, shown, errors.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_gives_a_run_and_a_sweep_no_place_to_print(
+    quiet: bool, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*_: object, log: Any = None, **__: object) -> Any:
+        (log or _[-1])("progress")
+        raise ConfigError("it fails")
+
+    monkeypatch.setattr("raytrain_gpt.train.launch.train", run)
+    monkeypatch.setattr("raytrain_gpt.sweep.tune.run_sweep", run)
+    flags = ["--quiet"] * quiet
+    for argv in (("train",), ("tune", "tune_configs/quickstart.yaml")):
+        code, shown, errors = run_cli(*argv, *flags)
+        assert (code, errors) == (2, "error: it fails\n")
+        assert shown.splitlines()[-1:] == ([] if quiet else ["progress"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain_gpt.data.describe import PICTURE_FILE, lengths_picture
+from raytrain_gpt.data.describe import PICTURE_FILE, SAMPLE_TOKENS, lengths_picture
 from raytrain_gpt.data.stats import SplitStats, histogram_edges
 from tests.data.shard_tools import prepare_here
 
@@ -69,3 +69,16 @@ def test_any_numbers_of_documents_can_be_drawn(num_train: int, num_val: int) -> 
         {"train": stats(num_train), "val": stats(num_val)}, histogram_edges(7)
     )
     assert picture.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("character", ["日", "👩\u200d🚀", "e\u0301"])
+def test_the_start_that_is_shown_ends_with_a_whole_character(
+    character: str, run_cli: RunCli, tmp_path: Path
+) -> None:
+    num_a = SAMPLE_TOKENS - 1  # then one byte of the next character
+    (tmp_path / "a.txt").write_text("a" * num_a + character * 400, "utf-8")
+    prepare_here([str(tmp_path / "a.txt")], tmp_path / "data", "bytes", val_fraction=0.2)
+    code, shown, _ = run_cli("data", "show", tmp_path / "data", "--json")
+    assert code == 0
+    assert f"  starts with {'a' * num_a!r}\n" in shown
+    assert json.loads(shown.splitlines()[-1])["sample"] == "a" * num_a

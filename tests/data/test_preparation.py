@@ -210,7 +210,7 @@ def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
     lines: list[str] = []
     mended = finish(out, plan, results, {"sources": [source]}, log=lines.append)
     assert len(lines) == 1
-    assert f"in 1 shards, such as {SHARD}" in lines[0]
+    assert f"in 1 shard, such as {SHARD}" in lines[0]
     assert (out / MANIFEST_BEFORE_FILE).read_text() == manifest
     assert mended == read_manifest(out)
 

@@ -181,7 +181,7 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"row_group_tokens": 0}, "row_group_tokens: Input should be greater than or equal to 1"),
+        ({"row_group_tokens": 0}, "row_group_tokens: must be greater than or equal to 1"),
         ({"row_group_tokens": -5}, "row_group_tokens"),
         ({"split": "val"}, "the train split has no shards"),
         ({"tokens": -1}, "shards: 0: tokens"),
@@ -191,8 +191,8 @@ def restated(manifest: Path, changed: dict[str, object]) -> None:
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"dtype": "uint32"}, "do not fit vocab_size=257"),
         ({"eot_token": 257}, "do not fit vocab_size=257"),
-        ({"source": {"sources": 5}}, "should be a valid list"),
-        ({"source": {"duplicates": "5\nnext: x"}}, "should be a valid integer"),
+        ({"source": {"sources": 5}}, "must be a list"),
+        ({"source": {"duplicates": "5\nnext: x"}}, "must be an integer"),
         ({"tokenizer": "bytes\nnext: x"}, "cannot be printed"),
         ({"tokenizer": "b" * 101}, "tokenizer"),
         ({"vocab_hash": "<img>"}, "vocab_hash: it is not a hash"),

@@ -379,7 +379,7 @@ def test_an_empty_directory_is_refused(tmp_path: Path, raises_line) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"body": "b"}', "no field 'text'"),
+        (b'{"body": "b"}', "no field text; fields with text: body"),
         (b'{"text": "b"', "Expecting"),
         (b"b", "Expecting"),
         (b'["text"]', "list"),

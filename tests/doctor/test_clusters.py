@@ -60,7 +60,7 @@ def test_what_the_configuration_asks_for_is_not_there(
     visit = doctor(config, "--tokenizer", "gpt3", env=head.env)
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"workers", "disk", "tracking", "tokenizer"}
-    visit.says("FAIL", "workers", "6 workers × 1 CPUs do not fit", "set num_workers to at most 2")
+    visit.says("FAIL", "workers", "6 workers × 1 CPU do not fit", "set num_workers to at most 2")
     visit.says("FAIL", "disk", "checkpoints of", "make room")
     visit.says("FAIL", "tracking", f"cannot write in {tmp_path}/none")
     visit.says("FAIL", "tokenizer", "unknown tokenizer gpt3")

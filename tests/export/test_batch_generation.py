@@ -80,7 +80,7 @@ def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them
     )
     assert (code, error) == (0, "")
     assert "replicas: 2" in shown
-    assert "8 prompts have more than 32 tokens" in shown
+    assert "8 prompts longer than 32 tokens" in shown
     found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     added = [(row.pop("continuations"), row.pop("finish_reasons")) for row in found]
     assert found == PROMPTS

@@ -243,7 +243,6 @@ def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> No
     taken.touch()
     for out, words in (
         (taken, f"{taken} exists; set --out to a new file"),
-        (tmp_path, "exists; set --out to a new file"),
         (taken / "below", "cannot write"),
         ("s3://bucket/a.gguf", "export to a local file"),
     ):
@@ -254,6 +253,26 @@ def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> No
     assert (code, errors.count("\n")) == (2, 1)
     assert "format='onnx': must be 'hf' or 'gguf'" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.gguf"]
+
+
+@pytest.mark.parametrize("out", ["there", "there/", "new", "new/", "a/b/", "there/own.gguf"])
+def test_a_directory_receives_a_file_with_the_name_of_the_run(
+    out: str, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(Path("run"), "gpt2", load_tokenizer("bytes"))
+    Path("there").mkdir()
+    Path("there", "notes.txt").write_text("mine")
+    argv = ("export", "run", "--format", "gguf", "--out", out)
+    code, shown, errors = run_cli(*argv)
+    assert (code, errors) == (0, "")
+    file = tmp_path / (out if out.endswith(".gguf") else f"{out}/imported.gguf")
+    assert file.read_bytes().startswith(b"GGUF")
+    assert f"next: llama-completion -m {file} " in shown
+    code, _, errors = run_cli(*argv)
+    assert (code, errors) == (2, f"error: {file} exists; set --out to a new file\n")
+    assert Path("there", "notes.txt").read_text() == "mine"
+    assert len(list(tmp_path.rglob("*.gguf"))) == 1
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     command = start(config, Faults((dies,)), {"RAY_ADDRESS": nodes.address})
     orphan = command.reaches(dies)
     os.kill(dies.raylet, signal.SIGKILL)
-    command.prints("waiting for nodes: 2 workers are needed")
+    command.prints("waiting for nodes: the run needs 2 workers")
     wait_until(lambda: has_ended(orphan), "the end of the worker without a node")
     dies.open()
     nodes.add_node(num_cpus=1)

@@ -205,7 +205,7 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     command += ["--dedupe", "exact", "--max-bad-documents", "1"]
     code, shown, _ = run_cli(*command)
     assert code == 0
-    assert "2 of 152 documents are duplicates and skipped" in shown
+    assert "skipping 2 duplicates among 152 documents" in shown
     assert "prepare done in" in shown
     assert "| 150 documents, " in shown
     train, val = re.findall(r"tokens in (\d+) documents", shown)

@@ -97,7 +97,7 @@ def test_text_and_tokens_of_a_prompt_are_the_same(ask: Ask) -> None:
         ({"prompt": "a" * 120, "max_tokens": 9}, 400, f"above the context of {SEQ_LEN} tokens"),
         ({"prompt": [0, 257]}, 400, "prompt token 257 is not in 0 … 256"),
         ({"prompt": [-1]}, 400, "prompt token -1"),
-        ({"n": 5}, 400, "1 prompts × n=5"),
+        ({"n": 5}, 400, "1 prompt × n=5"),
         ({"prompt": []}, 400, "0 prompts"),
         ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here, only small"),
         ({"prompt": "a" * MAX_BODY_BYTES}, 413, f"above {MAX_BODY_BYTES} bytes"),

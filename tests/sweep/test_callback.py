@@ -33,7 +33,7 @@ def test_the_table_of_trials_is_for_terminals(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     callback._show([])
     (shown,) = lines
-    assert shown.startswith("1 trials: 1 running")
+    assert shown.startswith("1 trial: 1 running")
     assert ("\n000 " in shown) == terminal, "elsewhere its first line, that counts them"
 
 

@@ -56,9 +56,9 @@ def test_a_limit_of_the_file_holds() -> None:
 
 
 def test_a_trial_that_never_fits_is_refused() -> None:
-    with pytest.raises(ClusterError, match=r"1 workers × 4 CPUs do not fit"):
+    with pytest.raises(ClusterError, match=r"1 worker × 4 CPUs do not fit"):
         at_once(sweep({"cpus_per_worker": 4}), Node(4, 0))
-    with pytest.raises(ClusterError, match=r"2 workers × 1 CPUs and 1 GPU do not fit"):
+    with pytest.raises(ClusterError, match=r"2 workers × 1 CPU and 1 GPU do not fit"):
         at_once(sweep({"use_gpu": True, "num_workers": 2, "min_workers": None}), Node(64, 1))
 
 

@@ -52,7 +52,7 @@ def test_a_value_becomes_what_its_field_has(name: str, raw: Any, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("peak_lr", "abc", ["peak_lr='abc'", "valid number", "Learning rate after warm-up"]),
+        ("peak_lr", "abc", ["peak_lr='abc'", "must be a number", "Learning rate after warm-up"]),
         ("peak_lr", -1, ["peak_lr=-1", "greater than 0"]),
         ("peak_lr", ".inf", ["peak_lr='.inf'"]),
         ("peak_lr", float("nan"), ["peak_lr=nan", "finite"]),

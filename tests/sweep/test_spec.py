@@ -125,7 +125,7 @@ def test_flags_win_over_the_file(load: Load) -> None:
         ({"num_trails": "3"}, ["unknown configuration key num_trails"]),
         ({"grace_tokens": "3"}, ["unknown configuration key grace_tokens"]),
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
-        ({"weight_decay": "much"}, ["weight_decay='much'", "valid number"]),
+        ({"weight_decay": "much"}, ["weight_decay='much'", "must be a number"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
         ({"max_steps": "9"}, ["max_steps is decided by the sweep; set budget_tokens"]),
     ],
@@ -370,3 +370,16 @@ def test_what_is_no_sweep_file_is_one_line(
 def test_a_missing_file_is_one_line(tmp_path: Path, raises_line) -> None:
     with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
         load_sweep(tmp_path / "no.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("lr", "sweep lr"),
+        ("sweep", "sweep"),
+        ("sweep-2", "sweep-2"),
+        ("my-sweep", "sweep my-sweep"),
+    ],
+)
+def test_a_sweep_says_what_it_is_once(load: Load, name: str, title: str) -> None:
+    assert load(sweep_name=name).title == title

@@ -188,7 +188,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"global_batch_tokens": {"grid": [512, 1024]}},
             {},
-            ["global_batch_tokens=512", "does not divide over 1 workers × 8", "nearest"],
+            ["global_batch_tokens=512", "does not divide over 1 worker × 8", "nearest"],
         ),
         (
             {"seq_len": {"grid": [128, 96]}},
@@ -251,7 +251,7 @@ def test_every_batch_divides_over_the_workers(raises_line) -> None:
             ["min_lr=0.005 is above peak_lr=0.001"],
         ),
         ({"embd_size": {"randint": [64, 128]}}, ["does not divide embd_size"]),
-        ({"global_batch_tokens": {"choice": [2048, 512]}}, ["does not divide over 1 workers"]),
+        ({"global_batch_tokens": {"choice": [2048, 512]}}, ["does not divide over 1 worker"]),
     ],
 )
 def test_what_optuna_may_come_to_is_tried_out_before(

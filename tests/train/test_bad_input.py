@@ -61,7 +61,7 @@ def test_unknown_key_in_a_file(run_cli: RunCli, tmp_path: Path) -> None:
 def test_values_that_do_not_fit_each_other(refused: Callable[..., str]) -> None:
     assert "min_lr=1 is above peak_lr=0.001" in refused("--min_lr=1")
     line = refused("--micro_batch_sequences=5")
-    assert "does not divide over 1 workers × 5 sequences" in line
+    assert "does not divide over 1 worker × 5 sequences" in line
     assert "global_batch_tokens 320, 480" in line
     assert "micro_batch_sequences 4, 6" in line
     assert "nearest: 352, 384" in refused("--global_batch_tokens=383")
@@ -146,7 +146,7 @@ def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_
 @pytest.mark.ray
 def test_too_few_resources(cluster: str, refused: Callable[..., str]) -> None:
     line = refused("--num_workers=6", "--micro_batch_sequences=2")
-    assert f"({CLUSTER_CPUS} CPUs and 0 GPUs on 1 nodes" in line
+    assert f"({CLUSTER_CPUS} CPUs and 0 GPUs on 1 node" in line
     assert "1 CPU must stay free for data" in line
     assert "set num_workers to at most 5" in line
     assert "the cluster has 0 GPUs" in refused("--num_workers=1", "--use_gpu=true")

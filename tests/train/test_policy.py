@@ -14,6 +14,7 @@ from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.errors import Interrupted
+from raytrain_gpt.format import count
 from raytrain_gpt.train.policy import (
     BACK_OFF_S,
     MAX_ROLLBACKS,
@@ -108,7 +109,10 @@ def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> 
             assert action == GoOn(step, replace(counters, preemptions=preemptions))
         else:
             assert isinstance(action, GiveUp)
-            assert f"preempted {preemptions} times (max_preemptions={limit})" in action.message
+            assert (
+                f"preempted {count(preemptions, 'time')} (max_preemptions={limit})"
+                in action.message
+            )
             assert "everything is saved" in action.message
 
 
@@ -207,7 +211,7 @@ def test_too_few_nodes_are_waited_for_with_a_line_a_minute() -> None:
     seconds = round(2 * WAIT_LINE_EVERY_S + 5)
     nodes = Nodes(*[2.0] * seconds, 3.0)
     assert nodes.wait(current=2) == 2
-    waiting = "waiting for nodes: 2 workers are needed, the cluster has 2 CPUs and 0 GPUs"
+    waiting = "waiting for nodes: the run needs 2 workers, the cluster has 2 CPUs and 0 GPUs"
     assert nodes.lines == [waiting] * 3 + ["2 of 6 workers"]
 
 

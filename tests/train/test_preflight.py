@@ -1,4 +1,4 @@
-"""What `init_from` may name."""
+"""What is checked before a run starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.errors import CheckpointError
+from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.train.preflight import absolute_paths, sizes_of_init_from
+from raytrain_gpt.train.preflight import absolute_paths, check_disk, sizes_of_init_from
 from tests.checkpoint.test_catalog import write
+from tests.conftest import RaisesLine
 
 
 @pytest.mark.parametrize("storage", ["runs", "elsewhere"])
@@ -45,3 +46,17 @@ def test_a_path_in_init_from_is_no_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert config.model.init_from == str(tmp_path / "models" / "gpt2")
     remote = Config().updated({"init_from": "gpt2", "storage_path": "s3://bucket/runs"})
     assert absolute_paths(remote).model.init_from == "s3://bucket/runs/gpt2"
+
+
+@pytest.mark.parametrize(("max_steps", "said"), [(1, "1 checkpoint of"), (3, "3 checkpoints of")])
+def test_a_disk_without_room_says_how_many_checkpoints_need_it(
+    max_steps: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    raises_line: RaisesLine,
+) -> None:
+    monkeypatch.setattr(Location, "free_bytes", lambda _: 1000)
+    config = Config().updated({"max_steps": max_steps, "checkpoint_every_steps": 1})
+    with raises_line(ClusterError, f"{tmp_path} has 1.0 kB free, {said}", "make room"):
+        check_disk(config, Location.of(tmp_path), 257, existing=0)

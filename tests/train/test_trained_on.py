@@ -151,7 +151,7 @@ def test_the_command_shows_and_tells(
 
     cases = {
         ("--step", 61): "has trained steps 1 to 60; set --step to one of them",
-        ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 workers; set it to 0 to 0",
+        ("--step", 3, "--worker", 1): "--worker 1: step 3 had 1 worker; set it to 0 to 0",
         ("--batch", 3, "--worker", 0): "takes --worker N with --step N",
         (): "data at takes --step N or --batch N",
         ("--step", 3, "--batch", 2): "data at takes --step N or --batch N",
@@ -162,8 +162,8 @@ def test_the_command_shows_and_tells(
         assert words in errors
         assert errors.count("\n") == 1
     for argv, words in (
-        (("data", "find", "one"), "data find takes a TEXT and a RUN, got 1"),
-        (("data", "show", "a", "b"), "data show takes one DIR, got 2"),
+        (("data", "find", "one"), "required: RUN; see: raytrain-gpt data find --help"),
+        (("data", "show", "a", "b"), "unknown argument b of raytrain-gpt data show"),
         (("data", "find", "", "shown", "--storage_path", storage), "the text to find is empty"),
         (("data", "at", "nobody", "--step", 1, "--storage_path", storage), "no run nobody"),
     ):

@@ -1,0 +1,55 @@
+"""`completion`: a script that lets a shell complete commands, flags and files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Annotated, Any, Literal
+
+from raytrain_gpt.commands.flags import Command, Metavar, command
+from raytrain_gpt.config.call_options import Options
+from raytrain_gpt.config.load import preset_names
+
+_TYPES = {"bool", "float", "int", "null", "str"}
+"""Names in metavars that stand for values, not for themselves."""
+
+
+class CompletionOptions(Options):
+    """Options of `completion`."""
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], Metavar(positional=True)]
+    """Shell that reads the script."""
+
+
+def completion(parser: argparse.ArgumentParser) -> Command[CompletionOptions]:
+    """The command that completes a parser's command lines."""
+
+    @command("completion", CompletionOptions)
+    def run(options: CompletionOptions) -> None:
+        """Print a script that completes commands, flags and files.
+
+        bash: eval "$(raytrain-gpt completion bash)" in ~/.bashrc. zsh: the same in ~/.zshrc, after compinit.
+        fish: raytrain-gpt completion fish > ~/.config/fish/completions/raytrain-gpt.fish
+        """
+        import shtab
+
+        _add_values(parser, shtab.FILE)
+        print(shtab.complete(parser, options.shell))
+
+    return run
+
+
+def _add_values(parser: argparse.ArgumentParser, files: Any) -> None:
+    """Say of every argument which words or files may be its value."""
+    for action in parser._actions:
+        words = str(action.metavar or "").split("|")
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                _add_values(subparser, files)
+        elif action.dest == "preset":
+            action.choices = preset_names()
+        elif any(re.search("FILE|DIR|SOURCE|CHECKPOINT|RUN", word) for word in words):
+            completed: Any = action  # shtab's attribute
+            completed.complete = files
+        elif len(words) > 1:
+            action.choices = [word for word in words if word not in _TYPES]

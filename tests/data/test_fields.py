@@ -1,0 +1,215 @@
+"""Fields inside fields, JSON arrays, and errors that list what a document has."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_gpt.data.documents import Document, read_documents, text_in
+from raytrain_gpt.data.sources import find_pieces
+from raytrain_gpt.errors import DataError
+from raytrain_gpt.format import listed
+from raytrain_gpt.parsing import array_elements
+from tests.conftest import RaisesLine
+from tests.data.shard_tools import prepare_here
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+def read(file: Path, field: str = "text") -> list[Document]:
+    pieces = find_pieces([str(file)], field)
+    return [document for piece in pieces for document in read_documents(piece, field)]
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "text"),
+    [
+        ({"text": "a"}, "text", "a"),
+        ({"meta": {"text": "a"}}, "meta.text", "a"),
+        ({"a": {"b": {"c": "a"}}}, "a.b.c", "a"),
+        ({"meta.text": "exact", "meta": {"text": "inside"}}, "meta.text", "exact"),
+    ],
+)
+def test_a_field_is_found_inside_others(content: Any, field: str, text: str) -> None:
+    assert text_in(content, field) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "said"),
+    [
+        ({"body": "a", "n": 3, "meta": {"raw": "b"}}, "text", "fields with text: body, meta.raw"),
+        ({"n": 3, "meta": {"k": 4}}, "text", "no field text; fields: n, meta"),
+        ({}, "text", "no field text; fields: none"),
+        ({"meta": {"raw": "b"}}, "meta.text", "no field meta.text; fields with text: meta.raw"),
+        ({"meta": {"raw": "b"}}, "meta.raw.x", "no field meta.raw.x; fields with text: meta.raw"),
+        ({"meta": None}, "meta.text", "no field meta.text; fields: meta"),
+        ({"meta": {"text": None}}, "meta.text", "field meta.text is null, not a string"),
+        ({"meta": {"text": {}}}, "meta", "field meta is an object, not a string"),
+        (["a"], "text", "it is a list, not an object with the field text"),
+        ("text", "text", "it is a string, not an object with the field text"),
+    ],
+)
+def test_a_field_that_is_not_there_is_said_with_those_that_are(
+    content: Any, field: str, said: str
+) -> None:
+    with pytest.raises((LookupError, TypeError)) as caught:
+        text_in(content, field)
+    assert said in str(caught.value)
+
+
+def test_names_that_harm_or_never_end_are_listed_in_a_line() -> None:
+    assert listed(["a", "\x1b[31m", "b c", "a,b", "x" * 100, "\u202e", "\ud800", "名"]) == (
+        rf"a, '\x1b[31m', 'b c', 'a,b', '{'x' * 40}'…, '\u202e', '\ud800', 名"
+    )
+    assert listed(f"f{i}" for i in range(10**6)) == "f0, f1, f2, f3, f4, f5, f6, f7, …"
+    nested: dict[str, Any] = {"text": "deep"}
+    for _ in range(500):
+        nested = {"n": nested}
+    with pytest.raises(LookupError, match=r"^no field text; fields: n$"):
+        text_in(nested, "text")
+    with pytest.raises(LookupError) as caught:
+        text_in({f"{i}" * 500: "a" for i in range(500)}, "text")
+    assert len(str(caught.value)) < 500
+
+
+STRUCT = pa.table(
+    {
+        "id": [1, 2, 3],
+        "meta": [{"text": "one", "n": 1}, {"text": "two", "n": 2}, {"text": "three", "n": 3}],
+    }
+)
+
+
+def test_a_field_of_a_struct_column_is_text(tmp_path: Path, raises_line: RaisesLine) -> None:
+    pq.write_table(STRUCT, tmp_path / "a.parquet", row_group_size=2)
+    assert read(tmp_path / "a.parquet", "meta.text") == [
+        Document(0, "one"),
+        Document(1, "two"),
+        Document(2, "three"),
+    ]
+    with raises_line(DataError, "has no column text, only id, meta.text, meta.n; set --text_field"):
+        read(tmp_path / "a.parquet")
+    with raises_line(DataError, "has no column meta.x, only id, meta.text, meta.n"):
+        read(tmp_path / "a.parquet", "meta.x")
+    with raises_line(DataError, "at row 0: field meta.n is int, not a string"):
+        read(tmp_path / "a.parquet", "meta.n")
+    for name in ("id.text", "meta.text.x", ".", "meta."):
+        with raises_line(DataError, f"has no column {name}, only id, meta.text, meta.n"):
+            read(tmp_path / "a.parquet", name)
+
+
+def test_a_struct_that_is_null_is_a_bad_document(tmp_path: Path, raises_line: RaisesLine) -> None:
+    table = pa.table({"meta": pa.array([{"text": "one"}, None], pa.struct({"text": pa.string()}))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with raises_line(DataError, "a.parquet at row 1: no field meta.text; fields: meta"):
+        read(tmp_path / "a.parquet", "meta.text")
+
+
+def test_text_inside_a_column_wins_over_token_ids(tmp_path: Path) -> None:
+    pq.write_table(
+        STRUCT.append_column("input_ids", pa.array([[1], [2], [3]])), tmp_path / "a.parquet"
+    )
+    assert [one.text for one in read(tmp_path / "a.parquet", "meta.text")] == [
+        "one",
+        "two",
+        "three",
+    ]
+    assert find_pieces([str(tmp_path / "a.parquet")], "text")[0].ids == "input_ids"
+
+
+def test_a_column_with_a_dot_in_its_name_is_text_unless_a_struct_says_the_same(
+    tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    pq.write_table(pa.table({"meta.text": ["a"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", "meta.text") == [Document(0, "a")]
+    both = STRUCT.append_column("meta.text", pa.array(["a", "b", "c"]))
+    pq.write_table(both, tmp_path / "b.parquet")
+    with raises_line(DataError, "b.parquet has two columns meta.text"):
+        read(tmp_path / "b.parquet", "meta.text")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_json_file_is_an_array_or_lines(name: str, indent: int | None, tmp_path: Path) -> None:
+    texts = ["one", "two\n[", "drei \u2028 \U0001f469"]
+    content = [{"text": text, "n": [1, {}]} for text in texts]
+    shown = " \n" + json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    data = shown.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert read(tmp_path / name) == [Document(i, text) for i, text in enumerate(texts)]
+    lines = "".join(json.dumps(one) + "\n" for one in content).encode()
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    assert [one.text for one in read(tmp_path / name)] == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"text": "a"}, {"n": 1}]', "a.json at element 1: no field text; fields: n; fix it"),
+        ('[{"text": "a"}, 5]', "at element 1: it is int, not an object with the field text"),
+        ('[{"text": "a"}, {"text": "b"}', "element 1 is cut off, too long or not JSON"),
+        ('[{"text": "a"}, {"text": "b', "element 1 is cut off, too long or not JSON; fix the file"),
+        ('[{"text": "a"},]', "element 1 is cut off, too long or not JSON"),
+        ('[{"text": "a"} {"text": "b"}]', "element 0 is followed by neither a comma nor ]"),
+        ('[{"text": "a"}] x', "text follows its array"),
+        ('[{"text": "a"}, ' + "[" * 100_000, "element 1 "),
+    ],
+)
+def test_what_is_wrong_with_an_array_is_one_line(
+    content: str, said: str, tmp_path: Path, raises_line: RaisesLine
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with raises_line(DataError, str(tmp_path / "a.json"), said):
+        read(tmp_path / "a.json")
+
+
+def test_an_array_that_is_not_utf8_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+    (tmp_path / "a.json").write_bytes(b'[{"text": "\xff"}]')
+    with raises_line(DataError, "a.json: 'utf-8' codec can't decode byte 0xff"):
+        read(tmp_path / "a.json")
+
+
+class Slow(io.StringIO):
+    """A file that hands out one character at a time."""
+
+    def read(self, size: int | None = -1, /) -> str:
+        return super().read(min(1, size or 1))
+
+
+@pytest.mark.parametrize("text", ["[]", " [ ] ", "[1]", '[12, -3.5e2, "a]", [2], {"b": null}]\n'])
+def test_an_array_is_read_over_any_boundaries(text: str) -> None:
+    assert list(array_elements(Slow(text), 100)) == json.loads(text)
+
+
+def test_an_element_has_a_limit() -> None:
+    text = json.dumps(["a", "b" * 2**22])
+    assert len(list(array_elements(io.StringIO(text), 2**22))) == 2
+    with pytest.raises(ValueError, match="element 1 is cut off, too long"):
+        list(array_elements(io.StringIO(text), 2**20))
+
+
+def test_prepare_takes_an_array_and_a_field_inside_fields(run_cli: RunCli, tmp_path: Path) -> None:
+    content = [{"meta": {"text": f"document {i}"}} for i in range(200)]
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in content))
+    argv = ("prepare", tmp_path / "a.json", "--out", tmp_path / "data")
+    code, _, errors = run_cli(*argv)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "no field text; fields with text: meta.text; fix it, set --text_field" in errors
+    code, shown, errors = run_cli(*argv, "--text-field", "meta.text")
+    assert (code, errors) == (0, "")
+    lines = prepare_here(
+        [str(tmp_path / "b.jsonl")], tmp_path / "b", "bytes", text_field="meta.text"
+    )
+    total = sum(shard.documents for shard in lines.shards)
+    assert total == 200
+    assert sum(int(n) for n in re.findall(r"in (\d+) documents", shown)) == total
