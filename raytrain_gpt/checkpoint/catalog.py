@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.checkpoint_state import STATE_VERSION, CheckpointState
 from raytrain_gpt.checkpoint.evaluation_result import (
@@ -38,6 +38,7 @@ from raytrain_gpt.checkpoint.evaluation_result import (
     EvaluationResult,
     read_evaluation_result,
 )
+from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
 from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
@@ -46,12 +47,10 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
 CHECKPOINTS_DIR = "checkpoints"
-HASHES_FILE = "hashes.json"
 STATE_FILE = "state.json"
 ROWS_FILE = "rows.jsonl"
 _NAME = re.compile(r"step=(\d{8}|[1-9]\d{8,})")
 _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
-_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]  # files() downloads to these names
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
@@ -103,7 +102,7 @@ class Checkpoint:
         Raises:
             CheckpointError: names the first file that is missing or differs.
         """
-        for name, entry in _read_hashes(self.path).items():
+        for name, entry in read_hashes(self.path).items():
             file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"checkpoint {self.path} lacks {name}")
@@ -129,7 +128,7 @@ class Checkpoint:
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as parent:
             directory = Path(parent, self.path.name)
             # Only its own files: a dead attempt may have left others at the same step, of more ranks.
-            for name in (HASHES_FILE, *_read_hashes(self.path)):
+            for name in (HASHES_FILE, *read_hashes(self.path)):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).download(directory / name)
             read_checkpoint(Location.of(directory)).verify()
@@ -141,7 +140,7 @@ class Checkpoint:
         with contextlib.suppress(OSError, CheckpointError):
             content, entry = (
                 (self.path / ROWS_FILE).read_bytes(),
-                _read_hashes(self.path).get(ROWS_FILE),
+                read_hashes(self.path).get(ROWS_FILE),
             )
             if entry and entry.sha256 == hashlib.sha256(content).hexdigest():
                 rows = parse_rows(content)[0] + rows
@@ -156,16 +155,7 @@ class Checkpoint:
         return sorted(names - self.listed - {HASHES_FILE, EVALUATION_FILE})
 
 
-@dataclass(frozen=True)
-class FileEntry:
-    """Size and SHA-256 (hex) of a file of a checkpoint."""
-
-    size_bytes: Annotated[int, Field(ge=0, lt=2**53, alias="bytes")]
-    sha256: str
-
-
 _STATE = TypeAdapter(CheckpointState)
-_HASHES = TypeAdapter(dict[_FileName, FileEntry])
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
@@ -176,7 +166,7 @@ def read_checkpoint(path: Location) -> Checkpoint:
     """
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
-    hashes = _read_hashes(path)
+    hashes = read_hashes(path)
     with damage_as(CheckpointError, path / STATE_FILE):
         content = parse_json((path / STATE_FILE).read_bytes())
         if (version := int(content["state_version"])) > STATE_VERSION:
@@ -196,11 +186,6 @@ def read_checkpoint(path: Location) -> Checkpoint:
         # Only where there may be one: in an object store each look costs a request.
         evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
         return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
-
-
-def _read_hashes(path: Location) -> dict[str, FileEntry]:
-    with damage_as(CheckpointError, path / HASHES_FILE):
-        return _HASHES.validate_python(parse_json((path / HASHES_FILE).read_bytes()))
 
 
 class Draft:

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from raytrain_gpt import errors
-from raytrain_gpt.checkpoint.catalog import Catalog, Draft, FileEntry
+from raytrain_gpt.checkpoint.catalog import Catalog, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
+from raytrain_gpt.checkpoint.hashes import FileEntry
 from raytrain_gpt.core.state import HostCopy
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.storage.location import Location

@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from raytrain_gpt.checkpoint.catalog import HASHES_FILE, ROWS_FILE, Draft
+from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
+from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape

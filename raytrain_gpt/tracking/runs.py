@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import HASHES_FILE, Catalog, best_of
+from raytrain_gpt.checkpoint.catalog import Catalog, best_of
+from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table

@@ -519,7 +519,7 @@ def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
     [
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b"{", "at byte 0"),
-        ("a.jsonl", b'{"body": ""}', "'text'"),
+        ("a.jsonl", b'{"body": ""}', "no field text; fields with text: body"),
         ("a.jsonl", b"\n \n", "0 bytes of text"),
         ("a.txt", "é".encode(), "too little for two splits"),
     ],

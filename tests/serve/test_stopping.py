@@ -12,7 +12,8 @@ import httpx2
 import psutil
 import pytest
 
-from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, HASHES_FILE
+from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR
+from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.state import MODEL_FILE
 from tests.faults.gates import wait_until

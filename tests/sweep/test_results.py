@@ -105,13 +105,15 @@ def test_a_diverged_trial_has_no_rank_and_is_before_the_failed_ones() -> None:
 def test_failed_trials_are_a_failure_and_other_ends_are_results() -> None:
     ends: list[State] = ["finished", "stopped", "diverged"]
     good = [trial(number, 3.0, state) for number, state in enumerate(ends)]
-    assert failure_text(good, "small", resumable=True) is None
+    assert failure_text(good, "sweep small", resumable=True) is None
     failed = [trial(n, None, "failed", 0, f"DataError: no data {n}\nat all") for n in (3, 4)]
-    assert failure_text([*good, *failed], "small", resumable=True) == (
+    assert failure_text([*good, *failed], "sweep small", resumable=True) == (
         "2 of 5 trials of sweep small failed (003, 004); 003: DataError: no data 3 at all; fix the "
         "cause, then run the same command with --resume"
     )
-    text = failure_text([trial(n, None, "failed", 0) for n in range(999)], "small", resumable=False)
+    text = failure_text(
+        [trial(n, None, "failed", 0) for n in range(999)], "sweep small", resumable=False
+    )
     assert text is not None
     assert len(text) < 300
     assert text.endswith("start it with another --sweep_name")

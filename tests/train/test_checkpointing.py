@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
@@ -193,10 +194,11 @@ class ThreadRanks:
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self._barrier, self._values = rank, barrier, values
 
-    def gathered(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
+    def gathered(self, value: Any, kind: Any) -> list[Any]:
+        adapter = TypeAdapter(kind)
+        self._values[self.rank] = adapter.dump_json(value)
         self._barrier.wait(60)
-        found = list(self._values)
+        found = [adapter.validate_json(text) for text in self._values]
         self._barrier.wait(60)
         return found
 
