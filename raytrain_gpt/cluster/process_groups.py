@@ -83,8 +83,10 @@ def join(
     Raises:
         ConnectionError: another process has connected to a rank.
     """
-    # With it gloo would connect only when it sends, after the look at the connections.
-    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    # The first makes gloo connect only when it sends, after the look at the connections. The second replaces
+    # the secret number by which NCCL's ranks know each other by one that everybody knows.
+    for name in ("TORCH_GLOO_LAZY_INIT", "NCCL_COMM_ID"):
+        os.environ.pop(name, None)
     if meeting.path is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         store: Store = FileStore(meeting.path, -1)
