@@ -33,9 +33,9 @@ def _uint32(numbers: list[int]) -> NDArray[np.uint32]:
     return np.array(numbers, np.uint32)
 
 
-Int64Array = Annotated[NDArray[np.int64], PlainSerializer(_numbers), PlainValidator(_int64)]
+Int64Array = Annotated[NDArray[np.int64], PlainValidator(_int64), PlainSerializer(_numbers)]
 """Whole numbers in a value that ranks send each other."""
-Uint32Array = Annotated[NDArray[np.uint32], PlainSerializer(_numbers), PlainValidator(_uint32)]
+Uint32Array = Annotated[NDArray[np.uint32], PlainValidator(_uint32), PlainSerializer(_numbers)]
 """The same, smaller in memory."""
 
 

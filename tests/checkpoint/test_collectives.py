@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
+from raytrain_gpt.checkpoint.collectives import (
+    MAX_JSON_BYTES,
+    Agreement,
+    Collectives,
+    Int64Array,
+    Uint32Array,
+)
 
 WORLD_SIZE = 2
 WITHIN = timedelta(seconds=60)
@@ -28,6 +37,14 @@ def test_one_rank_is_all_ranks() -> None:
     assert alone.background is alone
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """A value with arrays."""
+
+    by_batch: dict[int, Int64Array]
+    tokens: Uint32Array
+
+
 def rank_main(rank: int, directory: str) -> None:
     """What each rank finds; a value that differs ends its process with an error."""
     store = dist.FileStore(f"{directory}/store", WORLD_SIZE)
@@ -37,6 +54,15 @@ def rank_main(rank: int, directory: str) -> None:
     assert ranks.any_later(rank == 0, rank == 1, False)() == [True, True, False]
     assert ranks.gathered_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]
     assert ranks.gathered({"rank": rank}, dict[str, int]) == [{"rank": 0}, {"rank": 1}]
+    numbers = Numbers({rank: np.array([2**62, -1])}, np.array([2**32 - 1], np.uint32))
+    for other, received in enumerate(ranks.gathered(numbers, Numbers)):
+        assert received.by_batch[other].tolist() == [2**62, -1]
+        assert (received.by_batch[other].dtype, received.tokens.dtype) == (np.int64, np.uint32)
+        assert received.tokens.tolist() == [2**32 - 1]
+    with pytest.raises(ValueError, match="a rank sent 67108867 bytes; at most 67108864"):
+        ranks.gathered("x" * (MAX_JSON_BYTES + 1) if rank else "", str)
+    with pytest.raises(ValueError, match="valid integer"):
+        ranks.gathered("no number" if rank else 1, int)
 
     # Rank 1 begins with the background's exchange, rank 0 with the training's: neither waits for ever.
     found: list[Any] = []

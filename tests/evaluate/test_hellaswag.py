@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from raytrain_gpt.core.attention import kernels_for_any_shape
@@ -117,6 +118,15 @@ def test_a_file_without_examples_is_refused(tmp_path: Path, raises_line: RaisesL
     for missing in (tmp_path / "none.jsonl", tmp_path):
         with raises_line(DataError, f"cannot read HellaSwag {missing}"):
             read_examples(missing)
+
+
+def test_examples_are_the_same_after_their_way_between_ranks() -> None:
+    choices, values = encode_choices(made(9), BYTES, 64), TypeAdapter(Choices)
+    received = values.validate_json(values.dump_json(choices))
+    assert received.num_cut == choices.num_cut
+    for name in ("tokens", "starts", "num_scored", "labels"):
+        sent, got = getattr(choices, name), getattr(received, name)
+        assert (got.dtype, got.tolist()) == (sent.dtype, sent.tolist())
 
 
 def row(choices: Choices, number: int) -> tuple[bytes, bytes]:
