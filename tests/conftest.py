@@ -230,7 +230,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield mount
     if path.is_mount():
-        subprocess.run(["umount", str(path)], check=True)
+        # Tasks that ended with an error may have a file open for a moment.
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @pytest.fixture(scope="session")
