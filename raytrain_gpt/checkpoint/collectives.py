@@ -91,7 +91,7 @@ class Collectives:
 
 
 def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The (n,) of every rank of a gloo group as (ranks, n), on the CPU; None: the default group."""
+    """The (n,) of every rank of a gloo group as (ranks, n), on the CPU; by default all ranks."""
     rows = torch.empty(dist.get_world_size(group), len(row), dtype=row.dtype)
     dist.all_gather([*rows], row.cpu(), group=group)
     return rows
@@ -104,7 +104,7 @@ def gathered_values(value: T, kind: Any, group: dist.ProcessGroup | None = None)
 
     Args:
         kind: The values' type, for pydantic.
-        group: None: the default group.
+        group: The ranks, or None for the default group.
 
     Raises:
         ValueError: a rank sent another type, or more than MAX_JSON_BYTES.
@@ -127,7 +127,7 @@ def as_bytes(text: bytes) -> Tensor:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raise a ValueError if no rank sends so many bytes."""
+    """Raise a ValueError unless a rank may send that many bytes."""
     if not 0 <= num_bytes <= MAX_JSON_BYTES:
         raise ValueError(f"a rank sent {num_bytes} bytes; at most {MAX_JSON_BYTES} are taken")
 

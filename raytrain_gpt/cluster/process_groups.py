@@ -42,8 +42,8 @@ class Meeting:
     """How the ranks of a run find each other.
 
     Attributes:
-        path: Of rank 0's file, on one host; None: they meet at `address`.
-        address: Host and port of rank 0's store.
+        path: Rank 0's file, or None if the ranks are on several hosts.
+        address: Host and port of rank 0's store, or None if the ranks are on one host.
     """
 
     path: str | None = None
@@ -54,7 +54,7 @@ def open_meeting(address: str | None = None) -> Meeting:
     """Start a meeting on rank 0, which keeps it open until its process ends.
 
     Args:
-        address: This host's address in the cluster; None: all ranks are on this host.
+        address: This host's address in the cluster, or None if all ranks are on this host.
     """
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
@@ -183,7 +183,7 @@ def _namespace(kind: str) -> str:
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface that has an IPv4 address; None: none has it."""
+    """Name of the network interface with an IPv4 address, or None if there is none."""
     with socket.socket() as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
