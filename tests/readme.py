@@ -92,7 +92,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     """Pattern of what a test cannot have -> what stands in for it."""
     data = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
     text = "".join(
-        f"Once upon a time there were {n} stories of {n * n} kings.\n" for n in range(20_000)
+        f"Once upon a time there were {n} stories of {n * n} kings.\n\n" for n in range(20_000)
     )
     if data:
         text = (Path(data) / "text" / "tinyshakespeare.txt").read_text("utf-8")
