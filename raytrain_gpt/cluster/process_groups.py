@@ -169,7 +169,7 @@ def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:
 
 
 def host() -> str:
-    """Name this host by its network and its processes, both of which another container may not share."""
+    """Name this host by its network and process namespaces; containers may share only one of them."""
     return f"{_network()} {_namespace('pid')}"
 
 
