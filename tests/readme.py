@@ -2,10 +2,10 @@
 
     python -m tests.readme [--short]
 
-All blocks run in one shell. Commands that the README has too run once. `stand_ins` replaces what a test cannot
-have (network, GPUs, a shared directory); original and replacement are both printed. `--short` uses the existing
-environment, trains without Ray and for fewer steps, and skips what separate tests cover: servers, clusters,
-sweeps, further presets.
+All blocks run in one shell. Commands that the README has too run once. `stand_ins` replaces what a test
+cannot have (network, GPUs, a shared directory); both are printed. `--short` uses the existing
+environment, trains without Ray and for fewer steps, and skips what separate tests cover: servers,
+clusters, sweeps, further presets.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
 
 
 def all_blocks(texts: list[str]) -> list[list[str]]:
-    """Blocks of all pages, without commands and files of an earlier page, and one clone."""
+    """Blocks of all pages; each clone, command and file only where it comes first."""
     result: list[list[str]] = []
     for text in texts:
         earlier = {command for block in result for command in block} - {RUN_SHOWN}
@@ -151,14 +151,14 @@ def all_blocks(texts: list[str]) -> list[list[str]]:
                 new = [] if block[0] in earlier else block
             else:
                 new = [command for command in block if command not in earlier]
-            if result and text is not texts[0]:
+            if text is not texts[0]:
                 new = [command for command in new if not command.startswith("git clone ")]
             result += [new] * bool(new)
     return result
 
 
 def blocks(text: str) -> list[list[str]]:
-    """Commands of each block. A YAML block that starts with `# NAME` becomes a file; Python with imports is run."""
+    """Commands of each block; YAML that starts with `# NAME` becomes a file, Python with imports runs."""
     found = []
     for fenced, indented in re.findall(r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE):
         if fenced:

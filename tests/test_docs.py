@@ -28,7 +28,7 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 
 MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 16_000
 WORD = re.compile(r"\S*\w\S*")
-GENERATED = re.compile(r"<!-- generated.*?<!-- end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
 """Tables of configuration.md made from the code."""
 
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
