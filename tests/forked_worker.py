@@ -29,7 +29,7 @@ LIBRARIES_ON_RAY = (
     "raytrain_gpt.train.launch",
     "raytrain_gpt.train.worker",
 )
-MOST_ENVIRONMENTS = 4
+MAX_ENVIRONMENTS = 4
 """Of Ray's variables, whose servers are kept: two jobs with two each."""
 LARGEST_REQUEST = 1 << 20
 LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
@@ -84,7 +84,7 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
                         os.environ.update(of_ray)
                         return serve_one_environment(theirs)
                     theirs.close()
-                    if len(servers) > MOST_ENVIRONMENTS:
+                    if len(servers) > MAX_ENVIRONMENTS:
                         oldest = servers.pop(next(iter(servers)))
                         oldest.close()  # it forks what is queued, and ends
                 socket.send_fds(servers[key], [request], [*files, connection.fileno()])

@@ -12,7 +12,7 @@ import raytrain_gpt
 from raytrain_gpt.data.shards import Manifest, Shard
 from raytrain_gpt.evaluate.hellaswag import choice_metrics
 from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
-from raytrain_gpt.tracking.report import RunStory
+from raytrain_gpt.tracking.report import RunHistory
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.policy import Kind
@@ -107,5 +107,5 @@ def test_files_of_a_run_its_checkpoints_and_its_dataset(straight: Straight, data
 def test_fields_of_a_manifest_and_a_run(straight: Straight) -> None:
     assert row_of("Dataset", "manifest.json") == {*Manifest.model_fields}
     assert {*Shard.model_fields} <= quoted(PAGE.read_text("utf-8").split("## Dataset")[1])
-    run = RunStory(RunSync(straight(0).run_dir).pull(), print)
+    run = RunHistory(RunSync(straight(0).run_dir).pull(), print)
     assert row_of("JSON output", "runs show") == {*run_facts(run), "speed", "goodput"}
