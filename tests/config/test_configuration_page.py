@@ -79,7 +79,8 @@ def presets_table() -> str:
         facts = Facts(vocab_size=IDS.get(config.data.data_path, 257), train_tokens=1)
         num_parameters = answer(config, facts, print)[1].num_parameters
         m, train = config.model, config.train
-        size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, {m.embd_size} channels"
+        size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, "
+        size += f"{m.embd_size} channels" + ("" if m.tied_embeddings else ", separate head")
         tokens = train.max_steps * train.global_batch_tokens
         work = f"{train.max_steps:,} × {train.global_batch_tokens:,} = {amount(tokens)}"
         values = config.field_values()
@@ -88,9 +89,8 @@ def presets_table() -> str:
             for key, value in values.items()
             if value != defaults[key] and key not in ELSEWHERE
         ]
-        separate = "" if m.tied_embeddings else ", separate head"
         lines.append(
-            f"| `{name}` | {amount(num_parameters)}: {size}{separate} | {work} | {cell(', '.join(others))} |"
+            f"| `{name}` | {amount(num_parameters)}: {size} | {work} | {cell(', '.join(others))} |"
         )
     return "\n".join(lines) + "\n"
 
