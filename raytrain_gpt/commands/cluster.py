@@ -12,12 +12,12 @@ from raytrain_gpt.config.call_options import Options
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):
-    """What is checked besides the configuration."""
+    """Options of `doctor`."""
 
     bench: bool = False
-    """Time a few steps: tokens/s, and when max_steps would be reached."""
+    """Time a few steps; print tokens/s and the time to max_steps."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
-    """Also check that `prepare` finds this tokenizer (default: not checked)."""
+    """Tokenizer that `prepare` must find (default: not checked)."""
 
 
 @command("doctor", DoctorOptions, SECTIONS)
@@ -38,19 +38,19 @@ def doctor(options: DoctorOptions) -> None:
 
 
 class NodeOptions(Options):
-    """How a node joins and leaves."""
+    """Options of `node`."""
 
     address: Annotated[str, Metavar("HOST:PORT")]
-    """Address of the head, as `ray start` prints it there."""
+    """Address of the head, as printed by `ray start`."""
     grace_s: float = 60.0
-    """Time for runs to save a checkpoint after the signal (seconds)."""
+    """Time for runs to save a checkpoint after a signal (seconds)."""
     flags: Annotated[list[str], Metavar("-- FLAG", positional=True)] = Field(default_factory=list)
-    """More flags of `ray start`, as --num-cpus=8."""
+    """More flags of `ray start`, such as --num-cpus=8."""
 
 
 @command("node", NodeOptions)
 def node(options: NodeOptions) -> None:
-    """Run a worker node of a Ray cluster, whose runs are saved before it stops.
+    """Run a worker node of a Ray cluster; runs save a checkpoint before it stops.
 
     Runs until SIGTERM or Ctrl+C. Runs on this node then save a checkpoint and continue without it.
     """

@@ -27,31 +27,31 @@ class PrepareOptions(ProgressOptions):
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
     stdlib (Python's own source). Text: .txt, .jsonl(.gz, .zst), .json, .parquet; token ids: .bin of nanoGPT
-    or llm.c, .npy, .parquet with lists. A named file with another ending is text."""
+    or llm.c, .npy, .parquet with lists. A named file with a different suffix is text."""
     out: Annotated[str, Metavar("DIR")]
     """New dataset: a directory or s3://bucket/prefix."""
     tokenizer: Annotated[str, Metavar("NAME")] = "bytes"
-    """bytes, a tiktoken encoding: gpt2, cl100k_base, …, or a checkpoint; for token ids: what made them."""
+    """Tokenizer; bytes, a tiktoken encoding (gpt2, …) or a checkpoint; for token ids: their tokenizer."""
     text_field: str = "text"
     """Field of a JSON object or column of a parquet file, meta.text for text inside meta; for token ids:
     input_ids or tokens."""
     text_suffixes: Annotated[str | None, Metavar(".md,.py")] = None
-    """Ends of names of further files of directories that are read as text (default: none)."""
+    """Extra file suffixes to read as text in directories (default: none)."""
     document_separator: Annotated[str | None, Metavar("TEXT")] = None
-    """What separates documents in text files, as <|endoftext|> (default: none, a file is one document)."""
+    """Separator of documents in text files, such as <|endoftext|> (default: one document per file)."""
     val: Annotated[str | None, Metavar("SOURCE")] = None
-    """Source of the validation split, left out of the others (default: val_fraction)."""
+    """Source of the validation split, excluded from the others (default: val_fraction)."""
     val_fraction: float | None = None
-    """Fraction of documents for validation; of fewer than 100 documents: the end of the text
-    (default: files named for it, as train.txt and val.txt; else 0.01)."""
+    """Fraction of documents held out for validation; below 100 documents, the tail of the text
+    (default: files named train and val, or 0.01)."""
     val_tokens: int | None = None
-    """Use the first documents for validation, about this many tokens (default: val_fraction)."""
+    """Approximate tokens held out for validation, from the first documents (default: val_fraction)."""
     shard_tokens: int = 100_000_000
     """Tokens per shard, approximately."""
     dedupe: Literal["none", "exact"] = "none"
-    """exact: keep only the first of documents with the same text."""
+    """Deduplication; exact: keep the first of documents with the same text."""
     max_bad_documents: int = 0
-    """Skip up to this many unreadable documents: not UTF-8, not JSON, or without the text field."""
+    """Most unreadable documents to skip (not UTF-8, not JSON, or without the text field)."""
 
 
 class DatasetOptions(JsonOptions):
@@ -72,13 +72,13 @@ class AtOptions(RunOptions):
     """Options of `data at`."""
 
     step: int | None = Field(None, ge=1)
-    """Step to look at (default: none)."""
+    """Step to show (default: none)."""
     batch: int | None = Field(None, ge=0)
-    """Global batch to look at, which a rollback may have skipped since (default: none)."""
+    """Global batch to show, even if a rollback has skipped it (default: none)."""
     worker: int | None = Field(None, ge=0)
-    """Only the sequences of this worker at the step (default: all)."""
+    """Worker whose sequences to show (default: all)."""
     documents: bool = False
-    """Also number the documents, which reads shards from their start."""
+    """Number the documents, which reads shards from their start."""
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset of the run (default: the one it was trained on)."""
 
@@ -87,7 +87,7 @@ class FindOptions(StorageOptions):
     """Options of `data find`."""
 
     text: Annotated[str, Metavar("TEXT", positional=True)]
-    """Text to find, as it stands in a document."""
+    """Text to find in documents."""
     run: Annotated[str, Metavar("RUN", positional=True)]
     """Name or directory of a run."""
     data: Annotated[str | None, Metavar("DIR")] = None
@@ -98,12 +98,12 @@ class FindOptions(StorageOptions):
 def prepare(options: PrepareOptions) -> None:
     """Make a dataset from text or token ids.
 
-    A stopped command continues where it was; the finished dataset is the same on any number of CPUs.
+    An interrupted command continues when run again. The dataset is the same on any number of CPUs.
     """
     ways = ("val", "val_fraction", "val_tokens")
     given = [f"--{name}" for name in ways if getattr(options, name) is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
+        raise ConfigError(f"{' and '.join(given)} are mutually exclusive; pass only one")
     from raytrain_gpt.cluster.signals import StopSignals
     from raytrain_gpt.data.describe import describe_dataset
     from raytrain_gpt.ingest import prepare as tasks
@@ -112,7 +112,7 @@ def prepare(options: PrepareOptions) -> None:
     out = Location.of(options.out)
     more = options.model_dump(exclude={"sources", "out", "tokenizer", "quiet"})
     more["dedupe"] = options.dedupe == "exact"
-    with StopSignals("interrupted; finished shards are kept, the same command goes on"):
+    with StopSignals("interrupted; finished shards are kept, run the same command to continue"):
         manifest = tasks.prepare(options.sources, out, options.tokenizer, log=options.log, **more)
     describe_dataset(out, manifest, say)
     say(_train_line(options.out))

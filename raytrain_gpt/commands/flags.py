@@ -50,8 +50,8 @@ class CheckpointOptions(Options):
     """Options of a command that uses a checkpoint."""
 
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
-    """Directory or s3:// URL of a checkpoint, or of a run: its best checkpoint, else its newest. Or the name
-    of a run in ./runs."""
+    """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
+    checkpoint, or its newest if none was evaluated."""
 
     @field_validator("checkpoint")
     @classmethod
@@ -107,7 +107,7 @@ class ConfigOptions(Options):
         description=f"Configuration to start from (default: quickstart): {', '.join(preset_names())}",
     )
     config: Annotated[str | None, Metavar("FILE")] = None
-    """Configuration to start from instead of a preset, as a YAML file or its URL (default: the preset)."""
+    """YAML file or URL to start from instead of a preset (default: the preset)."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
     def resolved(self) -> Config:

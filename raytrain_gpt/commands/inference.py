@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 class EvalOptions(JsonOptions, CheckpointOptions):
-    """What a checkpoint is evaluated on."""
+    """Options of `eval`."""
 
     data: Annotated[str | None, Metavar("DIR")] = None
-    """Dataset (default: the one it was trained on)."""
+    """Dataset (default: the training run's)."""
     eval_tokens: int | None = Field(None, ge=1)
-    """Validation tokens at most (default: as in training)."""
+    """Most validation tokens (default: as in training)."""
     hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
-    """HellaSwag as .jsonl, or the public file (default: not evaluated)."""
+    """HellaSwag .jsonl file; download: the public file (default: not scored)."""
 
 
 class SampleOptions(SamplingOptions, CheckpointOptions):
-    """What is continued, and how often."""
+    """Options of `sample`."""
 
     prompt: Annotated[str | None, Metavar("TEXT")] = None
-    """Text to continue (default: those of --batch)."""
+    """Text to continue (default: the lines of --batch)."""
     batch: Annotated[str | None, Metavar("FILE")] = None
-    """JSON lines {"prompt": TEXT, …} to continue on all of a Ray cluster (default: only --prompt)."""
+    """JSON lines {"prompt": TEXT, …} to continue on a Ray cluster (default: only --prompt)."""
     out: Annotated[str | None, Metavar("FILE")] = None
-    """Where --batch writes its lines with their continuations (default: nowhere)."""
+    """Output file of --batch: its lines with their continuations (default: none)."""
     num_samples: int | None = Field(None, ge=1)
     """Continuations per prompt (default: 5; with --batch: 1)."""
     max_new_tokens: int = Field(SamplingOptions.model_fields["max_new_tokens"].default, ge=1)
-    """Tokens generated per sample (default: as many as in the run's evaluations)."""
+    """Tokens generated per sample (default: as in the run's evaluations)."""
 
 
 class ServeCheckpointOptions(ServeOptions, CheckpointOptions):
-    """What is served, and how."""
+    """Options of `serve`."""
 
 
 @command("eval", EvalOptions)
 def evaluate(options: EvalOptions) -> None:
-    """Validation loss and HellaSwag score of a checkpoint."""
+    """Evaluate a checkpoint: validation loss and HellaSwag."""
     from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 
     how = options.model_dump(exclude={"checkpoint", "as_json"})
@@ -122,29 +122,29 @@ def serve(options: ServeCheckpointOptions) -> None:
 
 
 class ExportOptions(CheckpointOptions):
-    """What is written, and where."""
+    """Options of `export`."""
 
     out: Annotated[str, Metavar("DIR|FILE")]
-    """A new local directory; for gguf a new local file ending in .gguf, or a directory for RUN_NAME.gguf."""
+    """New local directory; for gguf a new local file ending in .gguf, or a directory for RUN_NAME.gguf."""
     format: Literal["hf", "gguf"] = "hf"
-    """hf: a directory that transformers loads; gguf: a file that llama.cpp and Ollama load."""
+    """Output format; hf: a directory for transformers; gguf: a file for llama.cpp and Ollama."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the tensors."""
 
 
 class ImportOptions(Options):
-    """What is read, and what its files do not say."""
+    """Options of `import`."""
 
     source: Annotated[str, Metavar("DIR_OR_FILE", positional=True)]
-    """A Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
+    """Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
     out: Annotated[str, Metavar("CHECKPOINT")]
-    """A new directory, or s3://bucket/prefix."""
+    """New directory or s3://bucket/prefix."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
-    """bytes, a tiktoken encoding or a checkpoint (default: the directory's, else by the vocabulary)."""
+    """Tokenizer: bytes, a tiktoken encoding or a checkpoint (default: the directory's, or by size)."""
     num_heads: int | None = None
     """Attention heads per block, for a weights file (default: one per 64 channels)."""
     seq_len: int | None = None
-    """Keep only the first positions, which shortens the context (tokens; default: all)."""
+    """Context length to cut the positions to (tokens; default: all)."""
 
 
 @command("export", ExportOptions)
@@ -164,7 +164,7 @@ def export(options: ExportOptions) -> None:
 
 @command("import", ImportOptions)
 def import_(options: ImportOptions) -> None:
-    """Make a checkpoint from weights of Hugging Face, of a GPT-2 or a Qwen3."""
+    """Make a checkpoint from Hugging Face weights of a GPT-2 or Qwen3."""
     from raytrain_gpt.export.huggingface import import_weights
 
     more = options.model_dump(exclude={"source", "out"})

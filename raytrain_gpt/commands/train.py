@@ -28,20 +28,20 @@ from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
-    """What is known of the run besides its configuration."""
+    """Facts about the run besides its configuration."""
 
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
-    """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the one of --probe)."""
+    """GPU to estimate for, such as H200 or A100-SXM4-80GB (default: the device of --probe)."""
     step_time_s: float | None = Field(None, gt=1e-9, lt=1e9)
-    """Time per step in seconds, if you have measured it (default: estimated)."""
+    """Measured time per step in seconds (default: estimated)."""
     mfu: float | None = Field(None, gt=1e-9, le=1)
     """Assumed fraction of the device's peak without a measured time (default: 0.4)."""
     train_tokens: int | None = Field(None, ge=1)
     """Tokens of the training data (default: those of data_path, if it exists)."""
     vocab_size: int | None = Field(None, ge=1, le=2**32)
-    """Vocabulary size of the tokenizer (default: that of data_path, or the one it will probably have)."""
+    """Vocabulary size of the tokenizer (default: that of data_path, or of its probable tokenizer)."""
     price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
@@ -55,31 +55,31 @@ class EstimateFlags(JsonOptions, ConfigOptions):
 
 @command("estimate", EstimateFlags, SECTIONS)
 def estimate(options: EstimateFlags) -> None:
-    """Parameters, memory, time and price of a run, before it starts.
+    """Estimate parameters, memory, time and price of a run.
 
-    Takes the flags of `train`. The speed comes from --probe, from --step_time_s, or from the peak of the
-    device and an assumed MFU.
+    Takes the flags of `train`. The speed comes from --probe, --step_time_s, or the device's peak and an
+    assumed MFU.
     """
     configuration = options.resolved()
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
     known = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
-    config, found = answer(configuration, Facts(**known), say, options.device, options.probe)
-    for line in lines(config, found):
+    config, result = answer(configuration, Facts(**known), say, options.device, options.probe)
+    for line in lines(config, result):
         say(line)
-    if found.fits is not False:
+    if result.fits is not False:
         say(f"next: {options.train_command()}")
-    elif found.remedy is not None:
-        say(f"next: {options.again_with(found.remedy.changes)}")
-    options.say_json(found.as_json())
+    elif result.remedy is not None:
+        say(f"next: {options.again_with(result.remedy.changes)}")
+    options.say_json(result.as_json())
 
 
 class TrainOptions(ProgressOptions, ConfigOptions):
-    """Whether anything is done."""
+    """Options of `train`."""
 
     dry_run: bool = False
-    """Print the resolved configuration, the size of the run and whether its data is there, and stop."""
+    """Print the resolved configuration, run size and whether the data exists, then exit."""
 
 
 @command("train", TrainOptions, SECTIONS)
@@ -97,7 +97,7 @@ def train(options: TrainOptions) -> None:
             describe_config(options.preset, options.config, config),
             *run_lines(config, say),
         ):
-            say(f"# {line}")  # what is printed stays YAML
+            say(f"# {line}")  # the output stays valid YAML
         say("# next: the same command without --dry_run")
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
@@ -109,14 +109,14 @@ def train(options: TrainOptions) -> None:
 
 
 class TuneOptions(ProgressOptions):
-    """Which sweep, and what becomes of it."""
+    """Options of `tune`."""
 
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/."""
     resume: bool = False
     """Continue a sweep that was stopped or killed."""
     dry_run: bool = False
-    """Print the trials and their cost, and stop."""
+    """Print the trials and their cost, then exit."""
     fields: dict[str, str | None] = Field({}, exclude=True)
 
 

@@ -55,7 +55,7 @@ def test_workers_fit_node_by_node() -> None:
 def test_a_share_of_a_gpu_is_for_one_worker() -> None:
     half = config(use_gpu=True, gpus_per_worker=0.5)
     assert fit_to_cluster(half, given(Node(8, 2)))[1] == 1
-    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 does not go with num_workers=2"):
+    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 does not apply to num_workers=2"):
         config(num_workers=2, gpus_per_worker=0.5)
 
 

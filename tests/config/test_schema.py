@@ -157,7 +157,10 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"num_workers": "all"}, ["num_workers='all'"]),
         ({"num_workers": 2, "min_workers": 3}, ["min_workers=3", "num_workers=2"]),
         ({"cpus_per_worker": 0}, ["cpus_per_worker=0", "1 or more"]),
-        ({"micro_batch_sequences": -1}, ["micro_batch_sequences=-1", "1 or more", "fit in memory"]),
+        (
+            {"micro_batch_sequences": -1},
+            ["micro_batch_sequences=-1", "1 or more", "as many as fit"],
+        ),
         ({"min_workers": 0}, ["min_workers=0", "equal to 1"]),
         ({"use_gpu": "maybe"}, ["use_gpu='maybe'"]),
         ({"embd_size": 1_000_000_007}, ["embd_size=1000000007", "1048576", "Width"]),
@@ -167,8 +170,14 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
         ({"global_batch_tokens": 2**50}, ["global_batch_tokens=1125899906842624", "1099511627776"]),
         ({"max_steps": 2**63}, ["max_steps=9223372036854775808", "less than 2**63"]),
         ({"num_workers": 2**63}, ["num_workers=9223372036854775808", "less than 2**63"]),
-        ({"exact": True, "parallel": "fsdp"}, ["exact=true", "parallel=fsdp; set parallel to ddp"]),
-        ({"exact": True, "precision": "fp16"}, ["exact=true", "precision=fp16; set precision to"]),
+        (
+            {"exact": True, "parallel": "fsdp"},
+            ["exact=true", "parallel=fsdp", "; set parallel to ddp"],
+        ),
+        (
+            {"exact": True, "precision": "fp16"},
+            ["exact=true", "precision=fp16", "; set precision to"],
+        ),
         (
             {"exact": True, "micro_batch_sequences": "auto"},
             ["exact=true", "set micro_batch_sequences to a number"],

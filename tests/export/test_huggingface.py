@@ -418,7 +418,7 @@ def test_another_models_directory_is_one_line(hf: Path, refused: Refused) -> Non
     ("changed", "words"),
     [
         ({"num_key_value_heads": 3}, ["num_kv_heads=3 does not divide num_heads=4"]),
-        ({"num_attention_heads": 32, "head_dim": 1}, ["an odd number of channels"]),
+        ({"num_attention_heads": 32, "head_dim": 1}, ["odd head size"]),
         ({"head_dim": 16}, ["head_dim=16", "a plain Qwen3 has 8"]),
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"num_hidden_layers": 10**9}, ["num_layers=1000000000"]),
