@@ -297,7 +297,8 @@ class ClusterSection(SafeSection):
         if self.gpus_per_worker < 1 and self.num_workers not in ("auto", 1):
             raise ValueError(
                 f"gpus_per_worker={self.gpus_per_worker:g} does not apply to num_workers="
-                f"{self.num_workers}: NCCL needs one GPU per worker, and local mode uses a whole GPU; set num_workers to 1"
+                f"{self.num_workers}: NCCL needs one GPU per worker, and local mode uses a whole GPU; "
+                "set num_workers to 1"
             )
         if self.num_workers == 0 and self.min_workers is not None:
             raise ValueError(
