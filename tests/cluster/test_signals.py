@@ -96,6 +96,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
     assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_second_run_of_the_same_name_is_refused(
     make_config: Callable[..., Any],
     run_cli: Callable[..., tuple[int, str, str]],
