@@ -1,6 +1,6 @@
 # make demo          train the quickstart model
 # make test          run the tests; make test-fast those without Ray
-# make test-slow     what takes seconds without Ray: compiled models, damaged files, process groups
+# make test-slow     what takes seconds without Ray: runs, compiled models, damaged files, process groups
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
 # make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
@@ -19,7 +19,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Threads that wait must not spin: other tests use the core.
 export OMP_WAIT_POLICY := PASSIVE
-# What is too slow for `make test`.
+# What shares one Ray cluster, and what is too slow for `make test`.
+SHARED := ray or sweeps or models or faults
 SLOW := slow or sweeps or tools or models or serve or faults or cluster
 
 .PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
@@ -36,7 +37,7 @@ test-fast: $(INSTALLED)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or $(SLOW))"
 
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist worksteal -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ($(SHARED))"
 
 test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTALLED)
 	$(BIN)/pytest -rs -m $(@:test-%=%)
@@ -46,7 +47,7 @@ test-chaos: $(INSTALLED)
 
 # One session, so that one cluster, its data and its reference runs are made once.
 test-shared: $(INSTALLED)
-	$(BIN)/pytest -m "ray or sweeps or models or faults"
+	$(BIN)/pytest -m "$(SHARED)"
 
 test-own: $(INSTALLED)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"

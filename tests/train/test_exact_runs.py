@@ -13,6 +13,8 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, Straight, evaluations, steps, weights
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"exact": True, "micro_batch_sequences": 1, "max_steps": 60, "dropout": 0.1}
 MODERN = {"architecture": "qwen3", "optimizer": "muon", "precision": "bf16"}
 MASKED = {"document_mask": True, "data_path": "{0}=0.3,{1}=0.7"}
