@@ -7,12 +7,16 @@
 # make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
-# make test-readme   every command of the README, in a fresh clone with an install of its own
+# make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
+<<<<<<< HEAD
 #   test-readme-short  the README's commands, shortened, in the environment that is there
+=======
+#   and the commands of README and getting-started, shortened
+>>>>>>> main
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

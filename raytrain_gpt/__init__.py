@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raytrain_gpt.notebook import train as train
 
 # Before torch is loaded, here and in Ray's workers. GNU OpenMP's threads wait for each other by spinning for
-# milliseconds, which beside other busy processes costs more than it saves (docs/decisions.md).
+# milliseconds, which beside other busy processes costs more than it saves (docs/notebook/decisions.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

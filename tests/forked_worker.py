@@ -3,7 +3,7 @@
 A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. On
 clusters that tests start, this file stands in for Ray's `setup_worker.py`, which becomes a worker: it
 hands its arguments, environment and output files to a server, which has it forked by a process that
-has imported Ray with the same variables (docs/decisions.md says why there is one for each). The child runs
+has imported Ray with the same variables (one for each set: docs/notebook/decisions.md). The child runs
 Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. None
 of the imports starts a thread of Ray's or connects to anything, of which a child would have half.
 Clusters that commands start themselves begin their workers as Ray does.

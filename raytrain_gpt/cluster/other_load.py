@@ -39,7 +39,7 @@ def crowded_cores(fitted: FittedConfig, busy: float) -> str | None:
     """A line where a worker's threads take cores that others keep busy.
 
     Threads meet hundreds of times in a step, and all wait for the one whose core is taken
-    (docs/decisions.md).
+    (docs/notebook/decisions.md).
     """
     threads, cores = fitted.cluster.cpus_per_worker, os.cpu_count() or 1
     free = max(1, round(threads * (1 - busy / cores)))

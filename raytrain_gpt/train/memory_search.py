@@ -43,7 +43,7 @@ MIN_EFFICIENT_TOKENS = 2048
 """In a micro-batch on a GPU. With fewer, weights are read and gradients accumulated so often that it may
 pay to recompute activations for more; by calculation, not measured."""
 MAX_CPU_TOKENS = 2048
-"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/memory.md)."""
+"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/training.md)."""
 MAX_GPU_TOKENS = 2**16
 """In a micro-batch on a GPU. About half of them are reckoned to fill it; not measured."""
 MAX_LOGITS = 2**31 - 1
