@@ -12,11 +12,7 @@
 # make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
-<<<<<<< HEAD
-#   test-readme-short  the README's commands, shortened, in the environment that is there
-=======
-#   and the commands of README and getting-started, shortened
->>>>>>> main
+#   test-readme-short  the commands of README and getting-started, shortened
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
