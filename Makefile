@@ -17,8 +17,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Threads that wait must not spin: other tests use the core.
-export OMP_WAIT_POLICY := PASSIVE
 # What shares one Ray cluster, and what is too slow for `make test`.
 SHARED := ray or sweeps or models or faults
 SLOW := slow or sweeps or tools or models or serve or faults or cluster
@@ -68,6 +66,8 @@ check: $(INSTALLED)
 	@echo "two targets at a time; each prints its output when it ends"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target checks
 
+# Threads that wait must not spin: the other target uses the core.
+checks: export OMP_WAIT_POLICY := PASSIVE
 checks: format lint test-shared test-own test-fast test-slow test-readme-short types
 
 format: $(INSTALLED)
