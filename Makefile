@@ -1,5 +1,6 @@
 # make demo          train the quickstart model
 # make test          run the tests; make test-fast those without Ray
+# make test-slow     what takes seconds without Ray: runs, compiled models, damaged files, process groups
 # make test-sweeps   whole sweeps; make test-faults tests that kill
 # make test-tools    the doctor, the notebook, security
 # make test-models   HellaSwag, async evaluation, weights in and out, sharding, torchrun, profiles, benchmarks
@@ -8,19 +9,20 @@
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
 # make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make wheel         what cluster files install on every node: dist/
-# make check         all that CI checks: format, lint, types, test-fast, then
+# make check         all that CI checks, two at a time: format, lint, types, test-fast, test-slow, and
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
-#   and the commands of README and getting-started, shortened
+#   test-readme-short  the commands of README and getting-started, shortened
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# What is too slow for `make test`.
-SLOW := sweeps or tools or models or serve or faults or cluster
+# What shares one Ray cluster, and what is too slow for `make test`.
+SHARED := ray or sweeps or models or faults
+SLOW := slow or sweeps or tools or models or serve or faults or cluster
 
-.PHONY: demo test test-fast test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
-.PHONY: test-chaos test-readme wheel check format lint types clean
+.PHONY: demo test test-fast test-slow test-sweeps test-tools test-models test-serve test-faults test-cluster test-shared test-own
+.PHONY: test-chaos test-readme test-readme-short wheel check checks format lint types clean
 
 demo: $(INSTALLED)
 	@$(BIN)/raytrain-gpt train
@@ -32,6 +34,9 @@ test: test-fast
 test-fast: $(INSTALLED)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not (ray or $(SLOW))"
 
+test-slow: $(INSTALLED)
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ($(SHARED))"
+
 test-sweeps test-tools test-models test-serve test-faults test-cluster: $(INSTALLED)
 	$(BIN)/pytest -rs -m $(@:test-%=%)
 
@@ -40,7 +45,7 @@ test-chaos: $(INSTALLED)
 
 # One session, so that one cluster, its data and its reference runs are made once.
 test-shared: $(INSTALLED)
-	$(BIN)/pytest -m "ray or sweeps or models or faults"
+	$(BIN)/pytest -m "$(SHARED)"
 
 test-own: $(INSTALLED)
 	$(BIN)/pytest -rs -m "tools or serve or cluster"
@@ -48,13 +53,22 @@ test-own: $(INSTALLED)
 test-readme: $(INSTALLED)
 	$(BIN)/python -m tests.readme
 
+test-readme-short: $(INSTALLED)
+	$(BIN)/python -m tests.readme --short
+
 wheel: $(INSTALLED)
 	rm -rf build dist
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	cp constraints.txt dist/
 
-check: format lint types test-fast test-shared test-own
-	$(BIN)/python -m tests.readme --short
+# Two at a time, the longest first; what each prints comes when it ends.
+check: $(INSTALLED)
+	@echo "two targets at a time; each prints its output when it ends"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target checks
+
+# Threads that wait must not spin: the other target uses the core.
+checks: export OMP_WAIT_POLICY := PASSIVE
+checks: format lint test-shared test-own test-fast test-slow test-readme-short types
 
 format: $(INSTALLED)
 	$(BIN)/ruff format --check .

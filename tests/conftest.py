@@ -39,6 +39,7 @@ CLUSTER_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
     "RAY_io_context_monitor_probe_interval_ms": "10000",
+    "REPORTER_UPDATE_INTERVAL_MS": "3600000",
     # A run of a second with ten checkpoints ends with as many polls, each of which takes one report.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }

@@ -76,6 +76,7 @@ for argv in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_commands_of_one_process_start_no_ray(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "runs" / "a", step=1, val_loss=2.0)
     (tmp_path / "runs" / "a" / "config.yaml").write_text(Config().to_yaml())

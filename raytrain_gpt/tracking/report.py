@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -279,7 +280,9 @@ def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str
     return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of other data"
 
 
-def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more: Any) -> Path:
+@functools.cache
+def _page_template() -> jinja2.Template:
+    """The compiled template of a page."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -288,7 +291,11 @@ def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more:
     environment.filters |= {"amount": amount, "size": size, "thousands": "{:,}".format}
     environment.filters |= {"duration": duration, "short_duration": short_duration}
     environment.filters |= {"event_text": event_text, "look_at": look_at_batch}
-    html = environment.get_template("report_template.html").render(
+    return environment.get_template("report_template.html")
+
+
+def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more: Any) -> Path:
+    html = _page_template().render(
         runs=runs,
         one="differing" not in more,
         charts=charts,

@@ -86,6 +86,7 @@ def rank_main(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_agree_in_the_foreground_and_in_the_background(tmp_path: Path) -> None:
     # Both are forked from one process that has imported torch: importing it takes two seconds.
     multiprocessing.set_forkserver_preload([__name__])

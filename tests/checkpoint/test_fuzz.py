@@ -28,6 +28,8 @@ from raytrain_gpt.tracking.runs import runs_command
 from tests.export.test_huggingface import write_checkpoint
 from tests.fuzz import Damage, bounded_work, damages, works_or_says_why
 
+pytestmark = pytest.mark.slow
+
 FILES = (
     STATE_FILE,
     STATE_FILE,

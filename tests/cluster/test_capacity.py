@@ -132,7 +132,9 @@ def test_gpus_that_are_not_there() -> None:
 CLUSTERS = [
     given(*nodes)
     for count in (1, 2, 3)
-    for nodes in itertools.product([Node(1, 0), Node(3, 1), Node(4, 2), Node(9, 0)], repeat=count)
+    for nodes in itertools.combinations_with_replacement(
+        [Node(1, 0), Node(3, 1), Node(4, 2), Node(9, 0)], count
+    )
 ]
 
 

@@ -16,6 +16,8 @@ import raytrain_gpt
 from raytrain_gpt.cluster.process_groups import connections, strangers
 from tests.cluster.attacked_ranks import NOBODY
 
+pytestmark = pytest.mark.slow
+
 WITHIN_S = 200
 GATHERED = {"gathered": ["secret of rank 0", "secret of rank 1"]}
 HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"

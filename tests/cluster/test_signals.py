@@ -17,7 +17,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
 from tests.faults import gates
-from tests.faults.gates import Faults, Gate
+from tests.faults.gates import WITHIN_S, Faults, Gate
 from tests.runs import Straight, assert_same, command, environment, flags
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     else:
         process.send_signal(number)
     gate.open()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130, errors
     assert "interrupted at step 7, saved" in errors
     catalog = Catalog(Location.of(storage / changes["run_name"]))
@@ -89,13 +89,14 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
     process = start(command("train", *flags(config)), environment(cluster))
     read_until(process, "model ")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130, errors
     assert "nothing is half-written" in errors
     assert not list((storage / "early").glob("checkpoints/*"))
     assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_second_run_of_the_same_name_is_refused(
     make_config: Callable[..., Any],
     run_cli: Callable[..., tuple[int, str, str]],
@@ -107,7 +108,7 @@ def test_a_second_run_of_the_same_name_is_refused(
     read_until(process, "step 5/100000")
     code, _, errors = run_cli("train", *flags(config))
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=WITHIN_S)
     assert code == 2
     assert f"run twice is in use (process {process.pid} on" in errors
     assert errors.count("\n") == 1
@@ -136,7 +137,7 @@ with StopSignals("") as signals:
 
 def test_a_signal_that_comes_while_the_one_before_is_handled_locks_nothing() -> None:
     """The second of the three comes inside the handler of the first."""
-    ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=WITHIN_S)
     assert ended.returncode == 130
 
 
@@ -158,6 +159,6 @@ with StopSignals("") as signals:
 
 def test_the_third_signal_ends_the_process_after_a_last_act() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=20, capture_output=True, text=True
+        [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=WITHIN_S, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout.split()) == (130, [*["signal"] * 3, "acted"])

@@ -14,6 +14,8 @@ from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.data.mixture import parse_data_path
 from tests.damage import BOMBS, damaged, edited, refusing_with_one_line
 
+pytestmark = pytest.mark.slow
+
 PRESETS = resources.files("raytrain_gpt").joinpath("presets")
 TEXTS = [PRESETS.joinpath(f"{name}.yaml").read_text("utf-8") for name in preset_names()]
 TEXTS.append(Config().updated({"data_path": "a=0.7,b=0.3", "num_workers": 2}).to_yaml())

@@ -205,6 +205,7 @@ def test_16_bits_give_nearly_the_same(architecture: str, dtype: torch.dtype) -> 
     assert (found.float() - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_one_graph_is_compiled_for_all_layouts(

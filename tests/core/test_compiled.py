@@ -33,6 +33,8 @@ from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import gathered_weights, make_eval_model, shard
 from tests.core.conftest import SHAPES
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=128, seq_len=160, vocab_size=300)
 """Gradients of 3.4 MB, and sequences of more than one block of a sparse attention."""

@@ -20,6 +20,8 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer, update
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
 
+pytestmark = pytest.mark.slow
+
 WORLD_SIZE = 512
 GPT2 = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=1000)
 SHAPES = {

@@ -31,6 +31,8 @@ from raytrain_gpt.storage.location import Location
 from tests.data.shard_tools import prepare_here, write_dataset, write_jsonl
 from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 
+pytestmark = pytest.mark.slow
+
 FILES = (MANIFEST_FILE, MANIFEST_FILE, TOKENIZER_FILE, "train-00000.parquet")
 
 

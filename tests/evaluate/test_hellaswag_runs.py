@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.export.test_huggingface import UNTIED, write_checkpoint
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 SEQ_LEN = 256
+NUM_EXAMPLES = 250
 Answers = dict[int, tuple[int, int]]
 """Place of an example -> endings with the smallest summed loss and with the smallest per token."""
 RunCli = Callable[..., tuple[int, str, str]]
@@ -38,7 +40,7 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 def made_lines() -> Iterator[str]:
     endings = ["goes away.", "sings a song.", "sits down.", "says nothing at all and is gone."]
-    for i in range(300):
+    for i in range(NUM_EXAMPLES):
         context = " ".join(f"man {i * k % 17}" for k in range(1, 4 + i % 50))
         row = {"ctx_a": context, "ctx_b": "he", "endings": endings, "label": str(i % 4)}
         yield json.dumps(row)
@@ -47,10 +49,11 @@ def made_lines() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real examples where there are some, else made ones."""
+    lines: Iterable[str] = made_lines()
     if test_data is not None:
-        return test_data / "hellaswag_val_1000.jsonl"
-    path = tmp_path_factory.mktemp("hellaswag") / "made.jsonl"
-    path.write_text("".join(f"{line}\n" for line in made_lines()), "utf-8")
+        lines = (test_data / "hellaswag_val_1000.jsonl").read_text("utf-8").splitlines()
+    path = tmp_path_factory.mktemp("hellaswag") / "examples.jsonl"
+    path.write_text("".join(f"{line}\n" for line in islice(lines, NUM_EXAMPLES)), "utf-8")
     return path
 
 

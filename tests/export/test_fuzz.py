@@ -16,6 +16,8 @@ from tests.checkpoint.test_fuzz import damaged
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 from tests.fuzz import Damage, bounded_work, damages, works_or_says_why
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, INDEX)
 

@@ -96,11 +96,13 @@ class Head:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-@pytest.fixture
-def head(cluster: str, forks_workers: ForksWorkers, tmp_path: Path) -> Iterator[Head]:
+@pytest.fixture(scope="module")
+def head(
+    cluster: str, forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Head]:
     """Room for a worker of two CPUs, or two of one, and the data."""
     with forks_workers():
-        made = Head(3, tmp_path / "head.log")
+        made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
     yield made
     made.close()
 

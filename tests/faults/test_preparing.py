@@ -21,7 +21,7 @@ from .gates import wait_until
 pytestmark = pytest.mark.faults
 
 NUM_FILES = 30
-NUM_KILLS = 10
+NUM_KILLS = 5
 SHARD_TOKENS = 500_000
 NUM_BAD = NUM_FILES
 WORDS = "a few words " * 2000
@@ -56,8 +56,8 @@ def written(directory: Path) -> set[str]:
     return {name for name in found if not name.endswith(".unfinished")}
 
 
-@pytest.mark.timeout(600)  # eleven commands, one after the other
-def test_killed_ten_times_it_ends_with_the_same_bytes(
+@pytest.mark.timeout(600)  # six commands, one after the other
+def test_killed_five_times_it_ends_with_the_same_bytes(
     cluster: str, sources: str, tmp_path: Path
 ) -> None:
     options = {"shard_tokens": SHARD_TOKENS, "val_fraction": 0.05}
@@ -84,7 +84,7 @@ def test_killed_ten_times_it_ends_with_the_same_bytes(
     # Hashes, shards and results of tasks; behind three quarters it might be done before it is killed.
     num_written = 2 + 2 * NUM_FILES + len(whole.shards)
     moments = random.Random(1).sample(range(1, num_written * 3 // 4), NUM_KILLS)
-    assert sum(moment > 2 + NUM_FILES for moment in moments) >= 3, "kills among the shards"
+    assert sum(moment > 2 + NUM_FILES for moment in moments) >= 2, "kills among the shards"
     for moment in sorted(moments):
         process = start()
         try:

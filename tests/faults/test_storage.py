@@ -18,7 +18,7 @@ from raytrain_gpt.cluster.shared_storage import check_ray_disk
 from raytrain_gpt.errors import ClusterError, StorageError, UserError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.train.attempt import End
+from raytrain_gpt.train.attempt import AttemptEnd
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.local_mode import LocalAttempt
 from tests.runs import Straight, assert_same, assert_same_order, steps, weights
@@ -136,7 +136,7 @@ def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
 ) -> None:
     run, away, finish = tmp_path / "renamed", tmp_path / "away", LocalAttempt.run
 
-    def finish_and_rename(attempt: LocalAttempt) -> End:
+    def finish_and_rename(attempt: LocalAttempt) -> AttemptEnd:
         end = finish(attempt)
         run.rename(away)
         threading.Timer(AWAY_S, away.rename, [run]).start()

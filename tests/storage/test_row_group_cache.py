@@ -236,7 +236,7 @@ print([process.exitcode for process in processes])
 def test_several_processes_share_it(tmp_path: Path, room: int) -> None:
     cache = RowGroupCache(tmp_path / "row_groups", HERE, room * FILE_BYTES)
     command = [sys.executable, "-c", FILLING, str(cache.directory), str(cache.limit_bytes)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.stdout, done.stderr) == ("[0, 0, 0, 0]\n", "")
     assert len(kept(cache, 300)) == min(room, 300)
     assert check_used(cache.directory) == min(room, 300) * FILE_BYTES

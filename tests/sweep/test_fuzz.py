@@ -17,6 +17,8 @@ from tests.damage import damaged, edited, refusing_with_one_line
 
 from .test_spec import FILE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TEXTS = [path.read_text("utf-8") for path in sorted(ROOT.glob("tune_configs/*.yaml"))]
 TEXTS.append((ROOT / "docs" / "sweeps.md").read_text("utf-8").split("```")[1].removeprefix("yaml"))

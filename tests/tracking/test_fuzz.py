@@ -33,6 +33,8 @@ from tests.tracking.test_report import (
     steps,
 )
 
+pytestmark = pytest.mark.slow
+
 USE = StepTimeBreakdown(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"matmul": 0.2},
               [{"name": "mm", "kind": "matmul", "time_s": 0.1, "calls": 4}])  # fmt: skip
 ROWS = [

@@ -17,6 +17,8 @@ from raytrain_gpt.train.preflight import check_init_from
 from tests.conftest import RaisesLine
 from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
 
+pytestmark = pytest.mark.slow
+
 QWEN3 = {
     "architecture": "qwen3",
     "num_heads": 4,

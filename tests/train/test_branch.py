@@ -19,6 +19,8 @@ from raytrain_gpt.train.provenance import RunProvenance
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, Straight, steps, weights
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = ("step", "train/loss", "optim/lr", "data/order_hash")
 WSD = {"schedule": "wsd", "decay_fraction": 0.2, "max_steps": 50}
 

@@ -12,6 +12,8 @@ from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, assert_same, evaluations, restarted_from, steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, Straight, evaluations, steps, weights
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"exact": True, "micro_batch_sequences": 1, "max_steps": 60, "dropout": 0.1}
 MODERN = {"architecture": "qwen3", "optimizer": "muon", "precision": "bf16"}
 MASKED = {"document_mask": True, "data_path": "{0}=0.3,{1}=0.7"}
@@ -27,7 +29,7 @@ def numbers(run: RunSummary) -> list[dict[str, Any]]:
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("fields", "workers"),
-    [({}, (1, 2, 3, 4)), (MODERN | MASKED, (3,))],
+    [({}, (2, 4)), (MODERN | MASKED, (3,))],
     ids=["gpt2", "qwen3-muon-bf16-masked-mixture"],
 )
 def test_any_number_of_workers_has_the_same_bits_and_metrics(

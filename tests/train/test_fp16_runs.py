@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.core.loss_scale import INIT_SCALE
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, restarted_from, steps, weights
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_resumed_run_in_fp16_ends_with_the_same_bits(

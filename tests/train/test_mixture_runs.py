@@ -14,6 +14,8 @@ from raytrain_gpt.train.launch import train
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, assert_same_order, evaluations, flags, restarted_from, steps
 
+pytestmark = pytest.mark.slow
+
 SHARES = {"letters": 0.7, "digits": 0.2, "signs": 0.1}
 RUN = {
     "max_steps": 200,

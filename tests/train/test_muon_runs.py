@@ -11,6 +11,8 @@ from raytrain_gpt.train.launch import train
 from tests.faults.gates import Faults, gated
 from tests.runs import MakeConfig, assert_same, events, restarted_from, steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])

@@ -28,6 +28,8 @@ from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
 from tests.runs import MakeConfig
 
+pytestmark = pytest.mark.slow
+
 RunCli = Callable[..., tuple[int, str, str]]
 Given = dict[int, list[int]]
 """Step -> ids of its sequences, in the order of the batch."""

@@ -213,6 +213,7 @@ def test_runs_and_samples_can_be_shown(
 
 
 @pytest.mark.models
+@pytest.mark.timeout(1500)  # two minutes of two cores, which other tests use as well
 def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     test_data: Path | None, tmp_path: Path
 ) -> None:
