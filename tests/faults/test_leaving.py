@@ -105,6 +105,7 @@ def head(cluster: str, forks_workers: ForksWorkers, tmp_path: Path) -> Iterator[
     made.close()
 
 
+@pytest.mark.fault("`ray job stop`", "saves within the job's stop time")
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     head: Head,
     straight: Straight,
@@ -144,6 +145,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     assert_same(run_dir, straight(2))
 
 
+@pytest.mark.fault("node process stopped by SIGTERM", "exits after the run saved")
 def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     head: Head,
     straight: Straight,
