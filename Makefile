@@ -6,12 +6,12 @@
 # make test-serve    serving over HTTP, with a browser
 # make test-chaos    kill a random process in each of 20 runs (a quarter of an hour, not in CI)
 # make test-cluster  `ray up` on three hosts made of namespaces (root)
-# make test-readme   every command of the README, in a fresh clone with an install of its own
+# make test-readme   every command of README and getting-started, in a fresh clone and environment
 # make wheel         what cluster files install on every node: dist/
 # make check         all that CI checks: format, lint, types, test-fast, then
 #   test-shared      all tests that share one Ray cluster
 #   test-own         all tests that start clusters of their own: tools, serve, cluster
-#   and the README's commands, shortened
+#   and the commands of README and getting-started, shortened
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.checkpoint.writer import CheckpointWriter, Saved
+from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
@@ -133,7 +133,7 @@ class Training:
         self.saver.begin(made_state(self.step, self.ranks), {}, prune=False)
         return time.perf_counter() - started
 
-    def collect(self) -> tuple[float, Saved]:
+    def collect(self) -> tuple[float, WrittenCheckpoint]:
         """Seconds blocked in it, and what was saved."""
         started = time.perf_counter()
         saved = self.saver.collect()
@@ -141,7 +141,7 @@ class Training:
 
     def slowest(self, seconds: float) -> float:
         """The largest value of all ranks."""
-        return max(self.ranks.gathered(seconds, float))
+        return max(self.ranks.all_gather_json(seconds, float))
 
     def synchronous(self) -> float:
         """Seconds of a checkpoint without training."""

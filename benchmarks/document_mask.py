@@ -17,7 +17,7 @@ import torch
 from training import VOCAB_SIZE, ratios
 
 from raytrain_gpt.config.sections import OptimSection
-from raytrain_gpt.core.device import autocast_of, best_device, synchronize
+from raytrain_gpt.core.device import best_device, make_autocast, synchronize
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
@@ -99,7 +99,7 @@ def tokens_per_s(args: argparse.Namespace, model: GPT, batch: MicroBatch) -> flo
         micro_batches_per_step=1,
         learning_rate=lambda step: 1e-4,
         grad_clip=1.0,
-        autocast=autocast_of(args.precision, device),
+        autocast=make_autocast(args.precision, device),
         seed=0,
         rank=0,
     ):

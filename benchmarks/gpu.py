@@ -47,9 +47,9 @@ from plain_gpt2 import PlainGPT, Sizes, train_plainly
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.device import (
-    autocast_of,
     best_device,
     device_name,
+    make_autocast,
     matmul_dtype,
     peak_flops,
     peak_memory_bytes,
@@ -61,7 +61,7 @@ from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import shard
-from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 
 MODES = ("compiled", "eager")
 LEARNING_RATE = 3e-4
@@ -253,7 +253,7 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         micro_batches_per_step=args.micro_batches,
         learning_rate=lambda step: LEARNING_RATE,
         grad_clip=1.0,
-        autocast=autocast_of(args.precision, device),
+        autocast=make_autocast(args.precision, device),
         seed=0,
         rank=0,
     )
@@ -402,7 +402,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
             over.set()
         traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
     trained = [row for row in rows if "train/loss" in row]
-    profiles = [use for row in rows if (use := TimeUse.of_row(row)) is not None]
+    profiles = [use for row in rows if (use := StepTimeBreakdown.of_row(row)) is not None]
     # The steps between two reports all have their mean.
     counted = [row for row in trained[skipped:] if row["step"] % args.span_steps == 0]
     return {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_gpt.sweep import drawing
-from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 
 LOOKS = {
     "matmul": {"color": "#0b67b2"},
@@ -41,7 +41,7 @@ def main() -> None:
     print(args.out)
 
 
-def bars_of(found: dict[str, Any]) -> list[tuple[str, TimeUse]]:
+def bars_of(found: dict[str, Any]) -> list[tuple[str, StepTimeBreakdown]]:
     """A label and what the time went to, of every case that was measured."""
     bars = []
     settings = ["document mask"] * found["document_mask"] + ["fsdp"] * (found["parallel"] == "fsdp")
@@ -53,18 +53,18 @@ def bars_of(found: dict[str, Any]) -> list[tuple[str, TimeUse]]:
             mfu = "" if case["mfu"] is None else f", MFU {case['mfu']:.1%}"
             speed = f"{case['tokens_per_s']:,} tokens/s{mfu}"
             label = f"{model}\n{case['mode']} {case['way']}: {speed}"
-            bars.append((label, TimeUse(**case["profile"])))
+            bars.append((label, StepTimeBreakdown(**case["profile"])))
     return bars
 
 
-def picture(bars: list[tuple[str, TimeUse]]) -> bytes:
+def picture(bars: list[tuple[str, StepTimeBreakdown]]) -> bytes:
     """The PNG: milliseconds of a profiled step, by kind."""
     figure, axes = drawing.new_figure(11, 1.6 + 0.7 * len(bars))
     longest_s = max(use.total_s / use.num_steps for _, use in bars)
     for place, (_, use) in enumerate(bars):
         left = 0.0
         for kind, look in LOOKS.items():
-            width = use.a_step_ms(use.kinds_s[kind])
+            width = use.per_step_ms(use.kinds_s[kind])
             text = f"{width:.1f}" if width > NARROW * 1000 * longest_s else ""
             label = KINDS[kind] if place == 0 else None
             patches = axes.barh(place, width, left=left, label=label, edgecolor="white", **look)

@@ -51,7 +51,7 @@ def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dic
     )
     with ThreadPoolExecutor(1) as thread:
         state = thread.submit(gpu_state, device)
-        for _ in profile.around(steps):
+        for _ in profile.record_steps(steps):
             pass
     (one,) = taken
     if isinstance(one, Exception):  # the speed before it is still right

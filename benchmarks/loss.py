@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from raytrain_gpt.core.device import (
-    autocast_of,
+    make_autocast,
     peak_memory_bytes,
     resolve_precision,
     synchronize,
@@ -79,7 +79,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    autocast = autocast_of(resolve_precision(args.precision, device), device)
+    autocast = make_autocast(resolve_precision(args.precision, device), device)
     hidden = torch.randn(1, args.tokens, args.channels, device=device, requires_grad=True)
     weight = torch.randn(args.vocab_size, args.channels, device=device) * 0.02
     weight.requires_grad_()

@@ -95,7 +95,7 @@ def record(num_ranks: int, seconds: float) -> dict[str, Any]:
         used = cpu_s_while(process, lambda: watch(recorder, seconds))
         memory = process.memory_info().rss
         ordered_at = time.time()
-        recorder.ask("order", "stop")
+        recorder.ask("command", "stop")
         stopped = ray.get([client.stopped_at.remote() for client in clients])
         told = [at - ordered_at for found in stopped for at in found]
         for client in clients:

@@ -45,7 +45,7 @@ from torch import nn
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import MicroBatch
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import INIT_STD, GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
@@ -284,8 +284,10 @@ def mean_loss(model: PlainGPT, batches: Iterator[MicroBatch]) -> float:
     """Over all targets that count."""
     total, num = 0.0, 0
     for inputs, targets in batches:
-        counted = int((targets != IGNORED).sum())
-        targets = torch.where(targets == IGNORED, -1, targets)  # what the plain model leaves out
+        counted = int((targets != IGNORE_INDEX).sum())
+        targets = torch.where(
+            targets == IGNORE_INDEX, -1, targets
+        )  # what the plain model leaves out
         total, num = total + float(model(inputs, targets)) * counted, num + counted
     return total / num
 

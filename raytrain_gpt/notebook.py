@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_gpt.config.load import described, given_fields, resolve
+from raytrain_gpt.config.load import describe_config, given_fields, resolve
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import Log
 from raytrain_gpt.redact import printable
 
 if TYPE_CHECKING:
-    from raytrain_gpt.train.trained_on import TrainedSequence
+    from raytrain_gpt.train.provenance import TrainedSequence
 
 SHOWN_LINES = 12
 _COLORS = "--c1: #1f77b4; --c2: #d62728; --c7: currentColor; --c8: #8884"
@@ -116,7 +116,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
         from raytrain_gpt.train import launch
 
     log = _log(resolved)
-    log(described(preset, config, resolved))
+    log(describe_config(preset, config, resolved))
     summary = launch.train(resolved, log)
     run_end(summary, log)
     rows = read_rows(summary.sync.work_dir)
@@ -146,9 +146,9 @@ def batch_at(
         UserError: there is no such run or step, or its data is not there.
     """
     from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.trained_on import RunData
+    from raytrain_gpt.train.provenance import RunProvenance
 
-    return RunData(str(run), Location.of(storage_path), data).step(step)
+    return RunProvenance(str(run), Location.of(storage_path), data).step(step)
 
 
 def _log(config: Config) -> Log:

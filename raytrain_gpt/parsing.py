@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TextIO
 
 import yaml
 
-MOST_DEPTH = 50
+MAX_DEPTH = 50
 """Mappings and lists of a YAML text within one another."""
 _READ_CHARACTERS = 2**20
 _NO_SPACE = re.compile(r"\S")
@@ -122,8 +122,8 @@ def _check_events(text: str) -> None:
         line = event.start_mark.line + 1 if event.start_mark else 0
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEPTH:
-            raise ValueError(f"line {line} nests more than {MOST_DEPTH} levels deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"line {line} nests more than {MAX_DEPTH} levels deep")
         # A few lines of aliases of aliases stand for billions of values.
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(

@@ -3,7 +3,7 @@
 A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. On
 clusters that tests start, this file stands in for Ray's `setup_worker.py`, which becomes a worker: it
 hands its arguments, environment and output files to a server, which has it forked by a process that
-has imported Ray with the same variables (docs/notebook/decisions.md says why). The child runs
+has imported Ray with the same variables (one for each set: docs/notebook/decisions.md). The child runs
 Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. None
 of the imports starts a thread of Ray's or connects to anything, of which a child would have half.
 Clusters that commands start themselves begin their workers as Ray does.
@@ -29,7 +29,7 @@ LIBRARIES_ON_RAY = (
     "raytrain_gpt.train.launch",
     "raytrain_gpt.train.worker",
 )
-MOST_ENVIRONMENTS = 4
+MAX_ENVIRONMENTS = 4
 """Of Ray's variables, whose servers are kept: two jobs with two each."""
 LARGEST_REQUEST = 1 << 20
 LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
@@ -84,7 +84,7 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
                         os.environ.update(of_ray)
                         return serve_one_environment(theirs)
                     theirs.close()
-                    if len(servers) > MOST_ENVIRONMENTS:
+                    if len(servers) > MAX_ENVIRONMENTS:
                         oldest = servers.pop(next(iter(servers)))
                         oldest.close()  # it forks what is queued, and ends
                 socket.send_fds(servers[key], [request], [*files, connection.fileno()])

@@ -1,11 +1,11 @@
-"""The commands of the README, from its top to its end, in a clone of the last commit.
+"""Run the commands of README and getting-started, in order, in a clone of the last commit.
 
     python -m tests.readme [--short]
 
-The blocks of commands run in one shell, as they stand. Where one needs what a test cannot have (the network,
-GPUs, a directory that machines share), `stand_ins` says what is run instead, and both are printed. `--short`
-takes the environment that is there, trains without Ray and for fewer steps, and leaves out what has tests of
-its own: servers, clusters, sweeps, other presets.
+All blocks run in one shell. Commands that the README has too run once. `stand_ins` replaces what a test
+cannot have (network, GPUs, a shared directory); both are printed. `--short` uses the existing
+environment, trains without Ray and for fewer steps, and skips what separate tests cover: servers,
+clusters, sweeps, further presets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import pyarrow.parquet as pq
 from tests.web import HubServer
 
 ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/getting-started.md")
 PRINTED = ("preset quickstart",)
-"""Beginnings of indented blocks that show what commands print; all others are commands."""
+"""Beginnings of indented blocks that show output; all others are commands."""
+RUN_SHOWN = "python shown.py"
 SERVERS = {
     "raytrain-gpt serve": "http://127.0.0.1:8000",
     "mlflow ui": "http://127.0.0.1:5000",
@@ -65,13 +67,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--short", action="store_true")
     short = parser.parse_args().short
-    text = subprocess.check_output(["git", "show", "HEAD:README.md"], cwd=ROOT, text=True)
+    texts = [
+        subprocess.check_output(["git", "show", f"HEAD:{page}"], cwd=ROOT, text=True)
+        for page in PAGES
+    ]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         hub = HubServer("HuggingFaceFW/fineweb-edu")
         try:
             replaced = stand_ins(directory, hub, short)
-            script = SHELL + "".join(shell_lines(block, replaced) for block in blocks(text))
+            script = SHELL + "".join(shell_lines(block, replaced) for block in all_blocks(texts))
             environment = {
                 **os.environ,
                 "REPOSITORY": str(ROOT),
@@ -104,6 +109,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     replaced = [(HAVE_OTHER_TESTS, ": not with --short")] * short
     replaced += [
         (r"book\.txt", str(directory / "book.txt")),
+        (r"^git clone https://\S+/raytrain-gpt\b", 'git clone "$REPOSITORY" raytrain-gpt'),
         (r"https://raw\.githubusercontent\.com/\S+/input\.txt", str(directory / "book.txt")),
         (r"--val_tokens 100000000", "--val_tokens 20000"),
         (r"/nfs/", f"{clone}/"),
@@ -135,15 +141,32 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
     return replaced
 
 
+def all_blocks(texts: list[str]) -> list[list[str]]:
+    """Blocks of all pages; each clone, command and file only where it comes first."""
+    result: list[list[str]] = []
+    for text in texts:
+        earlier = {command for block in result for command in block} - {RUN_SHOWN}
+        for block in blocks(text):
+            if RUN_SHOWN in block:
+                new = [] if block[0] in earlier else block
+            else:
+                new = [command for command in block if command not in earlier]
+            if text is not texts[0]:
+                new = [command for command in new if not command.startswith("git clone ")]
+            result += [new] * bool(new)
+    return result
+
+
 def blocks(text: str) -> list[list[str]]:
-    """The commands of each block; a fenced one of Python or YAML becomes a file, a program is run."""
+    """Commands of each block; YAML that starts with `# NAME` becomes a file, Python with imports runs."""
     found = []
     for fenced, indented in re.findall(r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE):
         if fenced:
             language, _, content = fenced.partition("\n")
-            name = "shown.py" if language == "python" else content.split()[1]
-            write = f"cat > {name} <<'END'\n{content}END"
-            found.append([write, "python shown.py"] if language == "python" else [write])
+            if language == "python" and "import " in content:
+                found.append([f"cat > shown.py <<'END'\n{content}END", RUN_SHOWN])
+            elif language == "yaml" and content.startswith("# "):
+                found.append([f"cat > {content.split()[1]} <<'END'\n{content}END"])
             continue
         lines = re.sub(r"\\\n\s*", "", indented.replace("\n    ", "\n")[4:]).splitlines()
         if not lines[0].startswith(PRINTED):

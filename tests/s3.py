@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from tests.ports import free_port
 
-READY_WITHIN_S = 60.0
+READY_TIMEOUT_S = 60.0
 PROXY = Path(__file__).with_name("s3_proxy.py")
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-value"
@@ -95,7 +95,7 @@ class S3Server:
         request = urllib.request.Request(
             url, content, {"Content-Type": "text/plain"}, method=method
         )
-        with urllib.request.urlopen(request, timeout=READY_WITHIN_S) as answer:
+        with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as answer:
             answer.read()
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         assert process.poll() is None, f"{process.args!r} ended with {process.returncode}"
         try:

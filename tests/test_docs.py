@@ -19,10 +19,17 @@ PACKAGE = Path(raytrain_gpt.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = ROOT / "tests"
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-HISTORY = {"CHANGELOG.md", "decisions.md"}
-"""Dated pages: what they name was true then."""
-CURRENT = [page for page in PAGES if page.name not in HISTORY]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+HISTORY = {"CHANGELOG.md", "docs/notebook/decisions.md"}
+"""Dated pages, whose names were right then."""
+CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+"""Pages for readers: all but the notebook."""
+
+MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 16_000
+WORD = re.compile(r"\S*\w\S*")
+GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
+"""Tables of configuration.md made from the code."""
 
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
@@ -75,8 +82,15 @@ def links_of(page: Path) -> list[str]:
     return ["".join(groups) for groups in LINK.findall(text)]
 
 
+def num_words(page: Path) -> int:
+    """Words of a page without code, generated tables and link targets."""
+    text = GENERATED.sub("", CODE.sub("", page.read_text("utf-8")))
+    text = re.sub(r"^\[[^\]]+\]: \S+$", "", text, flags=re.MULTILINE)
+    return len(WORD.findall(re.sub(r"\]\([^)\s]*\)", "]", text)))
+
+
 def by_name(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
 def modules_named(page: Path) -> list[tuple[str, str, str]]:
@@ -143,9 +157,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_the_readme_links_every_page() -> None:
-    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
-    assert pages <= {*links_of(ROOT / "README.md")}
+def test_the_readme_links_every_page_and_the_notebook() -> None:
+    links = {link.partition("#")[0] for link in links_of(ROOT / "README.md")}
+    assert {f"docs/{page.name}" for page in GUIDES} <= links
+    assert any(link.startswith("docs/notebook/") for link in links)
+
+
+def test_pages_are_short() -> None:
+    lengths = {page.name: num_words(page) for page in GUIDES}
+    assert {name: words for name, words in lengths.items() if words > MAX_PAGE_WORDS} == {}
+    assert sum(lengths.values()) <= MAX_DOCS_WORDS, lengths
+    assert num_words(ROOT / "README.md") <= MAX_README_WORDS
 
 
 def test_no_line_of_the_readme_is_long() -> None:

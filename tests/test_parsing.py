@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raytrain_gpt.parsing import MOST_DEPTH, parse_json, parse_yaml, regular
+from raytrain_gpt.parsing import MAX_DEPTH, parse_json, parse_yaml, regular
 from tests.damage import BOMBS
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_yaml_that_is_wrong_or_takes_long_is_a_value_error(text: str, words: str
 )
 def test_yaml_that_is_right_is_read(text: str, value: Any) -> None:
     assert parse_yaml(text) == value
-    assert parse_yaml("[" * MOST_DEPTH + "]" * MOST_DEPTH)
+    assert parse_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from raytrain_gpt.storage.location import Location
 
 BRANCH_FILE = "branch.json"
 _STEP = r"\d{1,15}"
-KEPT_FIELDS = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
+FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
 """What the weights, the moments or the place in the data depend on."""
 
 
@@ -79,7 +79,7 @@ def read_branch(directory: Location) -> Branch | None:
         return TypeAdapter(Branch).validate_python(parse_json(file.read_bytes()))
 
 
-def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
+def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
     """The first checkpoint of a run that branches off; None: it does not.
 
     Raises:
@@ -95,7 +95,7 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     state = origin.state
     before = parse_config(state.config, str(origin.path)).field_values()
     now = config.field_values()
-    for name in KEPT_FIELDS:
+    for name in FIXED_ON_BRANCH:
         if before[name] != now[name]:
             raise ConfigError(
                 f"{name}={now[name]}, {origin.path} has {before[name]}; a branch keeps it: set {name} to "
@@ -121,7 +121,7 @@ def branched(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None
     )
     draft = Catalog(run_dir).draft(state.step, "branch")
     with origin.files() as files:
-        names = origin.listed - {STATE_FILE, ROWS_FILE}
+        names = origin.file_names - {STATE_FILE, ROWS_FILE}
         entries = {name: draft.add(name, partial(shutil.copyfile, files / name)) for name in names}
     (run_dir / BRANCH_FILE).write_text(json.dumps(asdict(branch)) + "\n")
     path = draft.commit(

@@ -54,7 +54,7 @@ _UNFINISHED = re.compile(rf"unfinished-(removed-)?{_NAME.pattern}(-[\w-]+)?")
 _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
-class NewerVersion(CheckpointError):
+class NewerVersionError(CheckpointError):
     """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
 
 
@@ -69,7 +69,7 @@ class Checkpoint:
     Attributes:
         size_bytes: All files that it was committed with, together.
         hash: SHA-256 over the sizes and hashes of these, in hex.
-        listed: Names of these files; what else is in the directory is not read.
+        file_names: Names of these files; what else is in the directory is not read.
         evaluated: Its async evaluation; None: there is none yet.
     """
 
@@ -77,7 +77,7 @@ class Checkpoint:
     state: CheckpointState
     size_bytes: int
     hash: str = ""
-    listed: frozenset[str] = frozenset()
+    file_names: frozenset[str] = frozenset()
     evaluated: EvaluationResult | None = None
 
     @property
@@ -120,7 +120,7 @@ class Checkpoint:
         Raises:
             CheckpointError: what was fetched is damaged, or the model is not the checkpoint's own.
         """
-        if unlisted := _NEEDED - self.listed:
+        if unlisted := _NEEDED - self.file_names:
             raise CheckpointError(f"checkpoint {self.path}: {HASHES_FILE} lacks {min(unlisted)}")
         if self.path.is_local:
             yield self.path.path
@@ -152,7 +152,7 @@ class Checkpoint:
         In an object store a dead attempt may have left some at the same step.
         """
         names = set(self.path.names()) if self.path.is_local else set()
-        return sorted(names - self.listed - {HASHES_FILE, EVALUATION_FILE})
+        return sorted(names - self.file_names - {HASHES_FILE, EVALUATION_FILE})
 
 
 _STATE = TypeAdapter(CheckpointState)
@@ -170,10 +170,12 @@ def read_checkpoint(path: Location) -> Checkpoint:
     with damage_as(CheckpointError, path / STATE_FILE):
         content = parse_json((path / STATE_FILE).read_bytes())
         if (version := int(content["state_version"])) > STATE_VERSION:
-            raise NewerVersion(
+            raise NewerVersionError(
                 f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
                 "upgrade raytrain-gpt"
             )
+        if version <= 4 and "computed_by" in content:
+            content["numerics_environment"] = content.pop("computed_by")
         state = _STATE.validate_python(content)
         if _NAME.fullmatch(path.name) and _step(path) != state.step:
             raise Misnamed(
@@ -319,7 +321,7 @@ class Catalog:
                     names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
                     on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
                 return checkpoint
-            except NewerVersion:
+            except NewerVersionError:
                 raise
             except CheckpointError as error:
                 on_skip(f"skipped: {error}")
@@ -332,7 +334,7 @@ class Catalog:
 
     def best(self) -> Checkpoint | None:
         """The complete checkpoint with the lowest validation loss."""
-        return best_of(self.complete())
+        return best_by_loss(self.complete())
 
     def clean(self, good_until: int) -> None:
         """Remove what an interrupted writer left, and set aside checkpoints above `good_until`."""
@@ -349,7 +351,7 @@ class Catalog:
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
         complete = self.complete()
-        best = best_of(complete)
+        best = best_by_loss(complete)
         for checkpoint in complete[:-keep]:
             # A run resumed with eval_mode=inline never comes back to what waits.
             waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
@@ -379,12 +381,12 @@ class Catalog:
         return aside
 
 
-def step_of(checkpoint: Checkpoint | None) -> int:
+def resume_step(checkpoint: Checkpoint | None) -> int:
     """Updates that a run has done that goes on from a checkpoint; 0 without one."""
     return checkpoint.state.step if checkpoint else 0
 
 
-def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest validation loss; None if none was evaluated."""
     return next((c for c in by_preference(checkpoints) if c.val_loss is not None), None)
 

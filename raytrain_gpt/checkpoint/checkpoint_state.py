@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from raytrain_gpt.data.order import Skipped
+from raytrain_gpt.data.order import BatchRanges
 from raytrain_gpt.data.tokenizer import Hash
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -29,7 +29,7 @@ class CheckpointState:
         num_workers: World size that wrote it.
         skipped_batches: Ranges of global batches left out after loss spikes.
         loss_scale: fp16's factor and the steps since it changed; None: another precision.
-        computed_by: What exact sums depend on besides the configuration; None: sums are not exact.
+        numerics_environment: What exact sums depend on besides the configuration; None: sums are not exact.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -45,9 +45,9 @@ class CheckpointState:
     vocab_size: _Count
     order_version: int
     num_workers: _Count
-    skipped_batches: Skipped = ()
+    skipped_batches: BatchRanges = ()
     loss_scale: tuple[float, int] | None = None
-    computed_by: dict[str, str] | None = None
+    numerics_environment: dict[str, str] | None = None
     state_version: int = STATE_VERSION
 
     @property

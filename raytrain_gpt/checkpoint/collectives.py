@@ -60,7 +60,7 @@ class Collectives:
                 "background", "gloo", timedelta(seconds=background_timeout_s)
             )
 
-    def summed(self, tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, on the CPU."""
         tensor = tensor.cpu()
         if self._group is not None:
@@ -81,23 +81,23 @@ class Collectives:
 
         return wait
 
-    def gathered_rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         """The int64 (n,) of every rank as int64 (world_size, n), on the CPU."""
-        return row.cpu()[None] if self._group is None else gathered_rows(row, self._group)
+        return row.cpu()[None] if self._group is None else all_gather_rows(row, self._group)
 
-    def gathered(self, value: T, kind: Any) -> list[T]:
-        """The value of every rank, in rank order; see `gathered_values`."""
-        return [value] if self._group is None else gathered_values(value, kind, self._group)
+    def all_gather_json(self, value: T, kind: Any) -> list[T]:
+        """The value of every rank, in rank order; see `all_gather_values`."""
+        return [value] if self._group is None else all_gather_values(value, kind, self._group)
 
 
-def gathered_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_gather_rows(row: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The (n,) of every rank of a gloo group as (ranks, n), on the CPU; by default all ranks."""
     rows = torch.empty(dist.get_world_size(group), len(row), dtype=row.dtype)
     dist.all_gather([*rows], row.cpu(), group=group)
     return rows
 
 
-def gathered_values(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_values(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
     """The value of every rank of a gloo group, in rank order.
 
     They travel as JSON and are validated: a pickle would run the code of whoever wrote it.
@@ -111,11 +111,11 @@ def gathered_values(value: T, kind: Any, group: dist.ProcessGroup | None = None)
     """
     adapter = TypeAdapter(kind)
     own = as_bytes(adapter.dump_json(value, by_alias=True))
-    sizes = gathered_rows(torch.tensor([len(own)]), group).flatten().tolist()
+    sizes = all_gather_rows(torch.tensor([len(own)]), group).flatten().tolist()
     check_size(max(sizes))
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = own
-    rows = gathered_rows(padded, group)
+    rows = all_gather_rows(padded, group)
     return [
         adapter.validate_json(bytes(row[:n].numpy())) for row, n in zip(rows, sizes, strict=True)
     ]
@@ -132,7 +132,7 @@ def check_size(num_bytes: int) -> None:
         raise ValueError(f"a rank sent {num_bytes} bytes; at most {MAX_JSON_BYTES} are taken")
 
 
-class Agreement:
+class DelayedFlags:
     """What any rank wishes, of the call before: meanwhile the ranks have trained instead of waiting.
 
     The first answer, and the one after `forget`, is waited for. One rank alone is answered at once.
@@ -142,7 +142,7 @@ class Agreement:
         self._ranks = ranks
         self._pending: Callable[[], list[bool]] | None = None
 
-    def on(self, *wishes: bool) -> list[bool]:
+    def exchange(self, *wishes: bool) -> list[bool]:
         """Which wishes any rank had; all ranks call it, with as many."""
         if self._ranks.world_size == 1:
             return list(wishes)
@@ -152,7 +152,7 @@ class Agreement:
         self._pending = self._ranks.any_later(*wishes)
         return answer
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the answer to come, since it would be out of date; all ranks call it."""
         if self._pending is not None:
             self._pending()

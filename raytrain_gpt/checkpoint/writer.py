@@ -26,7 +26,7 @@ from raytrain_gpt.checkpoint.catalog import Catalog, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.hashes import FileEntry
-from raytrain_gpt.core.state import HostCopy
+from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.storage.location import Location
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Saved:
+class WrittenCheckpoint:
     """A checkpoint that was written; `write_s` are the seconds it took in the background."""
 
     path: Location
@@ -67,9 +67,9 @@ class CheckpointWriter:
         self._catalog, self._mark, self._keep = catalog, mark, keep
         self._may_write = may_write
         self._ranks = ranks.background
-        self._copy = HostCopy(model, optimizer, ranks.rank, ranks.world_size)
+        self._copy = HostSnapshot(model, optimizer, ranks.rank, ranks.world_size)
         self._thread: threading.Thread | None = None
-        self._outcome: Saved | Exception | None = None
+        self._outcome: WrittenCheckpoint | Exception | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -95,7 +95,7 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def collect(self, while_waiting: Callable[[], None] = lambda: None) -> Saved:
+    def collect(self, while_waiting: Callable[[], None] = lambda: None) -> WrittenCheckpoint:
         """Wait for the checkpoint in flight.
 
         Args:
@@ -111,14 +111,16 @@ class CheckpointWriter:
             while_waiting()
         self._thread = None
         outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, Saved):
+        if isinstance(outcome, WrittenCheckpoint):
             return outcome
         raise outcome or RuntimeError("the checkpoint's thread ended without an outcome")
 
     def _run(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> None:
         self._outcome = _outcome_of(lambda: self._write(state, texts, prune))
 
-    def _write(self, state: CheckpointState, texts: dict[str, str], prune: bool) -> Saved:
+    def _write(
+        self, state: CheckpointState, texts: dict[str, str], prune: bool
+    ) -> WrittenCheckpoint:
         started = time.perf_counter()
         draft = self._catalog.draft(state.step, self._mark)
         # A rank that failed takes part in all exchanges, or the others would wait for it.
@@ -143,12 +145,12 @@ class CheckpointWriter:
             # The checkpoint stands; what cannot be removed now is removed after the next one.
             with contextlib.suppress(OSError, RaytrainGptError):
                 self._catalog.prune(self._keep)
-        return Saved(outcome, state, time.perf_counter() - started)
+        return WrittenCheckpoint(outcome, state, time.perf_counter() - started)
 
     def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
         """The outcome of every rank, or the exception it raised."""
         sent = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
-        received = self._ranks.gathered(sent, kind | Failure)
+        received = self._ranks.all_gather_json(sent, kind | Failure)
         received[self._ranks.rank] = outcome  # with its traceback
         return [each.error() if isinstance(each, Failure) else each for each in received]
 

@@ -25,7 +25,7 @@ from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
 
-ANSWER_WITHIN_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 _LISTENS = "0A"
 """The state in /proc/net/tcp."""
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -139,7 +139,7 @@ def knock(address: str) -> bool:
         ValueError: it is not HOST:PORT.
     """
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S) as connection:
+    with socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S) as connection:
         return bool(connection.getsockname()[0] == connection.getpeername()[0])
 
 
@@ -159,7 +159,7 @@ def ask_head(address: str) -> HeadFacts:
     with _channel(address) as channel:
         ask = channel.unary_unary(_CHECK_ALIVE, response_deserializer=CheckAliveReply.FromString)
         try:
-            version = ask(b"", timeout=ANSWER_WITHIN_S).ray_version
+            version = ask(b"", timeout=ANSWER_TIMEOUT_S).ray_version
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
                 return HeadFacts(address, error=f"{error.code().name}: {error.details()}")
@@ -167,7 +167,7 @@ def ask_head(address: str) -> HeadFacts:
         if asks_for_token and token:
             with contextlib.suppress(grpc.RpcError):
                 metadata = (("authorization", token),)
-                version = ask(b"", timeout=ANSWER_WITHIN_S, metadata=metadata).ray_version
+                version = ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=metadata).ray_version
                 takes_token = True
     return HeadFacts(
         address,

@@ -34,7 +34,7 @@ import ray
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-from raytrain_gpt.cluster.head import ANSWER_WITHIN_S, knock
+from raytrain_gpt.cluster.head import ANSWER_TIMEOUT_S, knock
 from raytrain_gpt.cluster.signals import FORCED_AFTER, SIGNALS
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
@@ -104,7 +104,7 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
     began, told = time.time(), False
     deadline = began + grace_s
     why = "SIGTERM to raytrain-gpt node"
-    drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_WITHIN_S)
+    drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_TIMEOUT_S)
     while True:
         with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: try again
             node_id = _node_id(gcs, name)
@@ -125,7 +125,7 @@ def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], 
 
 def _node_id(gcs: Any, name: str) -> str | None:
     """The id of the node with a name; None before it has joined and after it has left."""
-    nodes = gcs.get_all_node_info(timeout=ANSWER_WITHIN_S, state_filter=GcsNodeInfo.ALIVE)
+    nodes = gcs.get_all_node_info(timeout=ANSWER_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
     found = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
     return next(found, None)
 
@@ -134,7 +134,7 @@ def _kill_session(leader: subprocess.Popen[bytes]) -> None:
     """Kill all processes of a session, also those that they start meanwhile."""
     leader.kill()
     leader.wait()
-    until = time.monotonic() + ANSWER_WITHIN_S
+    until = time.monotonic() + ANSWER_TIMEOUT_S
     while (pids := list(_running_in(leader.pid))) and time.monotonic() < until:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -20,7 +20,7 @@ from raytrain_gpt.cluster.private_directory import private_directory
 from raytrain_gpt.cluster.token import make_token
 from raytrain_gpt.errors import ClusterError
 
-START_WITHIN_S = 120.0
+START_TIMEOUT_S = 120.0
 _LONGEST_BASE = 30
 """Characters of a directory below which Ray's sockets still have names of at most 107."""
 
@@ -102,12 +102,19 @@ def _base() -> Path:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Inside, this process is killed, with a line, when it takes longer than START_WITHIN_S."""
+    """Inside, this process is killed, with a line, when it takes longer than START_TIMEOUT_S."""
     line = (
-        f"Ray did not start within {START_WITHIN_S:g} s; see whether this machine is overloaded, "
+        f"Ray did not start within {START_TIMEOUT_S:g} s; see whether this machine is overloaded, "
         "then give the same command again"
     )
-    argv = [sys.executable, "-I", "-S", start_guard.__file__, str(os.getpid()), str(START_WITHIN_S)]
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        start_guard.__file__,
+        str(os.getpid()),
+        str(START_TIMEOUT_S),
+    ]
     # In a session of its own, Ctrl+C does not reach it.
     with subprocess.Popen([*argv, line], stdin=subprocess.PIPE, start_new_session=True):
         yield

@@ -172,7 +172,7 @@ def _describe(options: DatasetOptions, *, verified: bool) -> None:
 def at(options: AtOptions) -> None:
     """Show the sequences that a run trained on at a step."""
     from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.trained_on import RunData, described
+    from raytrain_gpt.train.provenance import RunProvenance, describe_sequence
 
     if (options.step is None) == (options.batch is None):
         raise ConfigError("data at takes --step N or --batch N; see: raytrain-gpt data at --help")
@@ -180,7 +180,7 @@ def at(options: AtOptions) -> None:
         raise ConfigError(
             "data at takes --worker N with --step N; see: raytrain-gpt data at --help"
         )
-    run = RunData(options.run, Location.of(options.storage_path), options.data)
+    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
     facts: dict[str, int | None]
     if options.step is not None:
         sequences = run.step(options.step, options.worker, options.documents)
@@ -190,7 +190,7 @@ def at(options: AtOptions) -> None:
         sequences = run.batch(options.batch, options.documents)
         facts = {"step": None, "batch": options.batch}
     for sequence in sequences:
-        say(described(sequence))
+        say(describe_sequence(sequence))
     found = [asdict(sequence) for sequence in sequences]
     options.say_json({"run": str(run.dir), **facts, "sequences": found})
 
@@ -199,9 +199,9 @@ def at(options: AtOptions) -> None:
 def find(options: FindOptions) -> None:
     """Find the steps of a run that trained on a text."""
     from raytrain_gpt.storage.location import Location
-    from raytrain_gpt.train.trained_on import RunData
+    from raytrain_gpt.train.provenance import RunProvenance
 
-    run = RunData(options.run, Location.of(options.storage_path), options.data)
+    run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
     facts = run.find(options.text, say)
     for step in facts["steps"]:
         places = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]

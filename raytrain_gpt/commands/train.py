@@ -21,10 +21,10 @@ from raytrain_gpt.commands.flags import (
     command_line,
     say,
 )
-from raytrain_gpt.config.load import described
+from raytrain_gpt.config.load import describe_config
 from raytrain_gpt.errors import TrainingFailed
 from raytrain_gpt.format import shell
-from raytrain_gpt.sweep.spec import DECIDED, SWEEP_FLAGS, Sweep, load_sweep
+from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
@@ -93,12 +93,15 @@ def train(options: TrainOptions) -> None:
         from raytrain_gpt.estimate.estimate import run_lines
 
         say(config.to_yaml().rstrip())
-        for line in (described(options.preset, options.config, config), *run_lines(config, say)):
+        for line in (
+            describe_config(options.preset, options.config, config),
+            *run_lines(config, say),
+        ):
             say(f"# {line}")  # what is printed stays YAML
         say("# next: the same command without --dry_run")
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun starts the command once for each rank
-        options.log(described(options.preset, options.config, config))
+        options.log(describe_config(options.preset, options.config, config))
     from raytrain_gpt.tracking.summary import run_end
     from raytrain_gpt.train import launch
 
@@ -120,7 +123,7 @@ class TuneOptions(ProgressOptions):
 _SWEEP_FIELDS = {
     "sweep": {name: Sweep.model_fields[name] for name in SWEEP_FLAGS},
     **{
-        section: {name: field for name, field in fields.items() if name not in DECIDED}
+        section: {name: field for name, field in fields.items() if name not in SET_BY_SWEEP}
         for section, fields in SECTIONS.items()
     },
 }

@@ -97,7 +97,7 @@ def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
     return {*fields}.union(*(section.model_fields_set for section in sections))
 
 
-def described(preset: str | None, file: object, config: Config) -> str:
+def describe_config(preset: str | None, file: object, config: Config) -> str:
     """A line: where a configuration comes from, and what in it is not as there, or as the defaults.
 
     Args:

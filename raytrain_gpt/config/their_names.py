@@ -40,4 +40,4 @@ THEIR_NAMES = {
     "wandb_log": "mlflow_uri",
     "report_to": "mlflow_uri",
 }
-"""Name in nanoGPT or in transformers' Trainer -> field names; the README's table explains the differences."""
+"""Name in nanoGPT or in transformers' Trainer -> field names; docs/configuration.md explains the differences."""

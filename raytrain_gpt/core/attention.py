@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values of all heads, each (B, H, T, D/H) -> their attention (B, H, T, D/H).
 
 Keys and values may have fewer heads; each then serves several heads of queries in a row."""
@@ -26,7 +26,7 @@ QUERIES_AT_ONCE = 256
 """In a masked attention. With fewer, less is computed that causality hides, and more is copied."""
 PRODUCT_QUERIES = 128
 """Of `causal_attention` at once on a CPU; more or fewer are slower."""
-MOST_PRODUCT_TOKENS = 1024
+MAX_PRODUCT_TOKENS = 1024
 """In a context, to compute attention by products: about as much is kept of it as of all else in a block."""
 SPARSE_BLOCK_TOKENS = 128
 """Queries and keys that `block_sparse_attention` computes or skips together; torch's own choice."""
@@ -57,7 +57,7 @@ def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
     return list(tokens[ends[-1] + 1 :] if ends else tokens)
 
 
-def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> Attend:
+def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> AttentionFn:
     """Attention by `scaled_dot_product_attention` with a mask, (T, T) for every sequence.
 
     Args:
@@ -89,7 +89,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, _for_heads_of(q, k), _for_heads_of(q, v), **options)
 
 
-def kernels_for_any_shape(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def without_cudnn_sdpa(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context for attention that runs eagerly, in shapes of which many occur only once.
 
     On newer GPUs torch prefers cuDNN, which makes a plan for each exact shape before it computes the first
@@ -133,10 +133,10 @@ def _products_are_faster(q: Tensor) -> bool:
     """
     if type(q) is not Tensor or torch.compiler.is_compiling():
         return False
-    return q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= MOST_PRODUCT_TOKENS
+    return q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= MAX_PRODUCT_TOKENS
 
 
-def block_sparse_attention(starts: Tensor) -> Attend:
+def block_sparse_attention(starts: Tensor) -> AttentionFn:
     """Attention by torch's `flex_attention`, which skips blocks that are masked out entirely.
 
     It has no dropout, and on a CPU no gradients. It is compiled on first use. `starts` are int64 (B, T),

@@ -106,7 +106,7 @@ def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def bf16_pays(device: torch.device) -> bool:
+def bf16_is_faster(device: torch.device) -> bool:
     """Whether matrix products in bf16 are faster than in fp32: on a CPU if it multiplies bf16 natively.
 
     On a CPU only oneDNN (mkldnn) uses such instructions; without it bf16 is hundreds of times slower.
@@ -132,7 +132,7 @@ def resolve_precision(asked: str, device: torch.device) -> str:
             "set precision to fp16, fp32 or auto"
         )
     if asked == "auto":
-        return "bf16" if bf16_pays(device) else "fp32"
+        return "bf16" if bf16_is_faster(device) else "fp32"
     return asked
 
 
@@ -147,7 +147,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def autocast_of(
+def make_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """A factory of contexts for forward passes; weights stay fp32."""
@@ -164,7 +164,7 @@ def inference_autocast(device: torch.device) -> contextlib.AbstractContextManage
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return autocast_of(resolve_precision("auto", device), device)()
+    return make_autocast(resolve_precision("auto", device), device)()
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -26,7 +26,7 @@ LARGEST_SUM = 2.0**62
 """So that what each of the micro-batches may have fits a signed integer of 64 bits together."""
 
 
-def computed_by(device: torch.device, precision: str) -> dict[str, str]:
+def numerics_environment(device: torch.device, precision: str) -> dict[str, str]:
     """What the bits of a micro-batch's gradients depend on besides weights, data and configuration."""
     return {
         "device": device_name(device, in_detail=True),
@@ -37,7 +37,7 @@ def computed_by(device: torch.device, precision: str) -> dict[str, str]:
     }
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What differs, for people: `threads 1 -> 2`; empty: nothing."""
     found = [
         f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_gpt.config.call_options import SamplingOptions
-from raytrain_gpt.core.attention import kernels_for_any_shape, last_document
+from raytrain_gpt.core.attention import last_document, without_cudnn_sdpa
 from raytrain_gpt.core.kv_cache import KVCache
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.sampling import TokenScore, draw_tokens, token_scores
@@ -48,7 +48,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """The result of one step for one sequence.
 
     Attributes:
@@ -157,14 +157,14 @@ class DecodingBatch:
             self._cache.move(len(self._cached), row, len(last.tokens))
 
     @torch.no_grad()
-    def step(self) -> list[Drawn]:
+    def step(self) -> list[SampledToken]:
         """Sample one token per sequence; new ones may have to wait for a step with room for their prompt."""
         if not self.num_active:
             return []
         self._slide()
         new = self._admitted()
         sequences = [*self._cached, *self._sliding, *new]
-        with kernels_for_any_shape(self._model.device):
+        with without_cudnn_sdpa(self._model.device):
             hidden = torch.cat([*self._decode(), *self._recompute(), *self._prefill(new)])  # (N, D)
         logits = self._logits(hidden)
         uniforms = [sequence.generator.random() for sequence in sequences]
@@ -198,7 +198,7 @@ class DecodingBatch:
         lengths = [len(s.tokens) - 1 for s in self._cached]
         positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
         attend = self._cache.decode(lengths, device)
-        return [self._model.hidden_after(ids, positions, attend)[:, -1]]
+        return [self._model.hidden_with_cache(ids, positions, attend)[:, -1]]
 
     def _recompute(self) -> list[Tensor]:
         """Hidden states (N, D) of the newest tokens of the sequences that outgrew the context."""
@@ -234,7 +234,7 @@ class DecodingBatch:
             [s.tokens + [0] * (longest - len(s.tokens)) for s in new], device=device
         )  # (N, T)
         attend = self._cache.prefill(len(self._cached), room)
-        hidden = self._model.hidden_after(ids, torch.arange(longest, device=device), attend)
+        hidden = self._model.hidden_with_cache(ids, torch.arange(longest, device=device), attend)
         self._cached += new
         for row, sequence in enumerate(new):
             if sequence.unscored:
@@ -253,12 +253,12 @@ class DecodingBatch:
             logits = self._logits(hidden[start - 1 : start - 1 + len(tokens)])
             sequence.scores += token_scores(logits, tokens)
 
-    def _advance(self, sequence: _Sequence, token: int) -> Drawn:
+    def _advance(self, sequence: _Sequence, token: int) -> SampledToken:
         """Append a sampled token to its sequence and end the sequence if it was the last."""
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
-            return Drawn(sequence.handle, None, "stop", scores)
+            return SampledToken(sequence.handle, None, "stop", scores)
         if sequence.tokens[-1] == self._model.document_end:
             # The next document cannot see this one, so it starts with an empty cache.
             self._remove(sequence)
@@ -267,9 +267,9 @@ class DecodingBatch:
         sequence.tokens.append(token)
         sequence.num_left -= 1
         if sequence.num_left:
-            return Drawn(sequence.handle, token, None, scores)
+            return SampledToken(sequence.handle, token, None, scores)
         self._remove(sequence)
-        return Drawn(sequence.handle, token, "length", scores)
+        return SampledToken(sequence.handle, token, "length", scores)
 
 
 @dataclass(frozen=True)

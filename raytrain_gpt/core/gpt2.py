@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_gpt.core.attention import Attend
+from raytrain_gpt.core.attention import AttentionFn
 from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
 
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(shape.embd_size, 3 * shape.embd_size)
         self.c_proj = nn.Linear(shape.embd_size, shape.embd_size)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: AttentionFn) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         b, t, d = x.shape
         qkv = self.c_attn(x).view(b, t, 3, self.num_heads, -1)
@@ -62,7 +62,7 @@ class GPT2Block(Block):
         self.ln_2 = nn.LayerNorm(shape.embd_size)
         self.mlp = MLP(shape)
 
-    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+    def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
         """See `Block`."""
         x = x + self.attn(self.ln_1(x), attend)
         out: Tensor = x + self.mlp(self.ln_2(x))
@@ -95,6 +95,6 @@ class GPT2(GPT):
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 
-    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
+    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Attention as it is: the embeddings have the positions."""
         return lambda attend: attend

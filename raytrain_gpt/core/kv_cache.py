@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raytrain_gpt.core.attention import Attend, attention
+from raytrain_gpt.core.attention import AttentionFn, attention
 from raytrain_gpt.core.model import GPTShape
 
 KEY_MULTIPLES = {"cuda": 64}
@@ -29,7 +29,7 @@ class KVCache:
         self._key_multiple = KEY_MULTIPLES.get(device.type, 1)
         self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, K, tokens, D/H)
 
-    def prefill(self, first_row: int, room_tokens: int) -> list[Attend]:
+    def prefill(self, first_row: int, room_tokens: int) -> list[AttentionFn]:
         """For each layer: causal attention of new sequences, which are stored from `first_row` on.
 
         Allocates room once, for `room_tokens` in the longest of them.
@@ -44,7 +44,7 @@ class KVCache:
 
         return [partial(attend, layer) for layer in range(self._shape.num_layers)]
 
-    def decode(self, lengths: Sequence[int], device: torch.device) -> list[Attend]:
+    def decode(self, lengths: Sequence[int], device: torch.device) -> list[AttentionFn]:
         """For each layer: attention of one more token, which is stored, in rows of these lengths."""
         num_rows, tokens = len(lengths), self._padded(max(lengths) + 1)
         rows = torch.arange(num_rows, device=device)

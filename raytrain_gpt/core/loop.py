@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.optim import update
-from raytrain_gpt.core.parallel import gradients_synchronized, keeps_gradients
+from raytrain_gpt.core.parallel import gradient_sync, keeps_gradients
 
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 (micro_batch_sequences, seq_len) each, on the device."""
@@ -87,7 +87,7 @@ def train_steps(
             last = micro_batch == micro_batches_per_step - 1
             if exact is not None:
                 seed_step(seed, step, exact.number(micro_batch))
-            with gradients_synchronized(model, last):
+            with gradient_sync(model, last):
                 with autocast():
                     loss = model(inputs, targets) / parts
                 losses.append(loss.detach())
@@ -118,7 +118,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(mixed % 2**63)
 
 
-def settle_gradient_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
+def warm_up_ddp_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
     """Run one forward and backward pass and forget its gradients.
 
     DDP rebuilds its buckets after the first backward pass, and with three or more workers sums are then

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raytrain_gpt.core.device import autocast_dtype
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Target of a position that does not count."""
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
@@ -45,7 +45,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
         parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
         loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])
         if reduction == "mean":
-            loss = loss.sum() / (labels != IGNORED).sum()
+            loss = loss.sum() / (labels != IGNORE_INDEX).sum()
     return loss if reduction == "mean" else loss.view_as(targets)
 
 
@@ -57,7 +57,7 @@ def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
 
 def _loss(rows: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
     logits = F.linear(rows, weight)  # (N, V)
-    return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=IGNORED)
+    return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=IGNORE_INDEX)
 
 
 class _ChunkedMean(torch.autograd.Function):
@@ -67,7 +67,7 @@ class _ChunkedMean(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, chunk: int, dtype: torch.dtype
     ) -> Tensor:
-        counted = (labels != IGNORED).float().unsqueeze(1)  # (N, 1)
+        counted = (labels != IGNORE_INDEX).float().unsqueeze(1)  # (N, 1)
         total = rows.new_zeros((), dtype=torch.float32)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight)

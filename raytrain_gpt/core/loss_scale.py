@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FIRST_FACTOR = 2.0**16
-DOUBLES_AFTER_STEPS = 2000
+INIT_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
 
 
 class LossScale:
@@ -26,7 +26,7 @@ class LossScale:
     """
 
     def __init__(
-        self, device: torch.device, factor: float = FIRST_FACTOR, good_steps: int = 0
+        self, device: torch.device, factor: float = INIT_SCALE, good_steps: int = 0
     ) -> None:
         self.factor = torch.tensor(factor, device=device)
         self._good_steps = torch.tensor(good_steps, device=device)
@@ -34,7 +34,7 @@ class LossScale:
     def adjust(self, overflowed: Tensor) -> None:
         """Update the factor by whether a step's gradients were not finite: a bool scalar on the device."""
         good_steps = torch.where(overflowed, 0, self._good_steps + 1)
-        doubles = good_steps == DOUBLES_AFTER_STEPS
+        doubles = good_steps == GROWTH_INTERVAL
         halved = (self.factor / 2).clamp(min=1)
         self.factor = torch.where(
             overflowed, halved, torch.where(doubles, self.factor * 2, self.factor)

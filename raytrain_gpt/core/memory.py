@@ -24,7 +24,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss import chunk_tokens
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.muon import num_at_once
+from raytrain_gpt.core.muon import matrices_per_stack
 
 _FP32_BYTES = 4
 _BF16_BYTES = 2
@@ -51,7 +51,7 @@ def update_bytes(shape: GPTShape, optimizer: str, num_shards: int = 1) -> int:
         return 0
     most = 0
     for (rows, columns), num_alike in Counter(shape.block_matrices).items():
-        together = min(shape.num_layers * num_alike, num_at_once(rows * columns, num_shards))
+        together = min(shape.num_layers * num_alike, matrices_per_stack(rows * columns, num_shards))
         elements = (4 + (num_shards > 1)) * rows * columns + 2 * min(rows, columns) ** 2
         most = max(most, -(-together // num_shards) * elements)
     return most * _FP32_BYTES

@@ -25,7 +25,7 @@ from raytrain_gpt.config.sections import QWEN3_FIELDS, ModelSection
 from raytrain_gpt.core.attention import (
     SPARSE_BLOCK_TOKENS,
     SPARSE_MIN_HEAD_SIZE,
-    Attend,
+    AttentionFn,
     block_sparse_attention,
     causal_attention,
     document_starts,
@@ -155,7 +155,7 @@ def default_mlp_size(architecture: str, embd_size: int) -> int:
     return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
 
 
-Layers = Callable[[Tensor, Attend], Tensor]
+Layers = Callable[[Tensor, AttentionFn], Tensor]
 """What a block computes: (B, T, D) -> (B, T, D)."""
 
 
@@ -168,14 +168,14 @@ class Block(nn.Module, ABC):
     def forward(
         self,
         x: Tensor,
-        attend: Attend,
-        around: Callable[[Layers, Tensor, Attend], Tensor] | None = None,
+        attend: AttentionFn,
+        around: Callable[[Layers, Tensor, AttentionFn], Tensor] | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); `around` calls the layers."""
         return self.layers(x, attend) if around is None else around(self.layers, x, attend)
 
     @abstractmethod
-    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+    def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
 
 
@@ -236,26 +236,26 @@ class GPT(nn.Module, ABC):
         """What the first block gets: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
 
     @abstractmethod
-    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
+    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """How the blocks' attention knows positions, int64 (B, T) or (T,), in this architecture."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         dropout = self.shape.dropout if self.training else 0.0
-        attend: Attend = partial(causal_attention, dropout=dropout)
+        attend: AttentionFn = partial(causal_attention, dropout=dropout)
         if self.document_end is not None:
             starts = document_starts(ids, self.document_end)  # (B, T)
             positions = positions - starts
             attend = self._attend_within(starts, dropout)
-        attend = self.positioned(positions)(attend)
+        attend = self.positional_attention(positions)(attend)
         x = F.dropout(self.embed(ids, positions), self.shape.dropout, self.training)  # (B, T, D)
         for block in self.h:
             x = block(x, attend, self._recomputing)
         out: Tensor = self.ln_f(x)
         return out
 
-    def _recomputing(self, layers: Layers, x: Tensor, attend: Attend) -> Tensor:
+    def _recomputing(self, layers: Layers, x: Tensor, attend: AttentionFn) -> Tensor:
         """The output of a block's layers; what is recomputed does not change the gradients.
 
         `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor the
@@ -272,7 +272,7 @@ class GPT(nn.Module, ABC):
         )
         return again
 
-    def _attend_within(self, starts: Tensor, dropout: float) -> Attend:
+    def _attend_within(self, starts: Tensor, dropout: float) -> AttentionFn:
         """The attention of all blocks, by a fused kernel if a GPU trains and there is one for this model.
 
         Selective checkpointing keeps outputs of single operators, and cannot see into a compiled kernel.
@@ -289,8 +289,8 @@ class GPT(nn.Module, ABC):
             return block_sparse_attention(starts)
         return masked_attention(starts, autocast_dtype(self.wte.weight), dropout)
 
-    def hidden_after(
-        self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[Attend]
+    def hidden_with_cache(
+        self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[AttentionFn]
     ) -> Tensor:
         """Final hidden states of tokens that may attend to more than each other, as with a cache.
 
@@ -301,9 +301,9 @@ class GPT(nn.Module, ABC):
         Returns:
             (B, T, D)
         """
-        x, positioned = self.embed(ids, positions), self.positioned(positions)
+        x, positional_attention = self.embed(ids, positions), self.positional_attention(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
-            x = block(x, positioned(attend))
+            x = block(x, positional_attention(attend))
         out: Tensor = self.ln_f(x)
         return out
 

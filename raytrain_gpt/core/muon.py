@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
         loss = super().step(closure)
         num_ranks = 1 if self._group is None else self._group.size()
         for (shape, num_maps), stack in self._stacks.items():
-            at_once = num_at_once(shape.numel(), num_ranks)
+            at_once = matrices_per_stack(shape.numel(), num_ranks)
             for start in range(0, len(stack), at_once):
                 self._step_together(stack[start : start + at_once], num_maps)
         return loss
@@ -108,7 +108,7 @@ class Muon(torch.optim.AdamW):
 
         def orthogonal_maps(stack: Tensor) -> Tensor:
             maps = stack.reshape(len(stack) * num_maps, len(like) // num_maps, stack.shape[2])
-            return orthogonal(maps).reshape(stack.shape)
+            return newton_schulz(maps).reshape(stack.shape)
 
         stack = torch.stack([*updates]).to(self._dtype)
         if self._group is None:
@@ -150,18 +150,18 @@ def _shares(number: int, num_ranks: int) -> list[int]:
     return [max(0, min(most, number - rank * most)) for rank in range(num_ranks)]
 
 
-def num_at_once(elements: int, num_ranks: int) -> int:
+def matrices_per_stack(elements: int, num_ranks: int) -> int:
     """How many matrices of so many elements are worked on at once: as many on every rank."""
     return num_ranks * max(1, STACK_ELEMENTS // (num_ranks * elements))
 
 
-def num_flops(rows: int, columns: int) -> int:
+def newton_schulz_flops(rows: int, columns: int) -> int:
     """Floating point operations of the iterations for one matrix."""
     m, n = sorted((rows, columns))
     return NEWTON_SCHULZ_ITERATIONS * (4 * m * m * n + 2 * m**3)
 
 
-def orthogonal(stack: Tensor) -> Tensor:
+def newton_schulz(stack: Tensor) -> Tensor:
     """Matrices with the same singular vectors and singular values of about 1, 0.7 to 1.2.
 
     Args:

@@ -58,7 +58,7 @@ def shard(
         fully_shard(block, mesh=mesh, mp_policy=linear_policy, ignored_params=others)
 
 
-def gradients_synchronized(
+def gradient_sync(
     model: nn.Module, synchronized: bool
 ) -> contextlib.AbstractContextManager[object]:
     """A context for a forward and backward pass; without `synchronized` DDP only accumulates its gradients.
@@ -100,7 +100,7 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return own.clone()  # a view would keep all of the tensor alive
 
 
-def model_to_evaluate(model: GPT) -> GPT:
+def make_eval_model(model: GPT) -> GPT:
     """The model itself; if it is sharded, another one without memory until `gathered_weights`.
 
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
@@ -117,7 +117,7 @@ def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
     """Give the model to evaluate its full weights while the context lasts.
 
     All ranks enter together. Each needs memory for the whole model in fp32. `to` is the
-    `model_to_evaluate` of the one that is trained.
+    `make_eval_model` of the one that is trained.
     """
     if to is model:
         yield

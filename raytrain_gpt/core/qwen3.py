@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raytrain_gpt.core.attention import Attend
+from raytrain_gpt.core.attention import AttentionFn
 from raytrain_gpt.core.model import GPT, INIT_STD, Block, GPTShape
 
 RMS_NORM_EPS = 1e-6
@@ -42,7 +42,7 @@ class Qwen3Attention(nn.Module):
         self.v_proj = nn.Linear(shape.embd_size, kv_size, bias=False)
         self.o_proj = nn.Linear(shape.embd_size, shape.embd_size, bias=False)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: AttentionFn) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         q, k, v = (
             project(x).unflatten(2, (-1, self.head_size)).transpose(1, 2)
@@ -80,7 +80,7 @@ class Qwen3Block(Block):
         self.post_attention_layernorm = RMSNorm(shape.embd_size)
         self.mlp = Qwen3MLP(shape)
 
-    def layers(self, x: Tensor, attend: Attend) -> Tensor:
+    def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
         """See `Block`."""
 
         def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Qwen3(GPT):
         out: Tensor = self.wte(ids)  # (B, T, D)
         return out
 
-    def positioned(self, positions: Tensor) -> Callable[[Attend], Attend]:
+    def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
         """Attention of queries and keys that are rotated by their positions."""
         half = self.shape.head_size // 2
         exponents = torch.arange(half, device=positions.device) / half
@@ -131,7 +131,7 @@ class Qwen3(GPT):
             angles = angles[:, None]  # the same for all heads
         cos, sin = angles.cos(), angles.sin()
 
-        def of(attend: Attend) -> Attend:
+        def of(attend: AttentionFn) -> AttentionFn:
             def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 q, k = (_rotated(x, cos, sin).to(v.dtype) for x in (q, k))
                 return attend(q, k, v)

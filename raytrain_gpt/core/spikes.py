@@ -37,7 +37,7 @@ class BadStep:
 
 
 @dataclass(frozen=True)
-class BadStretch:
+class BadStreak:
     """So many bad steps in a row that the run rolls back to before them.
 
     Steps and global batches are those of the first bad step and of the one that exhausted the patience.
@@ -101,7 +101,7 @@ class SpikeDetector:
         return BadStep(step, finite=True, loss_zscore=loss_z, grad_norm_zscore=norm_z)
 
     @property
-    def gives_up(self) -> bool:
+    def out_of_patience(self) -> bool:
         """Whether the streak is long enough to roll back."""
         return self._config.spike_detection and len(self.streak) >= self._config.spike_patience
 

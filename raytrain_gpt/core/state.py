@@ -27,7 +27,7 @@ _POSITIONS = "wpe.weight"
 _ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-class HostCopy:
+class HostSnapshot:
     """One of `num_parts` parts of the training state, copied into memory that is reused from copy to copy.
 
     Part 0 has the whole model file; the moments are distributed so that all parts are about equally large.

@@ -21,8 +21,8 @@ import numpy as np
 
 from raytrain_gpt.data.order import (
     WINDOW_TOKENS,
+    BatchRanges,
     Ids,
-    Skipped,
     Stream,
     batches_to_read,
     permutation,
@@ -30,7 +30,7 @@ from raytrain_gpt.data.order import (
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import count
 
-LEAST_WINDOW_TOKENS = WINDOW_TOKENS // 16
+MIN_WINDOW_TOKENS = WINDOW_TOKENS // 16
 """For a dataset with a small weight, whose windows span several chunks: from fewer row groups the
 shuffle would be poor."""
 
@@ -74,7 +74,7 @@ class MixedOrder:
         self._chunk_batches = max(1, WINDOW_TOKENS // batch_tokens)
         chunk_tokens = self._chunk_batches * batch_tokens
         self._window_batches = [
-            self._chunk_batches * max(1, ceil(LEAST_WINDOW_TOKENS / (weight * chunk_tokens)))
+            self._chunk_batches * max(1, ceil(MIN_WINDOW_TOKENS / (weight * chunk_tokens)))
             for weight in weights
         ]
         # Cached by instance: at the end of an epoch a batch has parts of two windows of a dataset.
@@ -111,7 +111,7 @@ class MixedOrder:
         """Sequences of each dataset in the global batches before `batch`."""
         return [self._taken(dataset, batch) for dataset in range(len(self.weights))]
 
-    def trained(self, num_batches: int, skipped: Skipped) -> list[int]:
+    def trained(self, num_batches: int, skipped: BatchRanges) -> list[int]:
         """Sequences of each dataset in the first `num_batches` global batches that are not skipped."""
         ranges = batches_to_read(0, num_batches, skipped)
         parts = [

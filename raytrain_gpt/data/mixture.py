@@ -46,7 +46,7 @@ class WeightedDataset:
 class Mixture:
     """One dataset or several, whose sequences are numbered one dataset after the other."""
 
-    parts: tuple[WeightedDataset, ...]
+    datasets: tuple[WeightedDataset, ...]
     """At least one; the weights sum to 1."""
     read_at: float = field(default_factory=time.time, compare=False)
     """When the manifests were read, Unix time: what changes later is noticed by `read`."""
@@ -54,30 +54,30 @@ class Mixture:
     @property
     def is_mixed(self) -> bool:
         """Whether there is more than one dataset."""
-        return len(self.parts) > 1
+        return len(self.datasets) > 1
 
     @property
     def names(self) -> list[str]:
         """Names of the datasets, as in the keys of metrics."""
-        return dataset_names([str(part.directory) for part in self.parts])
+        return dataset_names([str(part.directory) for part in self.datasets])
 
     @property
     def weights(self) -> list[Fraction]:
         """Fractions of a batch's tokens, one for each dataset."""
-        return [part.weight for part in self.parts]
+        return [part.weight for part in self.datasets]
 
     @property
     def hash(self) -> str:
         """Hash of what is trained on, kept in every checkpoint; for one dataset, its manifest's."""
         if not self.is_mixed:
-            return self.parts[0].manifest.hash
-        content = json.dumps([[part.manifest.hash, str(part.weight)] for part in self.parts])
+            return self.datasets[0].manifest.hash
+        content = json.dumps([[part.manifest.hash, str(part.weight)] for part in self.datasets])
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def first(self) -> WeightedDataset:
         """The first dataset; all share its tokenizer."""
-        return self.parts[0]
+        return self.datasets[0]
 
     @property
     def tokenizer(self) -> str:
@@ -97,15 +97,17 @@ class Mixture:
     @property
     def dtype(self) -> str:
         """Type of the token ids: uint16 or uint32."""
-        return max(part.manifest.dtype for part in self.parts)
+        return max(part.manifest.dtype for part in self.datasets)
 
     def split_tokens(self, split: Split) -> int:
         """Tokens in a split, over all datasets."""
-        return sum(part.manifest.split_tokens(split) for part in self.parts)
+        return sum(part.manifest.split_tokens(split) for part in self.datasets)
 
     def num_sequences(self, split: Split, seq_len: int) -> list[int]:
         """Sequences in a split of each dataset."""
-        return [int(part.manifest.row_group_sequences(split, seq_len).sum()) for part in self.parts]
+        return [
+            int(part.manifest.row_group_sequences(split, seq_len).sum()) for part in self.datasets
+        ]
 
     def order(self, batch_sequences: int, seq_len: int, seed: int) -> BatchOrder:
         """The training order.
@@ -113,10 +115,10 @@ class Mixture:
         Raises:
             DataError: too few sequences for a batch.
         """
-        counts = [part.manifest.row_group_sequences("train", seq_len) for part in self.parts]
+        counts = [part.manifest.row_group_sequences("train", seq_len) for part in self.datasets]
         if not self.is_mixed:
             return Order(counts[0], batch_sequences, seq_len, seed)
-        for part, own in zip(self.parts, counts, strict=True):
+        for part, own in zip(self.datasets, counts, strict=True):
             if not own.sum():
                 raise DataError(
                     f"the train split of {part.directory} has no sequence of {seq_len} tokens; remove it "
@@ -130,7 +132,7 @@ class Mixture:
         Each dataset gets its weight of `eval_tokens`, but at least one sequence.
         """
         wanted, first_id, ids = eval_tokens // seq_len, 0, []
-        for part, num in zip(self.parts, self.num_sequences("val", seq_len), strict=True):
+        for part, num in zip(self.datasets, self.num_sequences("val", seq_len), strict=True):
             ids.append(first_id + np.arange(min(num, max(1, int(part.weight * wanted)))))
             first_id += num
         return np.concatenate(ids)
@@ -151,7 +153,7 @@ class Mixture:
         tokens: Tokens = np.zeros((len(ids), seq_len + 1), self.dtype)
         delivered = np.full(len(ids), -1, np.int64)
         first_id = 0
-        for part, num in zip(self.parts, self.num_sequences(split, seq_len), strict=True):
+        for part, num in zip(self.datasets, self.num_sequences(split, seq_len), strict=True):
             own = np.flatnonzero((ids >= first_id) & (ids < first_id + num))
             tokens[own], found = read_sequences(
                 part.directory,
@@ -234,13 +236,13 @@ def read_mixture(parts: Sequence[tuple[Location, Fraction]]) -> Mixture:
     mixture = Mixture(
         tuple(WeightedDataset(path, read_manifest(path), weight) for path, weight in parts)
     )
-    directory, count = Counter(part.directory for part in mixture.parts).most_common(1)[0]
+    directory, count = Counter(part.directory for part in mixture.datasets).most_common(1)[0]
     if count > 1:
         raise DataError(
             f"{directory} is listed {count} times in data_path; list it once, with the sum of the weights"
         )
     first = mixture.first
-    for part in mixture.parts[1:]:
+    for part in mixture.datasets[1:]:
         if part.manifest.vocab_hash != first.manifest.vocab_hash:
             raise DataError(
                 f"{part.directory} has tokenizer {part.manifest.tokenizer}, {first.directory} has "
@@ -251,7 +253,7 @@ def read_mixture(parts: Sequence[tuple[Location, Fraction]]) -> Mixture:
 
 def check_val_split(mixture: Mixture, seq_len: int) -> None:
     """Raise a DataError if a dataset's val split has no whole sequence."""
-    for part, num in zip(mixture.parts, mixture.num_sequences("val", seq_len), strict=True):
+    for part, num in zip(mixture.datasets, mixture.num_sequences("val", seq_len), strict=True):
         if not num:
             raise DataError(
                 f"the val split of {part.directory} has {part.manifest.split_tokens('val')} tokens, too few "

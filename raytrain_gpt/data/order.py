@@ -169,11 +169,11 @@ class Order:
         return chunks
 
 
-Skipped = tuple[tuple[int, int], ...]
+BatchRanges = tuple[tuple[int, int], ...]
 """Ranges [first, stop) of global batches that are skipped after loss spikes."""
 
 
-def skip_past(batch: int, skipped: Skipped) -> int:
+def skip_past(batch: int, skipped: BatchRanges) -> int:
     """The first global batch from `batch` on that is not skipped."""
     for first, stop in sorted(skipped):
         if first <= batch < stop:
@@ -181,7 +181,7 @@ def skip_past(batch: int, skipped: Skipped) -> int:
     return batch
 
 
-def batches_to_read(first: int, count: int, skipped: Skipped) -> list[tuple[int, int]]:
+def batches_to_read(first: int, count: int, skipped: BatchRanges) -> list[tuple[int, int]]:
     """Ranges [first, stop) of the next `count` global batches from `first` on, without skipped ones."""
     ranges: list[tuple[int, int]] = []
     while count > 0:
@@ -194,7 +194,7 @@ def batches_to_read(first: int, count: int, skipped: Skipped) -> list[tuple[int,
     return ranges
 
 
-def batch_before(batch: int, count: int, skipped: Skipped) -> int:
+def batch_before(batch: int, count: int, skipped: BatchRanges) -> int:
     """The global batch that was read `count` steps before `batch`."""
     for _ in range(count):
         batch -= 1

@@ -34,7 +34,7 @@ from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, read_tokenizer, token_dt
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import UNFINISHED, Location, Place
+from raytrain_gpt.storage.location import UNFINISHED, Location, LocationLike
 
 _NOTES_DIR = "unfinished"
 _PLAN_FILE = "plan"
@@ -57,19 +57,19 @@ _NOTE = re.compile(
 NoteSuffix = Literal[".hashes", ".json"]
 
 
-def task_file(directory: Place, task: int, suffix: NoteSuffix) -> Location:
+def task_file(directory: LocationLike, task: int, suffix: NoteSuffix) -> Location:
     """The file with the hashes of a task's documents, or with its result."""
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
-def done_tasks(directory: Place, suffix: NoteSuffix) -> set[int]:
+def done_tasks(directory: LocationLike, suffix: NoteSuffix) -> set[int]:
     """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
     stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
     return {int(stem) for stem in stems if stem.isdecimal()}
 
 
-def read_result(directory: Place, task: int) -> dict[str, Any] | None:
+def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
     """The result of a task, as `write_result` returned it; None: the task has to run."""
     directory = Location.of(directory)
     file = task_file(directory, task, ".json")
@@ -86,7 +86,7 @@ def read_result(directory: Place, task: int) -> dict[str, Any] | None:
 
 
 def write_result(
-    directory: Place, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
+    directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
 ) -> dict[str, Any]:
     """Record that a task is done, after its last shard.
 
@@ -115,7 +115,7 @@ def _is_whole(directory: Location, shard: Shard) -> bool:
 
 
 def start(
-    directory: Place, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
+    directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
 ) -> Manifest | None:
     """Make the directory ready for the tasks.
 
@@ -208,7 +208,7 @@ def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[S
 
 
 def finish(
-    directory: Place,
+    directory: LocationLike,
     plan: Plan,
     results: list[dict[str, Any]],
     source: dict[str, Any],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.storage.location import Location, Place, cache_directory
+from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 
 READ_THREADS = 16
@@ -26,7 +26,7 @@ READ_AHEAD = 2 * READ_THREADS
 
 
 def read_sequences(
-    directory: Place,
+    directory: LocationLike,
     manifest: Manifest,
     split: Split,
     seq_len: int,

@@ -38,7 +38,7 @@ from raytrain_gpt.data.tokenizer import (
 from raytrain_gpt.errors import DataError, damage_as, reason
 from raytrain_gpt.format import shell
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location, Place, force_to_disk, unfinished_path
+from raytrain_gpt.storage.location import Location, LocationLike, force_to_disk, unfinished_path
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 from raytrain_gpt.storage.stored_parquet import stored_shard
 
@@ -148,7 +148,7 @@ class ShardWriter:
     A shard for an object store is written to the local disk first.
     """
 
-    def __init__(self, path: Place, dtype: Dtype, row_group_tokens: int) -> None:
+    def __init__(self, path: LocationLike, dtype: Dtype, row_group_tokens: int) -> None:
         self._path = Location.of(path)
         if self._path.is_local:
             self._unfinished = unfinished_path(self._path.path)
@@ -227,7 +227,7 @@ class ShardWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def repair_advice(directory: Place, manifest: Manifest) -> str:
+def repair_advice(directory: LocationLike, manifest: Manifest) -> str:
     """For messages: the command that restores missing shards, or the tokenizer, of a dataset."""
     sources = manifest.source.get("sources", [])
     source = "SOURCE …"
@@ -250,7 +250,7 @@ def _at_commit(source: str, hub_commits: list[str]) -> str:
     return source
 
 
-def write_manifest(directory: Place, manifest: Manifest) -> None:
+def write_manifest(directory: LocationLike, manifest: Manifest) -> None:
     """Write the manifest, which makes the directory a dataset."""
     content = {**manifest.model_dump(), "manifest_hash": manifest.hash}
     path = Location.of(directory) / MANIFEST_FILE
@@ -259,7 +259,7 @@ def write_manifest(directory: Place, manifest: Manifest) -> None:
         force_to_disk(path.path.parent)
 
 
-def read_manifest(directory: Place) -> Manifest:
+def read_manifest(directory: LocationLike) -> Manifest:
     """The manifest of a dataset.
 
     Raises:
@@ -299,7 +299,7 @@ def read_manifest(directory: Place) -> Manifest:
 
 
 def read_row_group(
-    directory: Place,
+    directory: LocationLike,
     manifest: Manifest,
     shard: Shard,
     index: int,

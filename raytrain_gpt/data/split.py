@@ -32,7 +32,7 @@ _LOOKED_AT_IDS = 2**28
 _TRAIN_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])", re.IGNORECASE)
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
-Read = Callable[[SourcePiece], Iterator[Document]]
+ReadDocuments = Callable[[SourcePiece], Iterator[Document]]
 ReadIds = Callable[[SourcePiece], Iterator[IdChunk]]
 
 
@@ -102,7 +102,7 @@ def document_hash(name: str, position: int) -> int:
     )
 
 
-def fraction_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
+def fraction_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
     """The rule for a fraction: exact for few documents, by hash alone for many."""
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
@@ -121,7 +121,7 @@ def _exact_rule(hashes: list[int], fraction: float) -> SplitRule:
     return SplitRule(hash_below=heapq.nsmallest(num_val, hashes)[-1] + 1)
 
 
-def _tail_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitRule:
+def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
     """Cut at the last line end before the last fraction of all text."""
     sizes = [
         (i, document.position, len(document.text.encode("utf-8", "replace")))
@@ -156,7 +156,7 @@ def _tail_rule(pieces: list[SourcePiece], read: Read, fraction: float) -> SplitR
 
 def head_rule(
     pieces: list[SourcePiece],
-    read: Read,
+    read: ReadDocuments,
     encoding: tiktoken.Encoding,
     val_tokens: int,
     log: Log | None = None,

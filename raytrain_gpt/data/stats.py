@@ -16,11 +16,11 @@ import tiktoken
 from numpy.typing import NDArray
 
 from raytrain_gpt.data.shards import SPLITS, Manifest, Split, read_row_group
-from raytrain_gpt.data.tokenizer import text_of, token_bytes
-from raytrain_gpt.storage.location import Place
+from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens
+from raytrain_gpt.storage.location import LocationLike
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-MOST_FREQUENT = 20
+NUM_TOP_IDS = 20
 _BINS_PER_OCTAVE = 4
 
 
@@ -73,7 +73,7 @@ class SplitStats:
 
 
 def count_dataset(
-    directory: Place, manifest: Manifest, progress: Callable[[int, int], None]
+    directory: LocationLike, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> dict[Split, SplitStats]:
     """Count every token of a dataset; `progress` gets tokens so far and in all after each row group.
 
@@ -128,10 +128,10 @@ def _split_facts(
     stats: SplitStats, encoding: tiktoken.Encoding, edges: NDArray[np.int64]
 ) -> dict[str, Any]:
     counts, vocab_size = stats.id_counts, len(stats.id_counts)
-    text_bytes = int((counts * token_bytes(encoding, vocab_size)).sum())
+    text_bytes = int((counts * bytes_per_id(encoding, vocab_size)).sum())
     ids = int((counts > 0).sum())
     documents, tokens = stats.histogram(edges)
-    most_frequent = np.argsort(-counts, kind="stable")[: min(MOST_FREQUENT, ids)].tolist()
+    most_frequent = np.argsort(-counts, kind="stable")[: min(NUM_TOP_IDS, ids)].tolist()
     return {
         "tokens": stats.num_tokens,
         "documents": stats.num_documents,
@@ -151,7 +151,7 @@ def _split_facts(
             "most_frequent": [
                 {
                     "id": token,
-                    "text": text_of(encoding, [token]),
+                    "text": decode_tokens(encoding, [token]),
                     "fraction": int(counts[token]) / stats.num_tokens,
                 }
                 for token in most_frequent

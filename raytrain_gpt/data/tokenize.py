@@ -26,8 +26,8 @@ from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.preparation import read_result, task_file, write_result
 from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
-from raytrain_gpt.data.tokenizer import encode_document, read_tokenizer, token_bytes, token_dtype
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, read_tokenizer, token_dtype
+from raytrain_gpt.storage.location import Location, LocationLike
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
@@ -38,7 +38,7 @@ def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, 
             yield i, document
 
 
-def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 0) -> int:
+def hash_task(directory: LocationLike, plan: Plan, task: int, max_bad_documents: int = 0) -> int:
     """Write the hashes of a task's documents unless they exist; returns the number of documents.
 
     Raises:
@@ -52,7 +52,7 @@ def hash_task(directory: Place, plan: Plan, task: int, max_bad_documents: int = 
 
 
 def run_task(
-    directory: Place,
+    directory: LocationLike,
     plan: Plan,
     task: int,
     max_bad_documents: int = 0,
@@ -122,7 +122,7 @@ def _encoded(
 def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:
     """A task's token ids; what follows the last `eot` of a file is a document too."""
     eot = encoding.eot_token
-    num_bytes = token_bytes(encoding, encoding.max_token_value + 1).astype(np.uint16)
+    num_bytes = bytes_per_id(encoding, encoding.max_token_value + 1).astype(np.uint16)
     for i in range(*plan.tasks[task]):
         piece, last = plan.pieces[i], None
         for chunk in read_ids(piece, encoding):

@@ -26,7 +26,7 @@ from pydantic import AfterValidator
 from raytrain_gpt.errors import DataError, damage_as
 from raytrain_gpt.format import preview, start_of
 from raytrain_gpt.parsing import parse_json
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import Location, LocationLike
 
 EOT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -103,7 +103,7 @@ def token_dtype(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
+def bytes_per_id(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
     """Bytes of text that each token id stands for, int64 (size,); 0 for special and padded ids."""
     lengths = np.zeros(size, np.int64)
     for token, rank in encoding._mergeable_ranks.items():
@@ -111,7 +111,7 @@ def token_bytes(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
     return lengths
 
 
-def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
+def token_to_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
     """The bytes of a token; empty for ids that the vocabulary skips, as cl100k_base does."""
     try:
         return bytes(encoding.decode_single_token_bytes(token))
@@ -119,16 +119,16 @@ def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
         return b""
 
 
-def text_of(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
+def decode_tokens(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
     """The text of any tokens that a model may sample; what is not UTF-8 becomes U+FFFD."""
-    return b"".join(bytes_of(encoding, token) for token in tokens).decode("utf-8", "replace")
+    return b"".join(token_to_bytes(encoding, token) for token in tokens).decode("utf-8", "replace")
 
 
 def first_text(encoding: tiktoken.Encoding, tokens: Sequence[int], num_tokens: int) -> str:
     """The text of the first `num_tokens` tokens, without half of a character at its end."""
     short, long = (
         codecs.getincrementaldecoder("utf-8")("replace").decode(
-            b"".join(bytes_of(encoding, token) for token in tokens[:number])
+            b"".join(token_to_bytes(encoding, token) for token in tokens[:number])
         )
         for number in (num_tokens, 2 * num_tokens)
     )
@@ -183,7 +183,7 @@ def make_encoding(
     )
 
 
-def read_tokenizer(directory: Place) -> tiktoken.Encoding:
+def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
     """The tokenizer that a dataset or checkpoint carries.
 
     Raises:

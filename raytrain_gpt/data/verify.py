@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 from raytrain_gpt.data.shards import COLUMN, Manifest, Shard, read_row_group, repair_advice
 from raytrain_gpt.data.tokenizer import read_tokenizer, vocab_hash
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import Location, LocationLike
 
 CHECK_THREADS = 16
 """Shards of an object store that are checked at a time; each takes three requests."""
 
 
-def check_tokenizer(directory: Place, manifest: Manifest) -> None:
+def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
     """Raise a DataError if a dataset's tokenizer is missing, damaged or not that of its shards."""
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
@@ -26,7 +26,7 @@ def check_tokenizer(directory: Place, manifest: Manifest) -> None:
         )
 
 
-def check_shards(directory: Place, manifest: Manifest, content: bool) -> None:
+def check_shards(directory: LocationLike, manifest: Manifest, content: bool) -> None:
     """Call `check_shard` for every shard, and raise its error for the first one in the manifest."""
     directory = Location.of(directory)
     with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
@@ -35,7 +35,7 @@ def check_shards(directory: Place, manifest: Manifest, content: bool) -> None:
         )
 
 
-def check_shard(directory: Place, manifest: Manifest, shard: Shard, content: bool) -> None:
+def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, content: bool) -> None:
     """Compare a shard with its manifest entry.
 
     Args:

@@ -19,15 +19,15 @@ from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import (
-    autocast_of,
     device_name,
+    make_autocast,
     matmul_dtype,
     peak_flops,
     resolve_precision,
     seed_everything,
     synchronize,
 )
-from raytrain_gpt.core.loop import settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer, learning_rate
@@ -125,7 +125,7 @@ def _timer(
     """What times a number of steps of a number of micro-batches of the run's model and loop."""
     train, optim = plan.config.train, plan.config.optim
     seed_everything(train.seed, dist.get_rank())
-    autocast, loss_scale = autocast_of(precision, device), loss_scale_for(precision, device)
+    autocast, loss_scale = make_autocast(precision, device), loss_scale_for(precision, device)
     # The last id closes documents in most vocabularies; another one would change the time a little.
     raw_model = configured_model(
         plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing
@@ -135,7 +135,7 @@ def _timer(
     sharing = None if train.exact else group or gradient_group()
     optimizer = build_optimizer(raw_model, optim, matmul_dtype(precision), sharing)
     feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
-    settle_gradient_buckets(model, next(feed), autocast)
+    warm_up_ddp_buckets(model, next(feed), autocast)
 
     def seconds(num_steps: int, micro_batches: int) -> float:
         synchronize(device)

@@ -55,7 +55,7 @@ RETRY_FOR_S = 10.0
 """An object store out of reach is a finding, not something to wait for."""
 NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "compiler", "ray_disk")
 RANK_CHECKS = ("devices", "all_reduce", "sequences")
-FETCH_WITHIN_S = 30.0
+FETCH_TIMEOUT_S = 30.0
 """tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
 TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
@@ -257,7 +257,7 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
         if data is None:
             raise Skipped("no data, and no --tokenizer NAME for prepare")
         return f"the data carries its own, {data.tokenizer}"
-    problem = [f"it was not there within {FETCH_WITHIN_S:g} s"]
+    problem = [f"it was not there within {FETCH_TIMEOUT_S:g} s"]
 
     def fetch() -> None:
         try:
@@ -268,7 +268,7 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
 
     thread = threading.Thread(target=fetch, name="tokenizer", daemon=True)
     thread.start()
-    thread.join(FETCH_WITHIN_S)
+    thread.join(FETCH_TIMEOUT_S)
     if not problem:
         return f"{name} is there for prepare"
     way = "" if "TIKTOKEN_CACHE_DIR" in problem[0] else "; fill TIKTOKEN_CACHE_DIR, or use bytes"

@@ -41,7 +41,7 @@ from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import count, size
 from raytrain_gpt.storage.location import Location
 
-NODE_WITHIN_S = 60.0
+NODE_TIMEOUT_S = 60.0
 """A worker process on a busy node starts in seconds; one that takes a minute is as good as gone."""
 CLOCK_CALLS = 5
 MAX_CLOCK_SKEW_S = 1.0
@@ -91,14 +91,14 @@ def ask_nodes(
         compiles_here = compiles and (not use_gpu or gpus[node] > 0)
         asked = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
         answers[name] = witnesses[name].facts.remote(*asked)
-    deadline = time.monotonic() + NODE_WITHIN_S
+    deadline = time.monotonic() + NODE_TIMEOUT_S
     found = []
     for name, witness in witnesses.items():
         try:
             facts = ray.get(answers[name], timeout=max(1.0, deadline - time.monotonic()))
             offset_s, uncertainty_s = _clock_offset(witness)
         except ray.exceptions.GetTimeoutError:
-            found.append(NodeFacts(name, error=f"no answer within {NODE_WITHIN_S:g} s"))
+            found.append(NodeFacts(name, error=f"no answer within {NODE_TIMEOUT_S:g} s"))
         except Exception as error:
             found.append(NodeFacts(name, error=root_cause(error)))
         else:
@@ -124,7 +124,7 @@ def _clock_offset(witness: Any) -> tuple[float, float]:
     found = []
     for _ in range(CLOCK_CALLS):
         before = time.time()
-        there = ray.get(witness.clock.remote(), timeout=NODE_WITHIN_S)
+        there = ray.get(witness.clock.remote(), timeout=NODE_TIMEOUT_S)
         after = time.time()
         found.append((there - (before + after) / 2, (after - before) / 2))
     return min(found, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
@@ -183,7 +183,7 @@ class NodeWitness:
 def data_problem(data: Mixture, seq_len: int) -> str:
     """Why the first and the last sequence of a split cannot be read here; empty: they can."""
     try:
-        for part in data.parts:
+        for part in data.datasets:
             if read_manifest(part.directory).hash != part.manifest.hash:
                 return f"it sees another dataset than the driver in {part.directory}"
         for split in SPLITS:

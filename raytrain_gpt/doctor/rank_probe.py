@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_gpt.checkpoint.collectives import Int64Array, gathered_values
+from raytrain_gpt.checkpoint.collectives import Int64Array, all_gather_values
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers
 from raytrain_gpt.cluster.process_groups import new_group
@@ -40,9 +40,9 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec, ingest_dataset
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
-GROUP_WITHIN_S = 60
+GROUP_TIMEOUT_S = 60
 """For the ranks to connect, and for every collective."""
-CONTROLLER_WITHIN_S = 10.0
+CONTROLLER_TIMEOUT_S = 10.0
 """For Ray Train's controller to leave; a hanging one would stay behind."""
 NUM_BATCHES = 4
 """Global batches that are read."""
@@ -154,11 +154,11 @@ def ask_ranks(
             name="doctor",
             directory=Location.of(directory),
             dataset=None if ingest is None else ingest_dataset(ingest, NUM_BATCHES),
-            torch_config=TorchConfig(backend="gloo", timeout_s=GROUP_WITHIN_S),
+            torch_config=TorchConfig(backend="gloo", timeout_s=GROUP_TIMEOUT_S),
         )
         thread, raised = start_fit(trainer)
         thread.join()
-        kill_controllers(CONTROLLER_WITHIN_S)
+        kill_controllers(CONTROLLER_TIMEOUT_S)
     found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
     return GroupFacts(world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **found)
@@ -171,7 +171,7 @@ def probe_rank(spec: RankSpec) -> None:
     torch.set_num_threads(spec.config.cluster.cpus_per_worker)
 
     def tell(stage: str, own: T) -> list[T]:
-        found = gathered_values(own, type(own))
+        found = all_gather_values(own, type(own))
         if rank == 0:
             spec.results.put((stage, found))
         return found
@@ -181,7 +181,7 @@ def probe_rank(spec: RankSpec) -> None:
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
-        group = new_group("gradients", "nccl", timedelta(seconds=GROUP_WITHIN_S))
+        group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
     if usable and context.get_world_size() > 1:
         tell("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:

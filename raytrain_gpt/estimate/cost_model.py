@@ -19,12 +19,12 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import GpuSpec
 from raytrain_gpt.core.memory import MemoryModel, TrainingMemory, checkpoint_bytes
 from raytrain_gpt.core.model import GPT2_VOCAB_SIZE, GPTShape
-from raytrain_gpt.core.muon import num_flops
+from raytrain_gpt.core.muon import newton_schulz_flops
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
 """Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
-MOST_SEQUENCES = 2**20
+MAX_SEARCHED_SEQUENCES = 2**20
 """In a micro-batch; no device has memory for so many."""
 GPT2_SIZES = {
     "124M": (12, 12, 768),
@@ -211,14 +211,14 @@ def _optimizer_flops(config: Config, shape: GPTShape) -> int:
     """Of an update, over all workers; AdamW's do not count."""
     if config.optim.optimizer == "adamw":
         return 0
-    return shape.num_layers * sum(num_flops(*matrix) for matrix in shape.block_matrices)
+    return shape.num_layers * sum(newton_schulz_flops(*matrix) for matrix in shape.block_matrices)
 
 
 def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[LargestMicroBatch]:
     """What fits of GPT-2's sizes, with the context and vocabulary of the run's own model."""
 
     def largest(model: MemoryModel, mode: ActivationCheckpointing) -> int:
-        sizes = range(1, MOST_SEQUENCES)
+        sizes = range(1, MAX_SEARCHED_SEQUENCES)
         return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
 
     found = []

@@ -11,7 +11,13 @@ from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.batch import micro_batch_change
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.device import GPU_SPECS, GpuSpec, bf16_pays, gpu_spec, gpu_specs_matching
+from raytrain_gpt.core.device import (
+    GPU_SPECS,
+    GpuSpec,
+    bf16_is_faster,
+    gpu_spec,
+    gpu_specs_matching,
+)
 from raytrain_gpt.data.locations import data_is_there, data_of
 from raytrain_gpt.doctor.bench import forecast
 from raytrain_gpt.doctor.rank_probe import ask_ranks
@@ -20,7 +26,7 @@ from raytrain_gpt.estimate.cost_model import Estimate, Facts, estimate
 from raytrain_gpt.format import Log, amount, count, duration, size
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.launch import DEFAULT_DATA, cluster_for, expected_vocab_size
+from raytrain_gpt.train.launch import DEFAULT_DATA, expected_vocab_size, training_session
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.memory_search import NO_REMEDY
 
@@ -58,7 +64,7 @@ def answer(
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
     # A probe has decided use_gpu, on a device that need not be in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
-    native_bf16 = on_gpu or (use_gpu is False and bf16_pays(torch.device("cpu")))
+    native_bf16 = on_gpu or (use_gpu is False and bf16_is_faster(torch.device("cpu")))
     facts = replace(
         given,
         vocab_size=vocab_size,
@@ -83,7 +89,7 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         Interrupted: Ctrl+C or SIGTERM.
     """
     stopped = StopSignals("interrupted; nothing is left behind")
-    with stopped, cluster_for(config, log) as (fitted, world_size, data):
+    with stopped, training_session(config, log) as (fitted, world_size, data):
         plan = fit_memory(fitted, world_size, data.vocab_size, log)
         ingest = IngestSpec(fitted, data, world_size)
         preflight.check_data(ingest)

@@ -49,7 +49,7 @@ SAY_EVERY_S = 600.0
 NICENESS = 19
 """The lowest priority: where cores are short, training comes first."""
 POLL_S = 0.5
-CLOSE_WITHIN_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 
 
 class AsyncEvaluation:
@@ -102,7 +102,7 @@ class AsyncEvaluation:
         """Cancel what is being evaluated; the next command evaluates it."""
         self._closed.set()
         self.look()
-        self._thread.join(CLOSE_WITHIN_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _ends(self) -> bool:
         return self._closed.is_set() or self._stop.is_set()
@@ -219,7 +219,7 @@ def _evaluate(
     feed = validation_feed(checkpoint, config, device, data)
     evaluation = lone_evaluation(config, model, tokenizer, feed, choices)
     metrics = {name: finite(value) for name, value in evaluation.metrics().items()}
-    seconds = {"perf/eval_beside_s": time.perf_counter() - started}
+    seconds = {"perf/async_eval_s": time.perf_counter() - started}
     row = {"step": checkpoint.state.step, **metrics, **seconds}
     samples = evaluation.samples() if config.eval.num_samples else ""
     evaluated = EvaluationResult(row, samples)

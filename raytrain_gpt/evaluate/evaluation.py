@@ -19,7 +19,7 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.tokenizer import text_of, token_bytes
+from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
 from raytrain_gpt.format import Log, count
@@ -61,7 +61,7 @@ class Evaluation:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._feed, self._collectives, self._autocast = feed, collectives, autocast
         self._choices = choices
-        lengths = token_bytes(tokenizer, model.shape.padded_vocab_size)
+        lengths = bytes_per_id(tokenizer, model.shape.padded_vocab_size)
         self._token_bytes = torch.from_numpy(lengths)
 
     def metrics(
@@ -88,7 +88,7 @@ class Evaluation:
             evaluation_sums(self._model, watched(part, progress), lengths, self._autocast)
             for part in feed.micro_batches()
         ]
-        sums = self._collectives.summed(torch.stack(own))  # (datasets, 4)
+        sums = self._collectives.all_reduce_sum(torch.stack(own))  # (datasets, 4)
         weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
         metrics = eval_result(mixed_sums(sums, weights)).metrics()
         if feed.data.is_mixed:
@@ -108,7 +108,7 @@ class Evaluation:
             if log is not None and time.monotonic() - shown_at >= SHOW_EVERY_S:
                 log(f"hellaswag: {own[0]} of {count(len(choices.labels), 'example')}")
                 shown_at = time.monotonic()
-        return choice_metrics(*self._collectives.summed(own).tolist())
+        return choice_metrics(*self._collectives.all_reduce_sum(own).tolist())
 
     def answers(
         self, choices: Choices, progress: Callable[[], None] = lambda: None
@@ -143,5 +143,5 @@ class Evaluation:
         options = SamplingOptions(**sampling, seed=self._config.train.seed, stop_at_eot=False)
         with self._autocast():
             drawn = sample_tokens(self._model, eot, [prompt] * e.num_samples, options)
-        texts = [e.sample_prompt + text_of(self._tokenizer, one.tokens) for one in drawn]
+        texts = [e.sample_prompt + decode_tokens(self._tokenizer, one.tokens) for one in drawn]
         return "\n".join(f"{i}: {text!r}" for i, text in enumerate(texts))

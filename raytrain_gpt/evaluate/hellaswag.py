@@ -27,12 +27,12 @@ from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Int64Array, Uint32Array
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.attention import kernels_for_any_shape
+from raytrain_gpt.core.attention import without_cudnn_sdpa
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import DataError, failure_as
-from raytrain_gpt.storage.location import Location, Place, cache_directory
+from raytrain_gpt.storage.location import Location, LocationLike, cache_directory
 
 NUM_ENDINGS = 4
 DOWNLOAD = "download"
@@ -124,7 +124,7 @@ def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     yield np.array(batch, np.int64)
 
 
-def read_examples(place: Place) -> list[Example]:
+def read_examples(place: LocationLike) -> list[Example]:
     """The examples of a .jsonl file, in its order.
 
     Raises:
@@ -254,7 +254,7 @@ def ending_losses(
         scored: bool (R, T), whether the next token belongs to the ending.
     """
     model.eval()
-    with autocast(), kernels_for_any_shape(tokens.device):
+    with autocast(), without_cudnn_sdpa(tokens.device):
         hidden = model.hidden(tokens[:, :-1])[scored]  # (S, D)
         logits = F.linear(hidden, model.head_weight)[:, : model.shape.vocab_size].float()  # (S, V)
     nats = F.cross_entropy(logits, tokens[:, 1:][scored], reduction="none")  # (S,)

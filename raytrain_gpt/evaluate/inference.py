@@ -17,10 +17,10 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config, parse_config
 from raytrain_gpt.core.architectures import configured_model
 from raytrain_gpt.core.device import (
-    autocast_of,
     best_device,
     has_bf16,
     inference_autocast,
+    make_autocast,
     resolve_precision,
 )
 from raytrain_gpt.core.generate import sample_tokens
@@ -28,12 +28,17 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import check_model_size, load_model
 from raytrain_gpt.data.locations import data_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import Mixture, check_val_split, check_vocabulary
-from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, bytes_of, read_tokenizer, text_of
+from raytrain_gpt.data.tokenizer import (
+    TOKENIZER_FILE,
+    decode_tokens,
+    read_tokenizer,
+    token_to_bytes,
+)
 from raytrain_gpt.errors import CheckpointError, ConfigError, DataError
 from raytrain_gpt.evaluate.evaluation import Evaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log
-from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
 if TYPE_CHECKING:
     from raytrain_gpt.ingest.feed import EvalFeed
@@ -46,7 +51,7 @@ RULE = "-" * 40
 
 
 def open_checkpoint(
-    path: Place, device: torch.device | None = None, on_skip: Log | None = None
+    path: LocationLike, device: torch.device | None = None, on_skip: Log | None = None
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
     """A verified checkpoint, its configuration, its model on a device, its tokenizer, the device.
 
@@ -74,7 +79,7 @@ def load_checkpoint(
         CheckpointError: it is damaged, or of another model than the configuration's.
     """
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
-    if TOKENIZER_FILE not in checkpoint.listed or tokenizer.max_token_value + 1 != num_ids:
+    if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
         raise CheckpointError(
             f"{checkpoint.path / TOKENIZER_FILE} is not the checkpoint's own, of {num_ids} ids"
         )
@@ -133,7 +138,7 @@ def lone_evaluation(
 ) -> Evaluation:
     """An `Evaluation` by this process alone, on the model's device."""
     device = model.device
-    autocast = autocast_of(resolve_precision(config.train.precision, device), device)
+    autocast = make_autocast(resolve_precision(config.train.precision, device), device)
     alone = Collectives(rank=0, world_size=1)
     return Evaluation(config, model, tokenizer, feed, alone, autocast, choices)
 
@@ -157,7 +162,7 @@ def check_trained_on(checkpoint: Checkpoint, data: Mixture) -> None:
     """Raise a DataError unless `data` is what the checkpoint was trained on."""
     if data.hash != checkpoint.state.manifest_hash:
         raise DataError(
-            f"{', '.join(str(part.directory) for part in data.parts)} has hash {data.hash[:12]}, "
+            f"{', '.join(str(part.directory) for part in data.datasets)} has hash {data.hash[:12]}, "
             f"{checkpoint.path} was trained on {checkpoint.state.manifest_hash[:12]}; give the data to "
             "validate on by --data"
         )
@@ -221,7 +226,7 @@ def sample_checkpoint(
     prompts = [ids] * num_samples
     with inference_autocast(device), _few_threads(model):
         drawn = sample_tokens(model, tokenizer.eot_token, prompts, how, on_token=first.add)
-    texts = [prompt + text_of(tokenizer, one.tokens) for one in drawn]
+    texts = [prompt + decode_tokens(tokenizer, one.tokens) for one in drawn]
     first.close()
     if show is not None:
         for text in texts[1:]:
@@ -260,7 +265,7 @@ class _Lines:
     def add(self, index: int, token: int) -> None:
         if self._show is None or index:
             return
-        self._text += self._decoder.decode(bytes_of(self._tokenizer, token))
+        self._text += self._decoder.decode(token_to_bytes(self._tokenizer, token))
         *lines, self._text = self._text.split("\n")
         for line in lines:
             self._show(line)

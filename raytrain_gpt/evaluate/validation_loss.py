@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain_gpt.core.loop import Autocast, MicroBatch
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
 
 
@@ -70,8 +70,8 @@ def evaluation_sums(
     for inputs, targets in micro_batches:
         with autocast():
             nats = model(inputs, targets, reduction="none").float()  # (B, T), 0 where ignored
-        lengths = torch.where(targets == IGNORED, 0, token_bytes[targets.clamp(min=0)])
-        counted = (targets != IGNORED).sum()
+        lengths = torch.where(targets == IGNORE_INDEX, 0, token_bytes[targets.clamp(min=0)])
+        counted = (targets != IGNORE_INDEX).sum()
         parts = [nats.sum(), counted, (nats * (lengths > 0)).sum(), lengths.sum()]
         sums.append(torch.stack([part.float() for part in parts]))
     # Multiples of 2^-20 add up without rounding in float64, up to 2^33 nats: in any order, on any rank.

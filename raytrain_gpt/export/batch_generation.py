@@ -35,11 +35,11 @@ from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
-from raytrain_gpt.data.tokenizer import text_of
+from raytrain_gpt.data.tokenizer import decode_tokens
 from raytrain_gpt.errors import ClusterError, DataError, damage_as
 from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens, sampling_options
 from raytrain_gpt.format import Log, amount, count, duration
-from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, Place
+from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
 
 TASK_PROMPTS = 32
 PROGRESS_EVERY_S = 2.0
@@ -48,7 +48,13 @@ ADDED = ("continuations", "finish_reasons")
 
 
 def sample_batch(
-    checkpoint: Place, prompts: Place, out: Place, log: Log, *, num_samples: int, **options: Any
+    checkpoint: LocationLike,
+    prompts: LocationLike,
+    out: LocationLike,
+    log: Log,
+    *,
+    num_samples: int,
+    **options: Any,
 ) -> None:
     """Continue each prompt of a file of JSON lines.
 
@@ -196,7 +202,7 @@ class Generator:
             )
         for i, row in enumerate(rows):
             own = drawn[i * num : (i + 1) * num]
-            texts = [text_of(self._tokenizer, one.tokens) for one in own]
+            texts = [decode_tokens(self._tokenizer, one.tokens) for one in own]
             row |= dict(zip(ADDED, (texts, [one.finish_reason for one in own]), strict=True))
         seq_len = self._model.shape.seq_len
         return {

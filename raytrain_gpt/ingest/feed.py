@@ -12,11 +12,11 @@ import pyarrow as pa
 import torch
 
 from raytrain_gpt.core.loop import MicroBatch
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.order import Ids, sequence_hashes, skip_past
 from raytrain_gpt.data.tokenizer import Tokens
-from raytrain_gpt.ingest.ray_dataset import LEAST_READERS, IngestSpec, planned_reads, read_rows
+from raytrain_gpt.ingest.ray_dataset import MIN_READERS, IngestSpec, planned_reads, read_rows
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def rows_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[p
     """The rows that the dataset would deal to a rank, read ahead by threads of this process."""
     ahead: deque[Future[pa.Table]] = deque()
     own = range(rank, rank + 1)
-    with ThreadPoolExecutor(LEAST_READERS, "reader") as readers:
+    with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
         for read in planned_reads(spec, num_batches):
             ahead.append(readers.submit(read_rows, spec, read, own))
-            if len(ahead) > LEAST_READERS:
+            if len(ahead) > MIN_READERS:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
@@ -154,4 +154,4 @@ class EvalFeed:
             filled[: len(part)] = part
             inputs, targets = to_device(filled, self._device)
             counts = torch.arange(self._size, device=self._device) < len(part)
-            yield inputs, torch.where(counts[:, None], targets, IGNORED)
+            yield inputs, torch.where(counts[:, None], targets, IGNORE_INDEX)

@@ -31,8 +31,8 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError, reason
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.redact import redacted
-from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
+from raytrain_gpt.storage.location import Location, LocationLike
 from raytrain_gpt.storage.web_files import without_query
 
 PROGRESS_EVERY_S = 2.0
@@ -46,7 +46,7 @@ Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
 
 def prepare(
     sources: list[str],
-    directory: Place,
+    directory: LocationLike,
     tokenizer: str,
     *,
     log: Log,
@@ -79,7 +79,7 @@ def prepare(
     run, cluster = _on_ray(log) if on_ray else (map, nullcontext())
     directory = Location.of(directory)
     lease = directory.parent / f".{directory.name}{LEASE_FILE}"
-    with _storage_errors(directory), held_lease(lease, f"dataset {directory}", log):
+    with _storage_errors(directory), hold_lease(lease, f"dataset {directory}", log):
         manifest = start(directory, plan, encoding, log)
         if manifest is not None:
             log(f"{directory} is already prepared")

@@ -23,10 +23,10 @@ import ray.data
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.data.mixture import BatchOrder, Mixture
-from raytrain_gpt.data.order import Ids, Skipped, batches_to_read, sequence_hashes
+from raytrain_gpt.data.order import BatchRanges, Ids, batches_to_read, sequence_hashes
 from raytrain_gpt.data.shards import Split
 
-LEAST_READERS = 2
+MIN_READERS = 2
 RANKS_PER_READER = 16
 """Ranks for which one more chunk is read at a time. A reading task takes a CPU while it runs, and twice the
 window (128 MiB of 2^26 uint16) in memory: its own copy and the object store's."""
@@ -45,7 +45,7 @@ class IngestSpec:
     data: Mixture
     world_size: int
     first_batch: int = 0
-    skipped: Skipped = ()
+    skipped: BatchRanges = ()
 
     @property
     def seq_len(self) -> int:
@@ -82,7 +82,7 @@ def padded(ids: Ids, multiple: int) -> Ids:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadRange:
     """What is read at a time: the validation sequences, or global batches `first` to `stop` − 1."""
 
     split: Split
@@ -90,12 +90,12 @@ class Read:
     stop: int
 
 
-def planned_reads(spec: IngestSpec, num_batches: int) -> list[Read]:
+def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
     """Validation, then the next global batches in chunks, in order."""
     order = spec.order()
     ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
     chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
-    return [Read("val", 0, 1), *(Read("train", first, stop) for first, stop in chunks)]
+    return [ReadRange("val", 0, 1), *(ReadRange("train", first, stop) for first, stop in chunks)]
 
 
 def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
@@ -117,15 +117,15 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
 
 def num_readers(world_size: int) -> int:
     """How many chunks are read at a time."""
-    return max(LEAST_READERS, world_size // RANKS_PER_READER)
+    return max(MIN_READERS, world_size // RANKS_PER_READER)
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    read = Read(*(table[field.name][0].as_py() for field in fields(Read)))
+    read = ReadRange(*(table[field.name][0].as_py() for field in fields(ReadRange)))
     return read_rows(spec, read, range(spec.world_size))
 
 
-def read_rows(spec: IngestSpec, read: Read, ranks: range) -> pa.Table:
+def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
     """The rows of some ranks for what is read at a time."""
     if read.split == "val":
         return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)

@@ -31,7 +31,7 @@ from raytrain_gpt.serve.response import Completion, encoded
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 
 RETRY_AFTER_S = 1
-BODY_WITHIN_S = 30.0
+BODY_TIMEOUT_S = 30.0
 MAX_ARRIVING_BODIES, HURRIED_BODY_WITHIN_S = 50, 1.0
 """While more bodies than this are on their way, the oldest have less time, so that slow callers do not keep
 places of Ray Serve from others."""
@@ -131,7 +131,7 @@ class _Interface:
             raise ApiError(415, "the body must have Content-Type: application/json")
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_WITHIN_S) as limit:
+            async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
                 self._add_arriving(limit)
                 async for part in request.stream():
                     body += part
@@ -140,7 +140,7 @@ class _Interface:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body did not arrive within {BODY_WITHIN_S:g} s, or {HURRIED_BODY_WITHIN_S:g} s while "
+                f"the body did not arrive within {BODY_TIMEOUT_S:g} s, or {HURRIED_BODY_WITHIN_S:g} s while "
                 f"more than {MAX_ARRIVING_BODIES} are on their way",
             ) from None
         finally:

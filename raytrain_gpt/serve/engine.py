@@ -21,9 +21,9 @@ import torch
 
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core.device import inference_autocast
-from raytrain_gpt.core.generate import DecodingBatch, Drawn
+from raytrain_gpt.core.generate import DecodingBatch, SampledToken
 from raytrain_gpt.core.model import GPT
-from raytrain_gpt.data.tokenizer import token_bytes
+from raytrain_gpt.data.tokenizer import bytes_per_id
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Weights:
     @cached_property
     def max_prompt_bytes(self) -> int:
         """Longest text that can fit the context: seq_len times the longest token."""
-        longest = token_bytes(self.tokenizer, self.tokenizer.n_vocab).max()
+        longest = bytes_per_id(self.tokenizer, self.tokenizer.n_vocab).max()
         return int(longest) * self.model.shape.seq_len
 
 
@@ -69,7 +69,7 @@ class Job:
     options: SamplingOptions
     index: int
     """Index of the choice in the response; also selects its random stream."""
-    drawn: asyncio.Queue[tuple[int, Drawn | None]] = field(repr=False)
+    drawn: asyncio.Queue[tuple[int, SampledToken | None]] = field(repr=False)
     """Receives (index, result of a step), or (index, None) if the engine failed."""
 
 
@@ -142,7 +142,7 @@ class Engine:
             running = list(self._running.items())
         for weights, (batch, jobs) in running:
             try:
-                drawn: list[Drawn] | None = batch.step()
+                drawn: list[SampledToken] | None = batch.step()
                 self._num_failed_steps = 0
             except Exception:
                 # Such as out of memory: these requests fail, the next ones may succeed.
@@ -178,11 +178,11 @@ class Engine:
             jobs[batch.add(job.prompt, job.options, job.index)] = job
 
     def _finish_step(
-        self, weights: Weights, jobs: dict[int, Job], drawn: list[Drawn] | None
-    ) -> list[tuple[Job, Drawn | None]]:
+        self, weights: Weights, jobs: dict[int, Job], drawn: list[SampledToken] | None
+    ) -> list[tuple[Job, SampledToken | None]]:
         """Results of a step by job. Frees the batch and its cache when no job is left."""
         if drawn is None:
-            events: list[tuple[Job, Drawn | None]] = [(job, None) for job in jobs.values()]
+            events: list[tuple[Job, SampledToken | None]] = [(job, None) for job in jobs.values()]
             jobs.clear()
         else:
             events = [(jobs[one.handle], one) for one in drawn]
@@ -199,6 +199,6 @@ class Engine:
         torch.clear_autocast_cache()
 
 
-def _deliver(events: list[tuple[Job, Drawn | None]]) -> None:
+def _deliver(events: list[tuple[Job, SampledToken | None]]) -> None:
     for job, drawn in events:
         job.drawn.put_nowait((job.index, drawn))

@@ -110,7 +110,7 @@ class Follower:
         self._failures.pop(checkpoint.hash, None)
         if checkpoint.hash != self._announced:
             self._tell(
-                f"serving {described(checkpoint)}; earlier requests finish on the old weights"
+                f"serving {describe_checkpoint(checkpoint)}; earlier requests finish on the old weights"
             )
         self._announced = checkpoint.hash
 
@@ -121,7 +121,7 @@ class Follower:
         self._told = line
 
 
-def described(checkpoint: Checkpoint) -> str:
+def describe_checkpoint(checkpoint: Checkpoint) -> str:
     """A checkpoint for a console line."""
     loss = checkpoint.val_loss
     return f"{checkpoint.path}{'' if loss is None else f' (val loss {loss:.4f})'}"

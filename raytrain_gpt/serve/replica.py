@@ -15,7 +15,7 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine, Weights
 from raytrain_gpt.serve.serve_options import ServeOptions
-from raytrain_gpt.storage.location import Location, Place
+from raytrain_gpt.storage.location import Location, LocationLike
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _listen_on_loopback_only() -> None:
     serve_replica.add_port_to_grpc_server = lambda server, _: listen(server, "127.0.0.1:0")
 
 
-def load_weights(path: Place, on_skip: Log | None = None) -> Weights:
+def load_weights(path: LocationLike, on_skip: Log | None = None) -> Weights:
     """The model of a checkpoint, whose files are verified; `on_skip` as in `resolve_checkpoint`.
 
     Raises:

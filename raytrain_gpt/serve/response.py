@@ -15,7 +15,7 @@ from typing import Any
 import tiktoken
 
 from raytrain_gpt.core.sampling import TokenScore
-from raytrain_gpt.data.tokenizer import bytes_of
+from raytrain_gpt.data.tokenizer import token_to_bytes
 from raytrain_gpt.evaluate.inference import prompt_tokens
 from raytrain_gpt.serve.engine import Engine, Job, Weights
 from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Prompt
@@ -144,11 +144,13 @@ class TextStream:
 
     def echo(self, prompt: Sequence[int]) -> str:
         """The text of a prompt, in which stop texts do not count."""
-        return self._decoder.decode(b"".join(bytes_of(self._tokenizer, token) for token in prompt))
+        return self._decoder.decode(
+            b"".join(token_to_bytes(self._tokenizer, token) for token in prompt)
+        )
 
     def push(self, token: int) -> str:
         """The text that has become certain with a token; sets `stopped` if a stop text is complete."""
-        self._held += self._decoder.decode(bytes_of(self._tokenizer, token))
+        self._held += self._decoder.decode(token_to_bytes(self._tokenizer, token))
         found = [
             (start + len(stop), start)
             for stop in self._stops
@@ -198,12 +200,12 @@ class LogprobsStream:
             top = {self._name(token): logprob for token, logprob in likely}
             formed["top_logprobs"].append(None if score.logprob is None else top)
             formed["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(bytes_of(self._tokenizer, score.token)))
+            self._offset += len(self._decoder.decode(token_to_bytes(self._tokenizer, score.token)))
         return formed
 
     def _name(self, token: int) -> str:
         """Its text; `bytes:` and its bytes if they are not a text, so that no two tokens have one name."""
-        content = bytes_of(self._tokenizer, token)
+        content = token_to_bytes(self._tokenizer, token)
         name = content.decode("utf-8", "backslashreplace")
         return name if name.encode() == content else f"bytes:{name}"
 

@@ -26,18 +26,18 @@ from raytrain_gpt.cluster.own_cluster import end_own_cluster
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.errors import ClusterError, ConfigError, Interrupted, reason
 from raytrain_gpt.format import Log, shell
-from raytrain_gpt.serve.follow import Follower, described
+from raytrain_gpt.serve.follow import Follower, describe_checkpoint
 from raytrain_gpt.serve.replica import Replica
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
 
 APP = "raytrain-gpt"
 FOLLOW_EVERY_S = 3.0
-FINISH_WITHIN_S = 10.0
+FINISH_TIMEOUT_S = 10.0
 """How long requests may take to finish after a signal."""
 SPARE_REQUESTS = 100
 """Requests that a replica accepts beyond its queue, so that it can refuse them itself with status 429."""
-_ANSWER_WITHIN_S = {"served": 60.0, "load": 600.0}
+_ANSWER_TIMEOUT_S = {"served": 60.0, "load": 600.0}
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -78,7 +78,7 @@ def _follow(
 ) -> None:
     def call(method: str, *args: str) -> list[Any]:
         try:
-            timeout_s = _ANSWER_WITHIN_S[method]
+            timeout_s = _ANSWER_TIMEOUT_S[method]
             replies: list[Any] = handle.broadcast(method, *args).results(timeout_s=timeout_s)
             return replies
         except RayActorError:  # its own text is a paragraph
@@ -146,7 +146,7 @@ def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:
         name=APP,
         num_replicas=options.num_replicas,
         max_ongoing_requests=options.max_batch + options.max_queue + SPARE_REQUESTS,
-        graceful_shutdown_timeout_s=FINISH_WITHIN_S,
+        graceful_shutdown_timeout_s=FINISH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": cores, "num_gpus": 1 if gpus else 0},
         logging_config=_QUIET,
@@ -159,7 +159,7 @@ def _announce(checkpoint: Checkpoint, options: ServeOptions, say: Log) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{options.port}"
     key = f"-H 'Authorization: Bearer '${KEY_VARIABLE} " * bool(os.environ.get(KEY_VARIABLE))
-    say(f"serving {described(checkpoint)} at {url}")
+    say(f"serving {describe_checkpoint(checkpoint)} at {url}")
     say(
         f"next: curl {shell(f'{url}/v1/completions')} {key}-H 'Content-Type: application/json' "
         """-d '{"prompt": "Hello", "max_tokens": 32}', or open the page in a browser"""

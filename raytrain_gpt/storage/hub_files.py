@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import DataError, reason
-from raytrain_gpt.storage.web_files import RangedFile, Unreachable, status_error
+from raytrain_gpt.storage.web_files import RangedFile, UnreachableError, status_error
 
 
 class HubFiles:
@@ -99,7 +99,7 @@ def _plain_errors(path: str) -> Iterator[None]:
         status = error.response.status_code
         raise (no_access if status in (401, 403) else status_error(url, status)) from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
-        raise Unreachable(f"{type(error).__name__}: {error}") from None
+        raise UnreachableError(f"{type(error).__name__}: {error}") from None
     # The library raises NotImplementedError for what is no dataset: a bucket, or a list of repositories.
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"hf://{path} is not a dataset: {reason(error)}") from None

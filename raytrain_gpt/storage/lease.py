@@ -149,7 +149,7 @@ class Holder(BaseModel):
 
 
 @contextmanager
-def held_lease(
+def hold_lease(
     location: Location, what: str, log: Log | None = None, times: LeaseTimes = TIMES
 ) -> Iterator[Lease]:
     """Hold a lease, beating in a thread; the caller should look at `Lease.lost` now and then.
@@ -211,7 +211,7 @@ def live_holder(location: Location) -> str | None:
 
 
 class Lease:
-    """A lease that is being taken or held; made by `held_lease`.
+    """A lease that is being taken or held; made by `hold_lease`.
 
     Attributes:
         lost: Set once somebody else has taken the lease over, or removed it.
@@ -244,7 +244,7 @@ class Lease:
         self.check()
 
     def acquire(self) -> None:
-        """Take the lease, waiting for a holder elsewhere that may be gone; raises as `held_lease`."""
+        """Take the lease, waiting for a holder elsewhere that may be gone; raises as `hold_lease`."""
         watch = _Watch(self._location, self._what, self._log, self._times.expiry_s)
         with _storage_errors("write", self._location, self._what):
             self._makes_directory = not self._location.parent.exists()

@@ -368,7 +368,7 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-Place = str | Path | Location
+LocationLike = str | Path | Location
 """What functions accept as a location."""
 
 

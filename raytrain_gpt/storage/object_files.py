@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_gpt.errors import RaytrainGptError
-from raytrain_gpt.storage.object_store import connected, retried
+from raytrain_gpt.storage.object_store import filesystem_for, retried
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     @property
     def store(self) -> Any:
         """This process's connection."""
-        return connected(self.scheme, self.endpoint, self.retry_for_s)
+        return filesystem_for(self.scheme, self.endpoint, self.retry_for_s)
 
     def _retried(self, operation: Callable[[], T], what: str, path: str) -> T:
         return retried(operation, what, f"{self.scheme}://{path}", self.retry_for_s)

@@ -22,7 +22,7 @@ import pyarrow.fs as pafs
 from raytrain_gpt.errors import ClusterError, StorageError, reason
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.hub_files import HubFiles
-from raytrain_gpt.storage.web_files import WEB_SCHEMES, Unreachable, WebFiles, without_query
+from raytrain_gpt.storage.web_files import WEB_SCHEMES, UnreachableError, WebFiles, without_query
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=8)
-def connected(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
+def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
     """This process's filesystem of an object store: pyarrow's, or one that can only be read."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
     if scheme in WEB_SCHEMES:
@@ -115,7 +115,7 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
 
 def _is_transient(error: OSError, url: str) -> bool:
     """Whether trying again may help; raises a ClusterError if access was refused."""
-    if isinstance(error, Unreachable):
+    if isinstance(error, UnreachableError):
         return True
     text = str(error)
     # An errno comes from the local disk, or says that there is no such file.

@@ -4,7 +4,7 @@ fsspec's HTTP filesystem is not used: it reports an outage as a missing file, re
 memory where a server ignores ranges, and hides the header that shows that a file has changed.
 
 `WebFiles` and the files it opens offer the part of pyarrow's interface that `RetriedHandler` uses.
-Errors that another attempt may cure are raised as `Unreachable`.
+Errors that another attempt may cure are raised as `UnreachableError`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _shown(url: str) -> str:
     return "source " + "".join(c if c.isprintable() else quote(c, errors="replace") for c in text)
 
 
-class Unreachable(OSError):
+class UnreachableError(OSError):
     """A server did not answer, broke off, or said that it cannot answer now."""
 
 
@@ -91,7 +91,7 @@ class RangedFile:
             return b""
         content = self._fetch(offset, stop)
         if len(content) != stop - offset:
-            raise Unreachable(f"{len(content)} of {stop - offset} bytes arrived")
+            raise UnreachableError(f"{len(content)} of {stop - offset} bytes arrived")
         return content
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class WebFiles:
             copy.flush()
             file = pa.OSFile(copy.name)  # the name goes, the content stays while this is open
         if stated is not None and int(stated) != file.size():
-            raise Unreachable(f"{file.size()} of {stated} bytes arrived")
+            raise UnreachableError(f"{file.size()} of {stated} bytes arrived")
         return file
 
     @contextmanager
@@ -169,7 +169,7 @@ class WebFiles:
         Raises:
             FileNotFoundError: there is no such file.
             DataError: the server refuses, or there is no such server.
-            Unreachable: trying again may help.
+            UnreachableError: trying again may help.
         """
         url = f"{self._scheme}://{path}"
         request = urllib.request.Request(url)
@@ -186,7 +186,7 @@ class WebFiles:
                     yield error
                     return
             raise status_error(without_query(url), error.code) from None
-        except (Unreachable, FileNotFoundError):
+        except (UnreachableError, FileNotFoundError):
             raise
         except (http.client.HTTPException, OSError) as error:
             raise _network_error(without_query(url), error) from None
@@ -203,7 +203,7 @@ def status_error(url: str, status: int) -> Exception:
     if status in (404, 410):
         return FileNotFoundError(2, "No such file", url)
     if status == 429 or status >= 500:
-        return Unreachable(f"HTTP status {status}")
+        return UnreachableError(f"HTTP status {status}")
     return DataError(f"{url} was refused with HTTP status {status}; check the address and access")
 
 
@@ -215,4 +215,4 @@ def _network_error(url: str, error: Exception) -> Exception:
         return DataError(f"{url} has a certificate that is not trusted here; set SSL_CERT_FILE")
     if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
         return DataError(f"{url} names an unknown host; check the address")
-    return Unreachable(f"{type(reason).__name__}: {reason}")
+    return UnreachableError(f"{type(reason).__name__}: {reason}")

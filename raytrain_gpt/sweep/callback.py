@@ -26,7 +26,7 @@ from raytrain_gpt.sweep.trials import Trial
 SHOW_EVERY_S = 10.0
 
 
-class Stopped(Exception):
+class SweepStopped(Exception):
     """A signal came, and all runs have been told to save and stop."""
 
 
@@ -74,7 +74,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
             self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")
             ray.get(self._barrier.stop_all.remote())
             self._wait_for_runs()
-            raise Stopped
+            raise SweepStopped
         if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
             self._show(trials)
         if all(trial.is_finished() for trial in trials):

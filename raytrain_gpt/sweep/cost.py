@@ -11,7 +11,7 @@ import torch
 from raytrain_gpt.cluster.capacity import DATA_CPUS
 from raytrain_gpt.config.resolved import SizedConfig
 from raytrain_gpt.core.architectures import configured_model
-from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.device import make_autocast, resolve_precision
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.format import amount, count, duration
@@ -119,7 +119,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)
     model.to(device)
-    autocast = autocast_of(precision, device)
+    autocast = make_autocast(precision, device)
     num = fit.sequences if on_gpu else 1
     size = (num, config.data.seq_len)
     tokens = torch.randint(shape.vocab_size, size, device=device)

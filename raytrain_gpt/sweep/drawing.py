@@ -32,7 +32,7 @@ OBJECTIVES = {
 }
 """Metric -> its name in words, and its unit."""
 
-Look = dict[str, Any]
+LineStyle = dict[str, Any]
 """Properties of a line or marker, as matplotlib's `Line2D` takes them."""
 
 _MAX_LABEL_CHARS = 24
@@ -58,7 +58,7 @@ def png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def line_looks(values: Iterable[Any]) -> dict[Any, Look]:
+def line_styles(values: Iterable[Any]) -> dict[Any, LineStyle]:
     """Each distinct value -> colour, dashes and marker of its line."""
     return {
         value: {
@@ -70,7 +70,7 @@ def line_looks(values: Iterable[Any]) -> dict[Any, Look]:
     }
 
 
-def legend(figure: Figure, entries: Sequence[tuple[str, Look]], title: str = "") -> None:
+def legend(figure: Figure, entries: Sequence[tuple[str, LineStyle]], title: str = "") -> None:
     """Put a legend to the right of the axes; an entry is a text and the look of its line."""
     figure.legend(
         handles=[Line2D([], [], **{"color": SOFT, "label": text, **look}) for text, look in entries],
@@ -103,7 +103,12 @@ def name_edge(axes: Axes, marks: Iterable[tuple[float, str]]) -> None:
             groups[-1][1].append(name)
         else:
             groups.append((at, [name]))
-    above: Look = {"ha": "center", "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
+    above: LineStyle = {
+        "ha": "center",
+        "va": "bottom",
+        "fontsize": 8,
+        "textcoords": "offset points",
+    }
     for at, names in groups:
         more = len(names) - _MAX_EDGE_NAMES
         text = "\n".join(names[:_MAX_EDGE_NAMES] + [f"+{more}"] * (more > 0))

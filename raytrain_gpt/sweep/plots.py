@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
-from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Look, value_label
+from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, LineStyle, value_label
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
@@ -34,8 +34,14 @@ MIN_TO_CUT = 6
 _MIN_SPAN = 0.02  # of the lowest value: a shorter scale magnifies the noise between seeds
 _MAX_LISTED = 12  # trials above the scale that the legend lists
 _WIDTH, _HEIGHT = 10.0, 5.2  # inches
-_HOLLOW: Look = {"markerfacecolor": "white"}
-_RING: Look = {"color": INK, "marker": "o", "markersize": 14, "linestyle": "", "fillstyle": "none"}
+_HOLLOW: LineStyle = {"markerfacecolor": "white"}
+_RING: LineStyle = {
+    "color": INK,
+    "marker": "o",
+    "markersize": 14,
+    "linestyle": "",
+    "fillstyle": "none",
+}
 _LOW_COLOR, _HIGH_COLOR, _BEST_COLOR = "#0b3c6b", "#e8f1fa", "#c44601"
 
 
@@ -72,7 +78,7 @@ def loss_figure(
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
     x_field, line_field = _x_and_line(trials, searched)
     place = drawing.scale_x(axes, x_field, [trial.values[x_field] for trial in trials])
-    looks = drawing.line_looks(trial.values.get(line_field) for trial in trials)
+    looks = drawing.line_styles(trial.values.get(line_field) for trial in trials)
     entries = [(f"{line_field} {value_label(v)}", look) for v, look in looks.items() if line_field]
     best = best_trial(trials, budget_tokens)
     limit = _loss_limit(trials, budget_tokens)
@@ -137,9 +143,9 @@ def curves_figure(
     x_field, line_field = _x_and_line(trials, searched)
     drawn = [trial for trial in ranking(trials, budget_tokens) if trial.curve]
     groups = [t.values[line_field] if line_field else t.name for t in drawn[:MAX_NAMED_CURVES]]
-    looks = drawing.line_looks(groups)
+    looks = drawing.line_styles(groups)
     limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
-    entries: list[tuple[str, Look]] = []
+    entries: list[tuple[str, LineStyle]] = []
     above: list[tuple[float, str]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
@@ -147,7 +153,7 @@ def curves_figure(
         if is_above:
             above.append((tokens[-1], trial.name))
         if rank >= MAX_NAMED_CURVES:
-            pale: Look = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
+            pale: LineStyle = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
             axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
             if is_above:
                 drawing.mark_edge(axes, tokens[-1], **pale | {"zorder": 3})
@@ -209,7 +215,7 @@ def heat_map_figure(
     for column, row in itertools.product(range(len(columns)), range(len(rows))):
         tried = cells.get((column, row), [])
         is_dark = norm(scores[row, column]) < 0.55  # False for NaN
-        look: Look = {"color": "white" if is_dark else INK}
+        look: LineStyle = {"color": "white" if is_dark else INK}
         if tried and np.isnan(scores[row, column]):
             axes.add_patch(Rectangle((column, row), 1, 1, fill=False, hatch="//", edgecolor=SOFT))
             look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 2}

@@ -10,14 +10,21 @@ from raytrain_gpt.config.batch import nearest_multiples
 from raytrain_gpt.config.schema import field_section
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count
-from raytrain_gpt.sweep.space import Choice, Domain, Drawn, Expression, Grid, expression_order
+from raytrain_gpt.sweep.space import (
+    Choice,
+    Domain,
+    Expression,
+    Grid,
+    SampledDomain,
+    expression_order,
+)
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
 """Sections about places, resources and how the objective is measured."""
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
-MOST_TRIALS = 1000
+MAX_TRIALS = 1000
 """Of a sweep: their names have three digits."""
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
 """Fields that may change in the middle of a trial: not shapes, batches or the schedule's form."""
@@ -46,11 +53,11 @@ def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> No
 def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:
     """Refuse too many trials, a number that is no multiple of the grid's, and grids for Optuna."""
     points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
-    drawn = [name for name, domain in space.items() if isinstance(domain, Drawn)]
+    drawn = [name for name, domain in space.items() if isinstance(domain, SampledDomain)]
     grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
-    if max(points, num_trials or 0) > MOST_TRIALS:
+    if max(points, num_trials or 0) > MAX_TRIALS:
         raise ConfigError(
-            f"{max(points, num_trials or 0):,} trials are more than {MOST_TRIALS:,}; lower num_trials, or "
+            f"{max(points, num_trials or 0):,} trials are more than {MAX_TRIALS:,}; lower num_trials, or "
             "use fewer or shorter grids"
         )
     if searcher == "optuna" and grids:
@@ -93,7 +100,7 @@ def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> Non
             raise ConfigError(
                 f"{name} cannot change in the middle of a trial; mutate only {', '.join(MUTABLE)}"
             )
-        if not isinstance(space.get(name), Drawn):
+        if not isinstance(space.get(name), SampledDomain):
             raise ConfigError(
                 f"mutate names {name}, which needs a choice, uniform or loguniform in the space"
             )

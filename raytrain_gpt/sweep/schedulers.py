@@ -40,7 +40,7 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
             reduction_factor=scheduler.reduction_factor,
         )
 
-    def tell(self, history: History) -> list[str]:
+    def replay(self, history: History) -> list[str]:
         """Replay the earlier reports; returns the names of trials that it would have stopped.
 
         The history may not have their end: a crash may come between a report and the end.
@@ -104,7 +104,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
                 values[name] = min(max(values[name], low), high)
         return {**config, "values": values}
 
-    def tell(self, tokens_seen: Iterable[int]) -> int:
+    def replay(self, tokens_seen: Iterable[int]) -> int:
         """Set how far the continuing trials are; returns the tokens of the last comparison.
 
         A comparison that was due when the sweep was killed is made again, unless all trials had

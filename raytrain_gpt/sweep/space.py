@@ -149,9 +149,9 @@ class Expression(_Domain):
         return tree
 
 
-Drawn = Choice | Uniform | LogUniform | RandInt
+SampledDomain = Choice | Uniform | LogUniform | RandInt
 """Domains that have a value `at` any fraction of them, from 0 to 1."""
-Domain = Grid | Drawn | Expression
+Domain = Grid | SampledDomain | Expression
 
 KINDS: dict[str, type[Domain]] = {
     next(iter(domain.model_fields)): domain

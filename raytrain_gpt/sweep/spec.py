@@ -38,7 +38,7 @@ SWEEP_FLAGS = (
     "sweep_seed",
 )
 """Fields that can be set on the command line, besides all of the configuration."""
-DECIDED = {
+SET_BY_SWEEP = {
     "max_steps": "set budget_tokens",
     "eval_every_steps": "set report_every_tokens",
     "checkpoint_every_steps": "set report_every_tokens",
@@ -145,8 +145,8 @@ class Sweep(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> Sweep:
         for name in (*self.overrides, *self.space):
-            if name in DECIDED:
-                raise ConfigError(f"{name} is decided by the sweep; {DECIDED[name]}")
+            if name in SET_BY_SWEEP:
+                raise ConfigError(f"{name} is decided by the sweep; {SET_BY_SWEEP[name]}")
         check_space(self.space, self.overrides)
         check_num_trials(self.space, self.searcher, self.num_trials)
         report, budget = self.report_every_tokens, self.budget_tokens

@@ -27,7 +27,7 @@ from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.sweep.callback import Stopped, SweepCallback
+from raytrain_gpt.sweep.callback import SweepCallback, SweepStopped
 from raytrain_gpt.sweep.history import ENDED, History
 from raytrain_gpt.sweep.resources import trial_cpus
 from raytrain_gpt.sweep.results import (
@@ -190,9 +190,9 @@ class SweepRun:
             self._tune(remaining, context, callback, at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
-                raise Stopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
+                raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
             status = "FINISHED"
-        except Stopped:
+        except SweepStopped:
             status = "KILLED"
             raise Interrupted(
                 "interrupted, all trials saved; continue with the same command and --resume"
@@ -213,7 +213,7 @@ class SweepRun:
         self._end_if_open(whole, "finished")
         if isinstance(sweep.scheduler, Asha):
             scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens)
-            self._end_if_open(scheduler.tell(history), "stopped")
+            self._end_if_open(scheduler.replay(history), "stopped")
         # With PBT the others are past the comparisons that a failed trial would have to make.
         over = (*ENDED, "failed") if pbt else ENDED
         known = {trial.name: trial for trial in history.trials()}
@@ -232,7 +232,7 @@ class SweepRun:
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         if pbt and names:
             scheduler = Population(sweep, pbt)
-            synced = scheduler.tell(begun[n][0] if n in begun else 0 for n in names)
+            synced = scheduler.replay(begun[n][0] if n in begun else 0 for n in names)
             for name, report in reports.items():
                 values[name] = {one: report["values"][one] for one in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))

@@ -37,9 +37,9 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.trial_plan import tied_values, trial_config
 from raytrain_gpt.tracking.run_files import Row, merge_rows, read_rows
 from raytrain_gpt.tracking.sync import RunSync
-from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialPart
+from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
-STOP_WITHIN_S = 120.0
+STOP_TIMEOUT_S = 120.0
 """How long a run may take to save and stop; then Ray Tune ends its processes."""
 POINTER_FILE = "pointer.json"
 OBJECTIVE = "objective"
@@ -83,7 +83,7 @@ class ShutdownBarrier:
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: name not in self._inside)
-                await asyncio.wait_for(left, STOP_WITHIN_S)
+                await asyncio.wait_for(left, STOP_TIMEOUT_S)
             self._inside.add(name)
 
     async def leave(self, name: str) -> None:
@@ -101,11 +101,11 @@ class ShutdownBarrier:
         await self._stop.wait()
 
     async def wait_until_empty(self) -> list[str]:
-        """Wait until all runs have left; names of those that take longer than STOP_WITHIN_S."""
+        """Wait until all runs have left; names of those that take longer than STOP_TIMEOUT_S."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: not self._inside)
-                await asyncio.wait_for(left, STOP_WITHIN_S)
+                await asyncio.wait_for(left, STOP_TIMEOUT_S)
             return sorted(self._inside)
 
 
@@ -150,7 +150,7 @@ class TrialRun:
             raise report
         return report
 
-    def go_on(self) -> None:
+    def continue_run(self) -> None:
         """Let the run continue after a report."""
         self._continue.release()
 
@@ -183,12 +183,12 @@ class TrialRun:
         origin = None
         if self._origin is not None:
             origin = read_checkpoint(location(self._config, self._origin))
-        trial = TrialPart(
+        trial = TrialHooks(
             lambda _: self._report_new(), self._killed, origin, self._context.mlflow_tags
         )
         config, train_loop = self._config, self._context.train_loop
         data, world_size = data_of(config), config.cluster.num_workers
-        Run(config, world_size, data, self._signals, print, train_loop, trial).go()
+        Run(config, world_size, data, self._signals, print, train_loop, trial).train()
 
     def _report_new(self) -> None:
         """Report every evaluation that the sweep does not know, and pause after each but the last."""
@@ -262,7 +262,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         if self._run is None:
             self._run = self._start()
         else:
-            self._run.go_on()
+            self._run.continue_run()
         self._report = {**self._run.next_report(), "values": self._tied_values}
         return self._report
 

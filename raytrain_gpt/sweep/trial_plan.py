@@ -18,11 +18,11 @@ from typing import Any
 from raytrain_gpt.config.batch import check_shares, nearest_multiples
 from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.space import Drawn, Grid, Searched, with_expressions
+from raytrain_gpt.sweep.space import Grid, SampledDomain, Searched, with_expressions
 from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
 
-MOST_CORNERS = 2000
+MAX_CORNERS = 2000
 """Corners of the space that are checked at most, over all trials, before an adaptive search starts."""
 NUM_DRAWS_CHECKED = 100
 """Draws from the space that are checked as well."""
@@ -150,7 +150,7 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
     return {
         name: domain.at(random.Random(f"{sweep.sweep_seed}/{index}/{name}").random())
         for name, domain in sweep.space.items()
-        if isinstance(domain, Drawn)
+        if isinstance(domain, SampledDomain)
     }
 
 
@@ -159,14 +159,14 @@ def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str,
     adaptive = sweep.searcher == "optuna"
     pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
     names = sweep.searched if adaptive else pbt.mutate if pbt else ()
-    domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, Drawn)}
+    domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, SampledDomain)}
     if not domains:
         return
     starts = trials or [{}]
     num_corners = len(starts) * math.prod(len(domain.extremes) for domain in domains.values())
     tried: Iterable[int] = range(num_corners)
-    if num_corners > MOST_CORNERS:
-        tried = map(random.Random(0).randrange, [num_corners] * MOST_CORNERS)
+    if num_corners > MAX_CORNERS:
+        tried = map(random.Random(0).randrange, [num_corners] * MAX_CORNERS)
     for corner in tried:
         corner, start = divmod(corner, len(starts))
         values = dict(starts[start])

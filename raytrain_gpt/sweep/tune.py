@@ -19,14 +19,14 @@ from raytrain_gpt.data.locations import location
 from raytrain_gpt.errors import ConfigError, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_yaml
-from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.resources import cpus_to_start, one_worker_for_auto, trials_at_once
 from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config, check_sweep
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from raytrain_gpt.train.launch import with_data
+from raytrain_gpt.train.launch import load_or_prepare_data
 from raytrain_gpt.train.supervisor import TrainLoop
 from raytrain_gpt.train.worker import train_worker
 
@@ -53,14 +53,14 @@ def run_sweep(
         TrainingFailed: no trial has a result.
     """
     with StopSignals("interrupted before the first trial") as signals:
-        base, _ = with_data(one_worker_for_auto(base_config(sweep)), log)
+        base, _ = load_or_prepare_data(one_worker_for_auto(base_config(sweep)), log)
         directory = location(base, base.run.storage_path) / sweep.sweep_name
         check_known(sweep, base, directory, resume)
         with connected(cpus_to_start(sweep, base), log) as resources:
             fitted, _ = fit_to_cluster(base, resources)
             at_once = trials_at_once(sweep, fitted, resources)
             check_sweep(sweep, fitted.cluster.num_workers)
-            with held_lease(directory / LEASE_FILE, sweep.title, log) as lease:
+            with hold_lease(directory / LEASE_FILE, sweep.title, log) as lease:
                 (directory / BASE_FILE).write_text(base.to_yaml())
                 (directory / SWEEP_FILE).write_text(to_yaml(sweep))
                 sweep_run = SweepRun(sweep, base, fitted, directory, log)

@@ -90,7 +90,7 @@ def draw(chart: Chart) -> Markup:
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
         for curve in chart.curves:
-            steps, values = thinned(curve.steps, curve.values, limit)
+            steps, values = downsample(curve.steps, curve.values, limit)
             dash = (0, tuple(map(float, curve.dash.split()))) if curve.dash else "-"
             marker = curve.marker or ("o" if np.isfinite(values).sum() == 1 else "")
             axes.plot(steps, values, color=f"#00000{curve.color}", linewidth=curve.width, linestyle=dash,
@@ -130,7 +130,7 @@ def _inline(svg: str, prefix: str) -> str:
     return f"<svg {size[0]} aria-hidden='true'>" + re.sub(r"#00000(\d)", r"var(--c\1)", svg)
 
 
-def thinned(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
+def downsample(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
     """About `limit` points: of each of equal pieces the lowest, the highest and the first gap."""
     if len(steps) <= limit:
         return steps, values

@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.format import eval_line, event_line, step_line
 from raytrain_gpt.redact import redacted
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import MLflowRun, mlflow_store
 from raytrain_gpt.tracking.run_files import PROFILE_DIR, Row, RunFiles
-from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import MLflow, TensorBoard
 
@@ -63,16 +63,16 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CleanExit:
     """How the workers left without being killed.
 
     Attributes:
         left_for: `stopped` or `preempted`; None: at the last step or for a bad stretch.
-        bad_stretch: The steps that the run goes back before; None: it does not.
+        bad_streak: The steps that the run goes back before; None: it does not.
     """
 
     left_for: str | None
-    bad_stretch: BadStretch | None
+    bad_streak: BadStreak | None
 
 
 class Recorder:
@@ -86,7 +86,7 @@ class Recorder:
         self._changed = asyncio.Condition()
         self._ranks: dict[int, RankState] = {}
         self._stacks: dict[int, str] = {}
-        self._outcome: Outcome | None = None
+        self._outcome: CleanExit | None = None
         self._training = False
         self._unwritten: list[Row] = []
         self._pushing: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class Recorder:
             for tracker in self._trackers:
                 tracker.add_samples(step, text)
 
-    async def add_profile(self, attempt: int, use: TimeUse, trace: bytes) -> None:
+    async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
         """Keep a profile: its trace and tables as files, the tables on the console, an event."""
         name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
         trace_file = f"{name}.json.gz"
@@ -204,7 +204,7 @@ class Recorder:
         self._news.put(f"[rank {rank}] {line}")
 
     async def evaluated(self, row: Row) -> None:
-        """A trial's evaluation: its ranks wait until the driver orders `go_on` or `stop`."""
+        """A trial's evaluation: its ranks wait until the driver orders `continue_run` or `stop`."""
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
@@ -219,10 +219,10 @@ class Recorder:
             news.append(self._news.get_nowait())
         return news
 
-    async def order(self, order: str) -> None:
-        """Order all ranks to `stop` (save and leave), to `go_on`, or to `dump` (send their stacks)."""
+    async def command(self, command: str) -> None:
+        """Order all ranks to `stop` (save and leave), to `continue_run`, or to `dump` (send their stacks)."""
         async with self._changed:
-            self._orders.append(order)
+            self._orders.append(command)
             self._changed.notify_all()
 
     async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
@@ -264,11 +264,11 @@ class Recorder:
         now = time.monotonic()
         return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
 
-    async def left(self, left_for: str | None, bad_stretch: BadStretch | None) -> None:
+    async def left(self, left_for: str | None, bad_streak: BadStreak | None) -> None:
         """The workers have left without being killed, all in the same step."""
-        self._outcome = Outcome(left_for, bad_stretch)
+        self._outcome = CleanExit(left_for, bad_streak)
 
-    async def outcome(self) -> Outcome | None:
+    async def outcome(self) -> CleanExit | None:
         """How the workers left; None if they died."""
         return self._outcome
 

@@ -76,7 +76,7 @@ class ThreadRecorder(RecorderHandle):
         self._loop.close()
 
 
-class LinesOnly(RecorderHandle):
+class ConsoleRecorder(RecorderHandle):
     """Stands for the recorder in the other ranks of a run without Ray, whose lines alone are of use."""
 
     def __init__(self, log: Log) -> None:

@@ -1,6 +1,6 @@
 """`report.html`: what happened in a run, on one page that loads nothing else.
 
-1. `RunStory` reads the run's files; nothing is asked of Ray.
+1. `RunHistory` reads the run's files; nothing is asked of Ray.
 2. `charts` draws their curves.
 3. `report_template.html` lays it out and escapes every text: samples may hold HTML.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from raytrain_gpt import __version__
 from raytrain_gpt.checkpoint.branch import read_branch
-from raytrain_gpt.checkpoint.catalog import Catalog, best_of
+from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
 from raytrain_gpt.config.load import load_config_file
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import (
@@ -44,7 +44,7 @@ from raytrain_gpt.tracking.goodput import (
     run_speed,
 )
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row, event_text, read_rows, read_samples
-from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
@@ -56,7 +56,7 @@ HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 
-class RunStory:
+class RunHistory:
     """What a run's files tell; the template reads its attributes.
 
     Args:
@@ -73,7 +73,9 @@ class RunStory:
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
         self.attempts = read_attempts(rows)
-        profiles = [(e, TimeUse.of_row(e)) for e in self.events if e["event"] == "profile"]
+        profiles = [
+            (e, StepTimeBreakdown.of_row(e)) for e in self.events if e["event"] == "profile"
+        ]
         self.profiles = [(event, use) for event, use in profiles if use]
         self.config: dict[str, dict[str, Any]] = {}
         if (sync.work_dir / CONFIG_FILE).exists():
@@ -85,7 +87,7 @@ class RunStory:
         self.branch = read_branch(Location.of(sync.work_dir))
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
-        self.best_checkpoint = best_of(self.checkpoints)
+        self.best_checkpoint = best_by_loss(self.checkpoints)
         self.manifest_hash = self.checkpoints[-1].state.manifest_hash if self.checkpoints else None
         self.last: Row = self.rows[-1] if self.rows else {"step": 0}
         self.max_steps: int = self.fields.get("max_steps", 0)
@@ -202,8 +204,8 @@ class RunStory:
 
 
 def write_report(sync: RunSync, tell: Log | None = None) -> Path:
-    """Write a run's `report.html` beside its files and return its path; `tell` as in `RunStory`."""
-    run = RunStory(sync, tell)
+    """Write a run's `report.html` beside its files and return its path; `tell` as in `RunHistory`."""
+    run = RunHistory(sync, tell)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
     return _write_page(sync.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
 
@@ -211,9 +213,9 @@ def write_report(sync: RunSync, tell: Log | None = None) -> Path:
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
     """Write a page with the curves of several runs laid over each other and return its path.
 
-    The data of all others is compared with the first one's; `tell` as in `RunStory`.
+    The data of all others is compared with the first one's; `tell` as in `RunHistory`.
     """
-    runs = [RunStory(sync, tell) for sync in syncs]
+    runs = [RunHistory(sync, tell) for sync in syncs]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.dir)
@@ -236,7 +238,7 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     )
 
 
-def _compared(runs: list[RunStory], window: int, by_tokens: bool = False) -> list[Chart]:
+def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> list[Chart]:
     train, val, hellaswag = [], [], []
     for i, run in enumerate(runs):
         color, dash, marker = _style(i)
@@ -265,7 +267,7 @@ def _style(i: int) -> tuple[int, str, str]:
     return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
 
 
-def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
+def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str:
     """Whether two runs had the same data in the steps they have in common, in words."""
     if not run.order_hashes or not first.order_hashes:
         return "no step to compare"
@@ -277,7 +279,7 @@ def _same_data(run: RunStory, first: RunStory, common: Sequence[int]) -> str:
     return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of other data"
 
 
-def _write_page(path: Path, runs: list[RunStory], charts: list[Chart], **more: Any) -> Path:
+def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more: Any) -> Path:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True

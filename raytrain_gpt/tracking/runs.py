@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.catalog import Catalog, best_of
+from raytrain_gpt.checkpoint.catalog import Catalog, best_by_loss
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.checkpoint.run_names import near_run
 from raytrain_gpt.errors import CheckpointError, RaytrainGptError, reason
 from raytrain_gpt.format import Log, duration, sample_command, shell, size, table
 from raytrain_gpt.storage.location import Location, is_url
-from raytrain_gpt.tracking.report import RunStory, write_comparison, write_report
+from raytrain_gpt.tracking.report import RunHistory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
 from raytrain_gpt.tracking.summary import loss_text, run_facts
 from raytrain_gpt.tracking.sync import RunSync
@@ -69,14 +69,14 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
 def _facts(path: Location, say: Log) -> dict[str, Any] | None:
     """State and last numbers of a run; None, with a line, if it cannot be read."""
     try:
-        return run_facts(RunStory(RunSync(path).pull(), say))
+        return run_facts(RunHistory(RunSync(path).pull(), say))
     except (OSError, RaytrainGptError) as error:
         say(f"left out: run {path}: {reason(error)}")
         return None
 
 
 def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
-    run = RunStory(runs[0], say)
+    run = RunHistory(runs[0], say)
     facts = run_facts(run)
     for name, value in facts.items():
         say(f"{name:12} {loss_text(value) if isinstance(value, float) else value}")
@@ -90,7 +90,7 @@ def _show(runs: list[RunSync], say: Log) -> dict[str, Any]:
 def _checkpoints(runs: list[RunSync], say: Log) -> dict[str, Any]:
     run_dir = runs[0].run_dir
     checkpoints = Catalog(run_dir).complete()
-    best = best_of(checkpoints)
+    best = best_by_loss(checkpoints)
     rows: list[dict[str, Any]] = [
         {
             "step": c.state.step,

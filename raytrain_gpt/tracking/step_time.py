@@ -70,7 +70,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class TimeUse:
+class StepTimeBreakdown:
     """What the time of some steps of one rank went to; seconds are of all these steps together.
 
     Attributes:
@@ -89,7 +89,7 @@ class TimeUse:
     operators: list[Row]
 
     @classmethod
-    def of_row(cls, row: Row) -> TimeUse | None:
+    def of_row(cls, row: Row) -> StepTimeBreakdown | None:
         """From a `profile` event's row, which has every field under its name; None if it is damaged."""
         try:
             use = cls(**{field.name: row[field.name] for field in fields(cls)})
@@ -103,13 +103,13 @@ class TimeUse:
         last = self.first_step + self.num_steps - 1
         steps = f"steps {self.first_step} to {last}" if self.num_steps > 1 else f"step {last}"
         where = "of the GPU" if self.device == "cuda" else "of the training thread"
-        return f"{steps}, {self.a_step_ms(self.total_s):.1f} ms a step, {where}"
+        return f"{steps}, {self.per_step_ms(self.total_s):.1f} ms a step, {where}"
 
     def label(self, kind: str) -> str:
         """How a kind is called in texts."""
         return REST[self.device] if kind == "rest" else KINDS[kind]
 
-    def a_step_ms(self, time_s: float) -> float:
+    def per_step_ms(self, time_s: float) -> float:
         """Milliseconds a step, from seconds of all steps."""
         return 1000 * time_s / self.num_steps
 
@@ -121,7 +121,9 @@ class TimeUse:
         """The tables for reading: kinds, then operators."""
 
         def line(name: str, time_s: float) -> str:
-            return f"  {name:60} {self.a_step_ms(time_s):9.2f} ms a step {self.share(time_s):6.1%}"
+            return (
+                f"  {name:60} {self.per_step_ms(time_s):9.2f} ms a step {self.share(time_s):6.1%}"
+            )
 
         lines = [f"profile of {self.title()} (recording slows steps: compare shares)"]
         lines += [line(self.label(kind), time_s) for kind, time_s in self.kinds_s.items()]
@@ -132,7 +134,7 @@ class TimeUse:
         return "\n".join(lines)
 
 
-def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
+def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
     """What the steps of a trace went to.
 
     Args:
@@ -164,7 +166,7 @@ def time_use(trace: dict[str, Any], first_step: int) -> TimeUse:
         {"name": name, "kind": kind, "time_s": round(sum(times_s), 9), "calls": len(times_s)}
         for (name, kind), times_s in found.items()
     ]
-    return TimeUse(
+    return StepTimeBreakdown(
         first_step=first_step,
         num_steps=len(steps),
         device="cuda" if on_gpu else "cpu",

@@ -10,7 +10,7 @@ from raytrain_gpt.format import Log, amount, duration, sample_command, shell
 from raytrain_gpt.storage.lease import LEASE_FILE, live_holder
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import tracking_lines
-from raytrain_gpt.tracking.report import REPORT_FILE, RunStory
+from raytrain_gpt.tracking.report import REPORT_FILE, RunHistory
 from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.tracking.sync import RunSync
 
@@ -34,7 +34,7 @@ class RunSummary:
 
 def run_end(summary: RunSummary, say: Log) -> None:
     """Print how a run ended, where everything is and what to do next."""
-    run_dir, work_dir, run = summary.run_dir, summary.sync.work_dir, RunStory(summary.sync)
+    run_dir, work_dir, run = summary.run_dir, summary.sync.work_dir, RunHistory(summary.sync)
     if summary.already_finished:
         say(
             f"run {run_dir.name} is already finished at step {summary.step}; "
@@ -71,7 +71,7 @@ def next_line(place: Location, command: str) -> str:
     return f"next: {endpoint}{command}"
 
 
-def run_facts(run: RunStory) -> dict[str, Any]:
+def run_facts(run: RunHistory) -> dict[str, Any]:
     """State and last numbers of a run; its step is the newest done, or once it stopped the saved one."""
     losses = [row["train/loss"] for row in run.rows if row["train/loss"] is not None]
     evaluations = [row for row in run.evals if row["val/loss"] is not None]

@@ -33,7 +33,7 @@ _RETRY_S = 10.0
 _FINISH_S = 60.0
 
 
-def points(row: Row) -> list[tuple[str, float]]:
+def plottable_values(row: Row) -> list[tuple[str, float]]:
     """The numbers of a row that a tracker can plot: `a/b` keys with finite values; an event is 1."""
     numbers = [
         (key, float(value))
@@ -57,7 +57,9 @@ class TensorBoard:
     def add_rows(self, rows: list[Row]) -> None:
         """Write the rows' numbers."""
         for row in rows:
-            values = [Summary.Value(tag=key, simple_value=value) for key, value in points(row)]
+            values = [
+                Summary.Value(tag=key, simple_value=value) for key, value in plottable_values(row)
+            ]
             self._add(row["step"], values)
         self._writer.flush()
 
@@ -197,7 +199,7 @@ class _Sender:
         metrics = [
             Metric(key, value, now_ms, row["step"])
             for row in (*events, *steps, *evaluations)
-            for key, value in points(row)
+            for key, value in plottable_values(row)
         ]
         for start in range(0, len(metrics), _BATCH_POINTS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH_POINTS])

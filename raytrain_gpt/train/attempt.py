@@ -17,17 +17,17 @@ import ray
 import ray.train
 import ray.train.torch
 
-from raytrain_gpt.checkpoint.catalog import Checkpoint, step_of
+from raytrain_gpt.checkpoint.catalog import Checkpoint, resume_step
 from raytrain_gpt.cluster.connection import cluster_resources
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.orphans import kill_controllers, kill_process, remove_orphaned_groups
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.ingest.ray_dataset import ingest_dataset
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder import Outcome, RankState, RecorderSpec
+from raytrain_gpt.tracking.recorder import CleanExit, RankState, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.policy import Kind, ScaleUp
@@ -35,10 +35,10 @@ from raytrain_gpt.train.worker_group import TorchConfig, WorkerSpec, start_fit, 
 
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
-STACKS_WITHIN_S = 5.0
-START_WITHIN_S = 300.0
+STACKS_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 300.0
 """Longest time until every rank's process has reported; their resources come within 60 s or not at all."""
-END_WITHIN_S = 120.0
+END_TIMEOUT_S = 120.0
 """Longest time from the ranks' leaving to the end of `fit()`, before its controller counts as hung."""
 TORCH_TIMEOUT_S = 600
 """Longest wait in a collective of torch. Its default, 30 minutes, is how long the surviving ranks of a dead
@@ -46,7 +46,7 @@ one would hang before Ray Train sees them fail."""
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
@@ -57,14 +57,14 @@ class End:
 
     kind: Kind
     error: Exception | None = None
-    bad_stretch: BadStretch | None = None
+    bad_streak: BadStreak | None = None
     user_error: RaytrainGptError | None = None
     gone_back_to: Checkpoint | None = None
 
 
-def how_it_ended(
-    outcome: Outcome | None, error: Exception | None, *, stopping: bool, hung: bool
-) -> End:
+def classify_end(
+    outcome: CleanExit | None, error: Exception | None, *, stopping: bool, hung: bool
+) -> AttemptEnd:
     """How an attempt ended.
 
     Args:
@@ -73,18 +73,18 @@ def how_it_ended(
     """
     if outcome is not None:
         # They have saved and left; an error that Ray raises afterwards loses nothing.
-        if outcome.bad_stretch is not None:
-            return End("rolled_back", bad_stretch=outcome.bad_stretch)
+        if outcome.bad_streak is not None:
+            return AttemptEnd("rolled_back", bad_streak=outcome.bad_streak)
         if outcome.left_for == "preempted":
-            return End("preempted")
+            return AttemptEnd("preempted")
         if outcome.left_for == "stopped":
-            return End("stopped" if stopping else "resized")
+            return AttemptEnd("stopped" if stopping else "resized")
         if error is None:
-            return End("finished")
+            return AttemptEnd("finished")
     if error is None and stopping:
-        return End("stopped")
+        return AttemptEnd("stopped")
     error = error or RuntimeError("the workers left before the last step")
-    return End("hung" if hung else "failed", error)
+    return AttemptEnd("hung" if hung else "failed", error)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Attempt:
         self._controller_hung = False
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
-    def run(self) -> End:
+    def run(self) -> AttemptEnd:
         """Train until the workers have left or died.
 
         Raises:
@@ -129,11 +129,11 @@ class Attempt:
         outcome = None
         with contextlib.suppress(ray.exceptions.RayActorError):
             outcome = self.recorder.ask("outcome")
-        return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=self._hung)
+        return classify_end(outcome, error, stopping=self.stop.is_set(), hung=self._hung)
 
     def _trainer(self) -> ray.train.torch.TorchTrainer:
         config, ingest = self.spec.plan.config, self.spec.ingest
-        steps_done = step_of(self.spec.resumed)
+        steps_done = resume_step(self.spec.resumed)
         return worker_group(
             self.train_loop,
             self.spec,
@@ -159,7 +159,7 @@ class Attempt:
                         self._kill_ranks()
                         return None
                     self.log("stopping: saving a checkpoint first (twice more to stop at once)")
-                    self.recorder.send("order", "stop")
+                    self.recorder.send("command", "stop")
                 self._watch()
         except ray.exceptions.RayActorError as error:
             # The recorder is dead; the workers notice by their heartbeats and exit.
@@ -175,7 +175,7 @@ class Attempt:
         elif self.evaluated is not None:
             self.evaluated(news)
             if not self.stop.is_set():
-                self.recorder.send("order", "go_on")
+                self.recorder.send("command", "continue_run")
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -201,33 +201,33 @@ class Attempt:
             self._kill_ranks()
         if self._scale_up.is_due(cluster_resources, now):
             self.log("more workers are possible: saving a checkpoint and restarting with them")
-            self.recorder.send("order", "stop")
+            self.recorder.send("command", "stop")
 
     def _watch_start(self, now: float) -> None:
-        if self._hung or now - self._begun_at < START_WITHIN_S:
+        if self._hung or now - self._begun_at < START_TIMEOUT_S:
             return
         num_started = len(self.recorder.ask("ranks"))
         world_size = self.spec.plan.world_size
         if num_started < world_size:
             self._hung = True
             self.log(
-                f"{num_started} of {count(world_size, 'worker')} started within {START_WITHIN_S:g} s"
+                f"{num_started} of {count(world_size, 'worker')} started within {START_TIMEOUT_S:g} s"
             )
             kill_controllers()
 
     def _watch_end(self, since_left_s: float) -> None:
         """End a controller of Ray Train that hangs after its workers have saved and left."""
-        if since_left_s >= END_WITHIN_S and not self._controller_hung:
+        if since_left_s >= END_TIMEOUT_S and not self._controller_hung:
             self._controller_hung = True
             self.log(
-                f"Ray Train has not ended {END_WITHIN_S:g} s after its workers left; ending it"
+                f"Ray Train has not ended {END_TIMEOUT_S:g} s after its workers left; ending it"
             )
             kill_controllers()
 
     def _dump_stacks(self, timeout_s: float) -> None:
         """Show and write where all ranks are, so that the one that hangs can be told."""
-        self.recorder.send("order", "dump")
-        stacks: dict[int, str] = self.recorder.ask("take_stacks", STACKS_WITHIN_S)
+        self.recorder.send("command", "dump")
+        stacks: dict[int, str] = self.recorder.ask("take_stacks", STACKS_TIMEOUT_S)
         ranks: dict[int, RankState] = self.recorder.ask("ranks")
         self.log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
         texts = []
@@ -247,13 +247,13 @@ class Attempt:
             if state.node_id in alive:
                 kill_process(state.node_id, state.pid)
 
-    def record_end(self, end: End, newest: Checkpoint | None) -> None:
+    def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Write the attempt's last event; a dead recorder cannot."""
         details = {} if end.error is None else {"error": root_cause(end.error)}
         with contextlib.suppress(ray.exceptions.RayActorError):
-            self.recorder.ask("add_event", step_of(newest), end.kind, **details)
+            self.recorder.ask("add_event", resume_step(newest), end.kind, **details)
 
-    def close(self, end: End, newest: Checkpoint | None) -> None:
+    def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """Finish all files and hand them to the trackers; a dead recorder's next one does so."""
         statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
         status = statuses.get(end.kind, "KILLED")

@@ -15,7 +15,7 @@ from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Catalog
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
-from raytrain_gpt.core.exact import computed_by
+from raytrain_gpt.core.exact import numerics_environment
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, tokenizer_json
 from raytrain_gpt.errors import ClusterError
@@ -27,7 +27,7 @@ from raytrain_gpt.train.model_setup import TrainingSetup
 from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
 
-WRITE_WITHIN_S = 1800.0
+WRITE_TIMEOUT_S = 1800.0
 """A checkpoint that takes longer to write, although the storage answers, hangs."""
 
 
@@ -95,7 +95,7 @@ class Checkpointing:
 
         def waiting() -> None:
             # A rank that waits longer than the storage may be away counts as hanging.
-            if time.perf_counter() - started < retry_for_s + WRITE_WITHIN_S:
+            if time.perf_counter() - started < retry_for_s + WRITE_TIMEOUT_S:
                 self._recorder.progress()
 
         saved = self._writer.collect(waiting)
@@ -114,7 +114,7 @@ class Checkpointing:
 
     def _blocked_since(self, started: float) -> None:
         self._blocked_s += time.perf_counter() - started
-        self._log.leave_out(time.perf_counter() - started)
+        self._log.exclude_time(time.perf_counter() - started)
 
     def _check_lease(self) -> None:
         """Before anything is final: a driver that was frozen may have lost the run's name."""
@@ -140,7 +140,7 @@ class Checkpointing:
             num_workers=self._collectives.world_size,
             skipped_batches=position.skipped,
             loss_scale=loss_scale.state() if loss_scale else None,
-            computed_by=computed_by(self._setup.device, self._setup.precision)
+            numerics_environment=numerics_environment(self._setup.device, self._setup.precision)
             if config.train.exact
             else None,
         )

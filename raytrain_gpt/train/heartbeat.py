@@ -2,7 +2,7 @@
 
 Rows, samples and lines go there by calls that nobody waits for. A thread of every rank sends a
 heartbeat every few seconds with a count of what it has done, by which a hanging rank is noticed. The
-answer is what the driver orders: `stop` (save and leave), `go_on` (to a trial that waits for it) or
+answer is what the driver orders: `stop` (save and leave), `continue_run` (to a trial that waits for it) or
 `dump` (send the stacks of all threads). A rank whose recorder is gone ends itself. In local mode, where the
 rank's process is its own driver, there are no heartbeats.
 """
@@ -24,7 +24,7 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import Row
 
 SEND_EVERY_S = 1.0
-ALONE_FOR_S = 30.0
+RECORDER_TIMEOUT_S = 30.0
 """How long a rank goes on while the recorder cannot be reached; below the lease's expiry, so that it is gone
 before another process may take the run's name."""
 
@@ -77,10 +77,10 @@ class RecorderClient:
             self._rows, self._sent_at = [], time.monotonic()
 
     def await_scheduler(self) -> bool:
-        """Wait until the driver orders `go_on` or `stop`; a rank that waits for it does not hang."""
+        """Wait until the driver orders `continue_run` or `stop`; a rank that waits for it does not hang."""
         while True:
             try:
-                return self._decisions.get(timeout=SEND_EVERY_S) == "go_on"
+                return self._decisions.get(timeout=SEND_EVERY_S) == "continue_run"
             except queue.Empty:
                 self.progress()
 
@@ -105,7 +105,7 @@ class RecorderClient:
                     return
                 unheard_since = unheard_since or time.monotonic()
                 gone = isinstance(error, ray.exceptions.ActorDiedError)
-                if gone or time.monotonic() - unheard_since > ALONE_FOR_S:
+                if gone or time.monotonic() - unheard_since > RECORDER_TIMEOUT_S:
                     # The attempt is over without this rank. Ray may leave workers of a dead raylet
                     # alive (ray #20706), and they would go on writing while the next attempt runs.
                     os._exit(1)
@@ -113,7 +113,7 @@ class RecorderClient:
                 continue
             seen += len(orders)
             for order in orders:
-                if order in ("go_on", "stop"):
+                if order in ("continue_run", "stop"):
                     self._decisions.put(order)
             if "stop" in orders:
                 self.stop.set()

@@ -19,7 +19,7 @@ from raytrain_gpt.train.run_output import RunOutput
 POLL_S = 0.5
 
 
-def finish_evaluations(
+def await_evaluations(
     evaluations: AsyncEvaluation,
     config: FittedConfig,
     newest: Checkpoint,

@@ -43,19 +43,19 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
     """
     with StopSignals(BEFORE_FIRST_STEP) as signals:
         if config.cluster.num_workers == 0:
-            return train_locally(config, with_data, signals, log, train_loop)
-        with cluster_for(config, log) as (fitted, world_size, data):
-            return Run(fitted, world_size, data, signals, log, train_loop).go()
+            return train_locally(config, load_or_prepare_data, signals, log, train_loop)
+        with training_session(config, log) as (fitted, world_size, data):
+            return Run(fitted, world_size, data, signals, log, train_loop).train()
 
 
 @contextlib.contextmanager
-def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
+def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
     """Inside, the cluster is connected and the data is there; gives fitted configuration, world size, data.
 
     Raises:
         UserError: the configuration, data or cluster cannot be used.
     """
-    config, data = with_data(config, log)
+    config, data = load_or_prepare_data(config, log)
     busy = busy_cores(config)
     with connected(cpus_to_start(config), log) as resources:
         fitted, world_size = fit_to_cluster(config, resources)
@@ -65,7 +65,7 @@ def cluster_for(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, M
         yield fitted, world_size, data
 
 
-def with_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
+def load_or_prepare_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
     """The configuration with absolute paths, and its data; DEFAULT_DATA is prepared where it is not there.
 
     Raises:

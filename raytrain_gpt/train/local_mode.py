@@ -45,9 +45,9 @@ from raytrain_gpt.errors import ConfigError, Interrupted, TrainingFailed
 from raytrain_gpt.evaluate.hellaswag import Choices
 from raytrain_gpt.format import Log, count
 from raytrain_gpt.storage.lease import Lease
-from raytrain_gpt.tracking.recorder_handle import LinesOnly, ThreadRecorder
+from raytrain_gpt.tracking.recorder_handle import ConsoleRecorder, ThreadRecorder
 from raytrain_gpt.tracking.summary import RunSummary
-from raytrain_gpt.train.attempt import POLL_S, Attempt, End, how_it_ended
+from raytrain_gpt.train.attempt import POLL_S, Attempt, AttemptEnd, classify_end
 from raytrain_gpt.train.supervisor import Run, TrainLoop
 from raytrain_gpt.train.worker_group import AttemptSpec, WorkerSpec
 
@@ -56,7 +56,7 @@ _WAIT_FOR_RANK_0 = timedelta(days=7)
 
 def train_locally(
     config: Config,
-    with_data: Callable[[FittedConfig, Log], tuple[FittedConfig, Mixture]],
+    load_or_prepare_data: Callable[[FittedConfig, Log], tuple[FittedConfig, Mixture]],
     signals: StopSignals,
     log: Log,
     train_loop: TrainLoop,
@@ -64,7 +64,7 @@ def train_locally(
     """Run a configuration in this process, as one of several where `torchrun` has started them.
 
     Args:
-        with_data: Gives the configuration with absolute paths, and its data; rank 0 calls it.
+        load_or_prepare_data: Gives the configuration with absolute paths, and its data; rank 0 calls it.
 
     Raises:
         UserError: the configuration, data or storage cannot be used, or the launch is not possible.
@@ -72,7 +72,7 @@ def train_locally(
         TrainingFailed: the run failed.
     """
     check_no_cluster_named()
-    ranks = Ranks.of_environment()
+    ranks = LaunchRanks.of_environment()
     # Among ranks that start together each would take the others for other programs.
     busy = busy_cores(config) if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
@@ -82,21 +82,21 @@ def train_locally(
         if ranks.in_node == ranks.world_size > 1:
             meet_on_one_host()
         if ranks.rank:
-            ranks.follow(train_loop, signals, log)
+            ranks.run_follower(train_loop, signals, log)
         num_gpus = torch.cuda.device_count()
         fitted = fit_to_process(config, ranks.world_size, ranks.in_node, num_gpus)
         if line := crowded_cores(fitted, busy):
             log(line)
-        fitted, data = with_data(fitted, log)
-        ranks.meet()
+        fitted, data = load_or_prepare_data(fitted, log)
+        ranks.init_group()
         log(
             f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray; nothing restarts what "
             "dies or hangs: the same command goes on"
         )
         try:
-            return LocalRun(ranks, fitted, data, signals, log, train_loop).go()
+            return LocalRun(ranks, fitted, data, signals, log, train_loop).train()
         finally:
-            ranks.dismiss()
+            ranks.release_followers()
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     alone = ray.train.ScalingConfig(num_workers=0)
@@ -115,7 +115,7 @@ _ORDERS: TypeAdapter[_Orders | None] = TypeAdapter(_Orders | None)
 
 
 @dataclass
-class Ranks:
+class LaunchRanks:
     """This process among those that were started together.
 
     Attributes:
@@ -130,7 +130,7 @@ class Ranks:
     _group: Any = field(default=None, init=False)
 
     @classmethod
-    def of_environment(cls) -> Ranks:
+    def of_environment(cls) -> LaunchRanks:
         """By the variables of `torchrun`; without them one process.
 
         Raises:
@@ -154,7 +154,7 @@ class Ranks:
             return cls(0, 1, 1)
         return cls(*(int(os.environ[name]) for name in names[:3]))
 
-    def meet(self) -> None:
+    def init_group(self) -> None:
         """Make the group in which rank 0 sends; all ranks call it, in local mode.
 
         Raises:
@@ -163,30 +163,32 @@ class Ranks:
         if self.world_size > 1:
             self._group = new_group("orders", "gloo", _WAIT_FOR_RANK_0)
 
-    def send(self, spec: WorkerSpec | None) -> None:
+    def broadcast_spec(self, spec: WorkerSpec | None) -> None:
         """Send the other ranks their orders; None ends them."""
         if self.world_size > 1:
-            sent = None if spec is None else _Orders(spec, spec.choices)
+            sent = None if spec is None else _Orders(spec, spec.hellaswag)
             text = as_bytes(_ORDERS.dump_json(sent))
             dist.broadcast(torch.tensor([len(text)]), 0, group=self._group)
             dist.broadcast(text, 0, group=self._group)
 
-    def dismiss(self) -> None:
+    def release_followers(self) -> None:
         """Have the other ranks leave, unless an error has ended rank 0 alone: then the launcher ends them."""
         if not self.training:
             with contextlib.suppress(RuntimeError):  # a rank that a signal has ended already
-                self.send(None)
+                self.broadcast_spec(None)
 
-    def follow(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
+    def run_follower(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
         """Do what rank 0 sends, and leave."""
         with signals.left_alone():
-            self.meet()
+            self.init_group()
         while (orders := self._received(signals)) is not None:
             signals.defer()
             attempt = vars(orders.attempt)
-            recorder = LinesOnly(log)
+            recorder = ConsoleRecorder(log)
             train_loop(
-                WorkerSpec(**attempt, choices=orders.choices, recorder=recorder, stop=signals.stop)
+                WorkerSpec(
+                    **attempt, hellaswag=orders.choices, recorder=recorder, stop=signals.stop
+                )
             )
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
@@ -204,7 +206,7 @@ class Ranks:
 class LocalRun(Run):
     """A run whose ranks are these processes."""
 
-    def __init__(self, ranks: Ranks, config: FittedConfig, *args: Any) -> None:
+    def __init__(self, ranks: LaunchRanks, config: FittedConfig, *args: Any) -> None:
         super().__init__(config, ranks.world_size, *args)
         self.make_attempt = partial(LocalAttempt, ranks=ranks)
         self._cpus = ranks.in_node * config.cluster.cpus_per_worker
@@ -224,7 +226,7 @@ class LocalRun(Run):
     def _await_workers(self) -> int:
         return self.world_size
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> End:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
         end = super()._attempt(resumed, lease)
         if end.kind == "failed" and end.user_error is None:
             assert end.error is not None
@@ -239,9 +241,9 @@ class LocalRun(Run):
 class LocalAttempt(Attempt):
     """An attempt in this process, of which rank 0 is a part."""
 
-    ranks: Ranks = field(kw_only=True)
+    ranks: LaunchRanks = field(kw_only=True)
 
-    def run(self) -> End:
+    def run(self) -> AttemptEnd:
         """Train until all ranks have left."""
         self.recorder = ThreadRecorder(self.recorder_spec)
         error = None
@@ -250,14 +252,14 @@ class LocalAttempt(Attempt):
         except Exception as raised:
             error = raised
         outcome = self.recorder.ask("outcome")
-        return how_it_ended(outcome, error, stopping=self.stop.is_set(), hung=False)
+        return classify_end(outcome, error, stopping=self.stop.is_set(), hung=False)
 
     def _train(self) -> None:
         ended = threading.Event()
         with ThreadPoolExecutor(1, "console") as console:
             shown = console.submit(self._show, ended)
             try:
-                self.ranks.send(self.spec)
+                self.ranks.broadcast_spec(self.spec)
                 self.ranks.training = True
                 self.train_loop(replace(self.spec, recorder=self.recorder, stop=self.stop))
                 self.ranks.training = False

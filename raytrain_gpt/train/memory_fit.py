@@ -39,9 +39,9 @@ from raytrain_gpt.train.memory_search import (
     NO_REMEDY,
     USABLE_FRACTION,
     Limit,
+    MeasureBytes,
     MemoryFit,
     MemorySearch,
-    Needed,
     gpu_limit_bytes,
 )
 
@@ -50,7 +50,7 @@ OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
 PROCESS_BYTES = 2**30
 """Left for a worker's process on a CPU: Python, torch, Ray, batches."""
 POLL_S = 0.5
-PROBE_WITHIN_S = 1800.0
+PROBE_TIMEOUT_S = 1800.0
 """Includes waiting for a worker's resources and a few compilations."""
 
 Decision = tuple[MemoryFit, str]
@@ -86,7 +86,7 @@ def fit_memory(
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)
-    if resumed is not None and (kept := kept_fit(config, world_size, resumed)):
+    if resumed is not None and (kept := fit_from_checkpoint(config, world_size, resumed)):
         fit, why = kept, f", as the checkpoint of step {resumed.step} had it"
     elif config.cluster.is_local and config.cluster.use_gpu:
         fit, why = _fit_gpu(config, world_size, vocab_size)
@@ -119,7 +119,9 @@ def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
     )
 
 
-def kept_fit(config: FittedConfig, world_size: int, state: CheckpointState) -> MemoryFit | None:
+def fit_from_checkpoint(
+    config: FittedConfig, world_size: int, state: CheckpointState
+) -> MemoryFit | None:
     """What the checkpoint was trained with; None if that no longer answers for this configuration."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
     same = all(before[name] == now[name] for name in OTHER_MEMORY_FIELDS)
@@ -161,7 +163,7 @@ def _probe_gpu(
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
     fit_gpu = ray.remote(max_retries=0, max_calls=1, **needs)(_fit_gpu)
     task = fit_gpu.remote(config, world_size, vocab_size)
-    deadline = time.monotonic() + PROBE_WITHIN_S
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
     while not ray.wait([task], timeout=POLL_S)[0]:
         if stop.is_set():
             ray.cancel(task, force=True)
@@ -171,7 +173,7 @@ def _probe_gpu(
         if time.monotonic() > deadline:
             ray.cancel(task, force=True)
             raise ray.exceptions.GetTimeoutError(
-                f"the GPU memory probe timed out after {PROBE_WITHIN_S:g} s"
+                f"the GPU memory probe timed out after {PROBE_TIMEOUT_S:g} s"
             )
     try:
         found: Decision = ray.get(task)
@@ -211,7 +213,7 @@ def _decide(
     search: MemorySearch,
     limit_of: Limit,
     where: str,
-    measured: Needed | None = None,
+    measured: MeasureBytes | None = None,
     most_workers: float = math.inf,
 ) -> Decision:
     """Return the largest fit, with its needs beside the limit.

@@ -25,7 +25,7 @@ from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
 from raytrain_gpt.config.resolved import ActivationCheckpointing
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.architectures import configured_model
-from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
+from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
@@ -39,14 +39,14 @@ USABLE_FRACTION = 0.92
 """Of a device's memory: on a GPU CUDA and gaps between tensors take the rest."""
 NCCL_BYTES = 2 * 2**30
 """On each of several GPUs, for buffers of their collectives; reckoned, not measured."""
-ENOUGH_TOKENS = 2048
+MIN_EFFICIENT_TOKENS = 2048
 """In a micro-batch on a GPU. With fewer, weights are read and gradients accumulated so often that it may
 pay to recompute activations for more; by calculation, not measured."""
-MOST_CPU_TOKENS = 2048
-"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/memory.md)."""
-MOST_GPU_TOKENS = 2**16
+MAX_CPU_TOKENS = 2048
+"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/training.md)."""
+MAX_GPU_TOKENS = 2**16
 """In a micro-batch on a GPU. About half of them are reckoned to fill it; not measured."""
-MOST_LOGITS = 2**31 - 1
+MAX_LOGITS = 2**31 - 1
 """Of a micro-batch on a GPU: with more, torch's compiled kernels count in 64 bits, which is slower."""
 
 Limit = Callable[[Config, int], float]
@@ -54,7 +54,7 @@ Limit = Callable[[Config, int], float]
 NO_REMEDY = "set a smaller embd_size or seq_len"
 """The way out where even one block does not fit."""
 
-Needed = Callable[[int, ActivationCheckpointing], float]
+MeasureBytes = Callable[[int, ActivationCheckpointing], float]
 """Bytes that training needs for a number of sequences and a mode; infinite: it ran out of memory."""
 
 
@@ -113,9 +113,9 @@ class MemorySearch:
         micro = micro_batch_for(self.config, self.world_size)
         if micro != "auto":
             return [micro]
-        most_tokens = MOST_CPU_TOKENS
+        most_tokens = MAX_CPU_TOKENS
         if self.config.cluster.use_gpu:
-            most_tokens = min(MOST_GPU_TOKENS, MOST_LOGITS // self.memory.shape.padded_vocab_size)
+            most_tokens = min(MAX_GPU_TOKENS, MAX_LOGITS // self.memory.shape.padded_vocab_size)
         most = max(1, most_tokens // self.config.data.seq_len)
         share = self.config.batch_sequences // self.world_size
         return [sequences for sequences in divisors(share) if sequences <= most]
@@ -135,13 +135,13 @@ class MemorySearch:
         sequences, mode = self.sizes[0], self.modes[-1]
         return MemoryFit(sequences, mode, self.predict(sequences, mode))
 
-    def largest(self, limit_bytes: float, measured: Needed | None = None) -> MemoryFit | None:
+    def largest(self, limit_bytes: float, measured: MeasureBytes | None = None) -> MemoryFit | None:
         """The first mode in which enough sequences fit, else the one in which most do; None: none fit.
 
         Args:
             measured: Decides, and is asked as seldom as possible; None: the prediction decides.
         """
-        enough = min(ENOUGH_TOKENS / self.config.data.seq_len, self.sizes[-1])
+        enough = min(MIN_EFFICIENT_TOKENS / self.config.data.seq_len, self.sizes[-1])
         best: MemoryFit | None = None
         for mode in self.modes:
             found = self._largest(mode, limit_bytes, measured or self.predict)
@@ -152,7 +152,7 @@ class MemorySearch:
         return best
 
     def _largest(
-        self, mode: ActivationCheckpointing, limit_bytes: float, measured: Needed
+        self, mode: ActivationCheckpointing, limit_bytes: float, measured: MeasureBytes
     ) -> MemoryFit | None:
         # Down from the predicted size to one that fits, then up: a good prediction costs two measurements,
         # each of which may compile. Halving alone would start in the middle.
@@ -262,7 +262,7 @@ class MemorySearch:
             micro_batches_per_step=min(2, passes),
             learning_rate=lambda _: config.optim.peak_lr,
             grad_clip=config.optim.grad_clip,
-            autocast=autocast_of(precision, device),
+            autocast=make_autocast(precision, device),
             seed=config.train.seed,
             rank=0,
         ):

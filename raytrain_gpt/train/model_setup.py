@@ -22,13 +22,13 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import ResolvedConfig
 from raytrain_gpt.config.sections import TrainSection
 from raytrain_gpt.core.architectures import configured_model
-from raytrain_gpt.core.device import autocast_of, matmul_dtype, resolve_precision
+from raytrain_gpt.core.device import make_autocast, matmul_dtype, resolve_precision
 from raytrain_gpt.core.exact import ExactSum
 from raytrain_gpt.core.loop import Autocast
 from raytrain_gpt.core.loss_scale import LossScale, loss_scale_for
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import model_to_evaluate, shard
+from raytrain_gpt.core.parallel import make_eval_model, shard
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
@@ -91,8 +91,8 @@ def set_up_training(
         sharing = None if config.train.exact else gradient_group()
         optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
         if directory is not None and resumed is not None:
-            load_optimizer(directory, model, optimizer, resumed.listed)
-    eval_model = model_to_evaluate(model)
+            load_optimizer(directory, model, optimizer, resumed.file_names)
+    eval_model = make_eval_model(model)
     if config.train.compile and eval_model is not model:
         eval_model.compile()
     saved_scale = resumed.state.loss_scale if resumed else None
@@ -104,7 +104,7 @@ def set_up_training(
         optimizer=optimizer,
         device=device,
         precision=precision,
-        autocast=autocast_of(precision, device),
+        autocast=make_autocast(precision, device),
         loss_scale=loss_scale_for(precision, device, saved_scale),
     )
 
@@ -118,12 +118,12 @@ def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Pat
         return
     found = Path(tempfile.gettempdir()).stat()
     place = (uuid.getnode(), found.st_dev, found.st_ino)
-    fetching = ranks.gathered(place, tuple[int, int, int]).index(place)
+    fetching = ranks.all_gather_json(place, tuple[int, int, int]).index(place)
     with checkpoint.files() if fetching == ranks.rank else nullcontext() as own:
-        fetched = ranks.gathered(own, Path | None)[fetching]
+        fetched = ranks.all_gather_json(own, Path | None)[fetching]
         assert fetched is not None, "the rank that fetches has a directory"
         yield fetched
-        ranks.gathered(None, None)  # until all of them have read
+        ranks.all_gather_json(None, None)  # until all of them have read
 
 
 def gradient_group() -> dist.ProcessGroup | None:

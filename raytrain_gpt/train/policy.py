@@ -41,7 +41,7 @@ class AttemptResult:
     kind: Kind
     started_at: int
     step: int
-    all_steps: int
+    max_steps: int
     reason: str = ""
     user_error: bool = False
     stopping: bool = False
@@ -64,7 +64,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
-class GoOn:
+class StartAttempt:
     """Start another attempt from a step, after a pause."""
 
     from_step: int
@@ -72,7 +72,7 @@ class GoOn:
     pause_s: float = 0.0
 
 
-Action = Literal["finish", "interrupt"] | GiveUp | GoOn
+Action = Literal["finish", "interrupt"] | GiveUp | StartAttempt
 """`finish`: all steps are done and saved; `interrupt`: a signal ended the run after it had saved."""
 
 
@@ -96,11 +96,11 @@ def next_action(
                 f"run {run_name} rolled back to step {step} {count(rollbacks, 'time')} in a row because "
                 "of bad losses; start again with a lower peak_lr, or set spike_detection to false"
             )
-        return GoOn(step, replace(done, rollbacks=rollbacks))
-    if step >= result.all_steps:  # it died after the last checkpoint was complete
+        return StartAttempt(step, replace(done, rollbacks=rollbacks))
+    if step >= result.max_steps:  # it died after the last checkpoint was complete
         return "finish"
     if result.kind == "resized":
-        return GoOn(step, done)
+        return StartAttempt(step, done)
     if result.kind == "preempted":
         preemptions = done.preemptions + 1
         if limits.max_preemptions is not None and preemptions > limits.max_preemptions:
@@ -108,7 +108,7 @@ def next_action(
                 f"run {run_name} was preempted {count(preemptions, 'time')} (max_preemptions="
                 f"{limits.max_preemptions}); everything is saved, the same command resumes it"
             )
-        return GoOn(step, replace(done, preemptions=preemptions))
+        return StartAttempt(step, replace(done, preemptions=preemptions))
     if result.stopping:
         return GiveUp(f"run {run_name} failed while it was being stopped: {result.reason}")
     failures = 1 if made_progress else done.failures + 1
@@ -118,7 +118,7 @@ def next_action(
             f"(max_failures={limits.max_failures}): {result.reason}"
         )
     pause_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
-    return GoOn(step, replace(done, failures=failures), pause_s)
+    return StartAttempt(step, replace(done, failures=failures), pause_s)
 
 
 class ScaleUp:

@@ -40,9 +40,9 @@ def check_data(ingest: IngestSpec) -> None:
         ConfigError: there is no directory for a cache.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
-    shards = [shard for part in ingest.data.parts for shard in part.manifest.shards]
+    shards = [shard for part in ingest.data.datasets for shard in part.manifest.shards]
     content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
-    for part in ingest.data.parts:
+    for part in ingest.data.datasets:
         check_tokenizer(part.directory, part.manifest)
         check_shards(part.directory, part.manifest, content)
     ingest.order()

@@ -27,18 +27,18 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE
 from raytrain_gpt.core.device import synchronize
 from raytrain_gpt.core.loop import MicroBatch, StepResult
-from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, TimeUse, time_use
+from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, StepTimeBreakdown, time_use
 
 
 @dataclass(frozen=True)
 class Profile:
     """Where the time of the profiled steps went, and their Chrome trace (JSON in gzip)."""
 
-    use: TimeUse
+    use: StepTimeBreakdown
     trace: bytes
 
 
-Take = Callable[[Profile | Exception, float], None]
+OnProfile = Callable[[Profile | Exception, float], None]
 """Gets the profile, or why there is none, and the seconds spent on it after the last step."""
 
 
@@ -60,7 +60,7 @@ class StepProfile:
         steps_done: int,
         max_steps: int,
         device: torch.device,
-        take: Take | None,
+        take: OnProfile | None,
     ) -> None:
         self._steps_done, self._device, self._take = steps_done, device, take
         first = steps_done + STEPS_BEFORE_PROFILE + 1
@@ -73,13 +73,13 @@ class StepProfile:
         """Whether all ranks report after this step, to keep slowed steps and others apart."""
         return bool(self.slowed) and step in (self.slowed.start - 1, self.slowed[-1])
 
-    def marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def mark_data_wait(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The same micro-batches; the trace shows the waiting for them."""
         return self._marked(micro_batches) if self._take and self.steps else micro_batches
 
-    def around(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
+    def record_steps(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         """The same results; some of their steps are recorded."""
-        return self._around(results, self._take) if self._take and self.steps else results
+        return self._record_steps(results, self._take) if self._take and self.steps else results
 
     def _marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         while True:
@@ -89,7 +89,7 @@ class StepProfile:
                 return
             yield micro_batch
 
-    def _around(self, results: Iterator[StepResult], take: Take) -> Iterator[StepResult]:
+    def _record_steps(self, results: Iterator[StepResult], take: OnProfile) -> Iterator[StepResult]:
         yield from islice(results, self.slowed.start - 1 - self._steps_done)
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]

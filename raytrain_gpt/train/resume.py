@@ -12,16 +12,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.branch import branches_from
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.batch import for_workers
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, ConfigT, changed_fields
 from raytrain_gpt.config.sections import AUTO_MEMORY_FIELDS
 from raytrain_gpt.core.optim import learning_rate
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import location
 from raytrain_gpt.data.mixture import Mixture
-from raytrain_gpt.data.order import ORDER_VERSION, Skipped
+from raytrain_gpt.data.order import ORDER_VERSION, BatchRanges
 from raytrain_gpt.errors import CheckpointError, reason
 from raytrain_gpt.format import Log
 from raytrain_gpt.parsing import parse_json
@@ -148,14 +148,14 @@ class Rollback:
         self._file, self._catalog = run_dir / SKIPPED_FILE, Catalog(run_dir)
         self._skip_before, self._log = skip_before, log
         self._last_step: int | None = None
-        self.skipped: Skipped = ()
+        self.skipped: BatchRanges = ()
 
     def read_skipped(self, resumed: Checkpoint | None) -> None:
         """Take the ranges of the run's file and of a checkpoint, which may be another run's copy."""
         found = set()
         try:
             content = parse_json(self._file.read_bytes()) if self._file.is_file() else []
-            found = set(TypeAdapter(Skipped).validate_python(content))
+            found = set(TypeAdapter(BatchRanges).validate_python(content))
         except ValueError as error:
             self._log(
                 f"left out: {self._file} is damaged ({reason(error)}); the checkpoint's ranges count"
@@ -163,7 +163,7 @@ class Rollback:
         self.skipped = tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
 
     def go_back(
-        self, bad: BadStretch, started_at: int, origin: Checkpoint | None, recorder: RecorderHandle
+        self, bad: BadStreak, started_at: int, origin: Checkpoint | None, recorder: RecorderHandle
     ) -> Checkpoint | None:
         """Back to the last checkpoint before the bad steps, whose batches are skipped from now on.
 
@@ -171,11 +171,11 @@ class Rollback:
         `origin` is the checkpoint of another run that this one began with.
         """
         resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
-        if 0 < started_at == step_of(resumed) == self._last_step:
+        if 0 < started_at == resume_step(resumed) == self._last_step:
             # A rollback led here before and it went wrong again: the weights may have been hurt
             # earlier than the loss has shown.
             resumed = self._catalog.newest_good(self._log, before_step=started_at) or resumed
-        self._last_step = step = step_of(resumed)
+        self._last_step = step = resume_step(resumed)
         self._catalog.clean(good_until=step)
         next_batch = resumed.state.next_batch if resumed else 0
         skipped = (max(next_batch, bad.first_batch - self._skip_before), bad.last_batch + 1)

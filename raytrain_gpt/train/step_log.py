@@ -18,9 +18,9 @@ from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.core.device import peak_memory_bytes
 from raytrain_gpt.core.loop import StepResult
-from raytrain_gpt.core.spikes import BadStep, BadStretch, SpikeDetector
+from raytrain_gpt.core.spikes import BadStep, BadStreak, SpikeDetector
 from raytrain_gpt.data.mixed_order import MixedOrder
-from raytrain_gpt.data.order import Skipped, batch_before, extend_order_hash, skip_past
+from raytrain_gpt.data.order import BatchRanges, batch_before, extend_order_hash, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.tracking.run_files import Row, finite
@@ -37,7 +37,7 @@ class Position:
 
     next_batch: int
     order_hash: str
-    skipped: Skipped
+    skipped: BatchRanges
 
 
 class StepLog:
@@ -50,7 +50,7 @@ class StepLog:
         slowed: Steps slowed by a profile, whose speed would mislead.
 
     Attributes:
-        bad_stretch: So many bad steps in a row that the run rolls back before them.
+        bad_streak: So many bad steps in a row that the run rolls back before them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepLog:
         self._steps_done = 0
         order_hash = resumed.state.order_hash if resumed else ingest.data.hash
         self.position = Position(ingest.first_batch, order_hash, ingest.skipped)
-        self.bad_stretch: BadStretch | None = None
+        self.bad_streak: BadStreak | None = None
 
     @property
     def in_bad_stretch(self) -> bool:
@@ -91,7 +91,7 @@ class StepLog:
         """Begin to measure: the first step comes now."""
         self._clock_from = self._began = time.perf_counter()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """Do not count time that was not training, before the next `flush`."""
         self._clock_from += seconds
 
@@ -115,7 +115,7 @@ class StepLog:
         skips = (~torch.isfinite(norms)).long()
         peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
         own = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
-        of_ranks = self._collectives.gathered_rows(torch.cat(own))
+        of_ranks = self._collectives.all_gather_rows(torch.cat(own))
         losses, waits, delivered, skips, peak_bytes = torch.split(of_ranks, [*map(len, own)], 1)
         losses, waits = (
             part.contiguous().view(torch.float64).sum(0) / len(of_ranks) for part in (losses, waits)
@@ -148,10 +148,10 @@ class StepLog:
             bad = self._detector.judge(result.step, loss, norm, scales[i])
             if bad is not None:
                 rows.append(_event(bad, loss, norm, batch, int(skips[i])))
-            if self._detector.gives_up:
+            if self._detector.out_of_patience:
                 streak = self._detector.streak
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
-                self.bad_stretch = BadStretch(streak[0], result.step, first, batch)
+                self.bad_streak = BadStreak(streak[0], result.step, first, batch)
                 break  # the steps behind it will be done again
         return rows
 

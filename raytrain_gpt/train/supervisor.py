@@ -25,8 +25,8 @@ from typing import Any
 
 import ray
 
-from raytrain_gpt.checkpoint.branch import branched
-from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, step_of
+from raytrain_gpt.checkpoint.branch import create_branch
+from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint, resume_step
 from raytrain_gpt.cluster.capacity import Resources
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.cluster.connection import cluster_resources
@@ -44,14 +44,14 @@ from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
 from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
-from raytrain_gpt.storage.lease import LEASE_FILE, Lease, held_lease
+from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import mark_killed, mlflow_store
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, Row
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import preflight
-from raytrain_gpt.train.attempt import Attempt, End
-from raytrain_gpt.train.last_evaluations import finish_evaluations
+from raytrain_gpt.train.attempt import Attempt, AttemptEnd
+from raytrain_gpt.train.last_evaluations import await_evaluations
 from raytrain_gpt.train.memory_fit import fit_memory
 from raytrain_gpt.train.policy import AttemptResult, Counters, GiveUp, next_action, wait_for_workers
 from raytrain_gpt.train.resume import Rollback, check_changes, find_resume, keep_start
@@ -64,7 +64,7 @@ TrainLoop = Callable[[WorkerSpec], None]
 
 
 @dataclass(frozen=True)
-class TrialPart:
+class TrialHooks:
     """The part of a sweep in a run that is one of its trials.
 
     Attributes:
@@ -91,7 +91,7 @@ class Run:
         signals: StopSignals,
         log: Log,
         train_loop: TrainLoop,
-        trial: TrialPart | None = None,
+        trial: TrialHooks | None = None,
     ) -> None:
         self.config, self.world_size, self.data = config, world_size, data
         self.signals, self.log = signals, log
@@ -107,7 +107,7 @@ class Run:
         self._session = uuid.uuid4().hex[:8]
         self._attempts = 0
 
-    def go(self) -> RunSummary:
+    def train(self) -> RunSummary:
         """Check, resume, train, and end well."""
         # What only reads is checked before the lease: a mistake must not disturb a run that holds it.
         ingest = self._ingest(None)
@@ -116,7 +116,7 @@ class Run:
         if not self.config.cluster.use_gpu:  # the workers of GPUs look themselves
             check_compiler(self.config, on_gpu=False, where="a CPU")
         self._check_storage()
-        with held_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
+        with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
@@ -130,7 +130,7 @@ class Run:
             else:
                 self.output.check_is_ours()
                 self.config = preflight.check_init_from(self.config, self.data)
-                resumed = self.origin or branched(self.config, self.data, self.log)
+                resumed = self.origin or create_branch(self.config, self.data, self.log)
             self._announce(ingest)
             self.output.write_config(self.config)
             self.rollback.read_skipped(resumed)
@@ -163,7 +163,7 @@ class Run:
         return cluster_resources()
 
     def _check_storage(self) -> None:
-        check_storage(self.run_dir, [part.directory for part in self.data.parts])
+        check_storage(self.run_dir, [part.directory for part in self.data.datasets])
 
     def _await_workers(self) -> int:
         return wait_for_workers(self.config, self.world_size, self.resources, self._pause, self.log)
@@ -198,14 +198,14 @@ class Run:
         counters = Counters()
         while True:
             self.world_size = self._await_workers()
-            started_at = step_of(resumed)
+            started_at = resume_step(resumed)
             end = self._attempt(resumed, lease)
             resumed = self._resume_point(end, resumed)
             result = AttemptResult(
                 kind=end.kind,
                 started_at=started_at,
-                step=step_of(resumed),
-                all_steps=self.config.train.max_steps,
+                step=resume_step(resumed),
+                max_steps=self.config.train.max_steps,
                 reason=root_cause(end.error) if end.error else "",
                 user_error=end.user_error is not None,
                 stopping=self.signals.stop.is_set(),
@@ -223,11 +223,11 @@ class Run:
             if end.error is not None:
                 self.log(f"run failed ({result.reason})")
             self._pause(action.pause_s)
-            if end.bad_stretch is None:  # the rollback has said where it goes on
+            if end.bad_streak is None:  # the rollback has said where it goes on
                 self.log(f"{end.kind}; going on from step {action.from_step}")
             counters = action.counters
 
-    def _resume_point(self, end: End, resumed: Checkpoint | None) -> Checkpoint | None:
+    def _resume_point(self, end: AttemptEnd, resumed: Checkpoint | None) -> Checkpoint | None:
         """Where the run stands after an attempt; files are only verified if they are to be loaded."""
         if end.user_error is not None:
             return resumed
@@ -244,13 +244,13 @@ class Run:
 
     def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
         """The end of the training, and of the async evaluations that are due."""
-        waited = self._evaluations is not None and finish_evaluations(
+        waited = self._evaluations is not None and await_evaluations(
             self._evaluations, self.config, newest, lease, self.output, self.signals
         )
         was_finished = not (trained or waited)
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
-    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> End:
+    def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
         """One attempt; when it returns, all files are written and a rollback is done.
 
         Raises:
@@ -269,11 +269,11 @@ class Run:
                 is_trial=self.trial is not None,
             )
         except ray.exceptions.RayError as error:  # the task that tries what fits died
-            return End("failed", error)
+            return AttemptEnd("failed", error)
         uri, _ = mlflow_store(self.config)
         self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir), uri))
         # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
-        self.catalog.clean(good_until=step_of(resumed))
+        self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
         end = attempt.run()
         known = user_error_in(end.error) if end.error is not None else None
@@ -283,9 +283,9 @@ class Run:
         try:
             if not isinstance(known, StorageError):
                 lease.verify()
-                if end.bad_stretch is not None:
+                if end.bad_streak is not None:
                     gone_back_to = self.rollback.go_back(
-                        end.bad_stretch, step_of(resumed), self.origin, attempt.recorder
+                        end.bad_streak, resume_step(resumed), self.origin, attempt.recorder
                     )
                 newest = next(reversed(self.catalog.complete()), None)
                 is_ours = True
@@ -302,7 +302,7 @@ class Run:
 
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)
-        step = step_of(resumed)
+        step = resume_step(resumed)
         if self._evaluations is not None:
             # Without a recorder: the new one reads what is done from the checkpoints.
             self._evaluations.hand_over(None, self.log)
@@ -328,7 +328,7 @@ class Run:
                 rows_before=self.output.last_steps(step, recorder.saved_rows, num_rows),
                 attempt=self._attempts,
                 lease_token=lease.token,
-                choices=None if self._evaluations else self._choices,
+                hellaswag=None if self._evaluations else self._choices,
                 is_trial=self.trial is not None,
             ),
             recorder_spec=recorder,

@@ -14,21 +14,21 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raytrain_gpt.checkpoint.catalog import step_of
+from raytrain_gpt.checkpoint.catalog import resume_step
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
-from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
+from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.cluster.compilers import check_compiler
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import device_name, peak_flops, seed_everything
-from raytrain_gpt.core.exact import computed_by, differences
-from raytrain_gpt.core.loop import StepResult, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.exact import environment_changes, numerics_environment
+from raytrain_gpt.core.loop import StepResult, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.parallel import gathered_weights
 from raytrain_gpt.evaluate.evaluation import Evaluation, watched
 from raytrain_gpt.format import count
 from raytrain_gpt.ingest.feed import EvalFeed, TrainFeed, rank_chunks, rows_in_process
 from raytrain_gpt.tracking.run_files import Row, finite
-from raytrain_gpt.train.checkpointing import WRITE_WITHIN_S, Checkpointing
+from raytrain_gpt.train.checkpointing import WRITE_TIMEOUT_S, Checkpointing
 from raytrain_gpt.train.heartbeat import RecorderClient
 from raytrain_gpt.train.model_setup import exact_sum, set_up_training
 from raytrain_gpt.train.profile import Profile, StepProfile
@@ -128,13 +128,13 @@ class Worker:
         self.collectives = Collectives(
             context.get_world_rank(),
             context.get_world_size(),
-            self.config.run.retry_for_s + WRITE_WITHIN_S,
+            self.config.run.retry_for_s + WRITE_TIMEOUT_S,
         )
-        self.agreement = Agreement(self.collectives)
+        self.agreement = DelayedFlags(self.collectives)
         rank = self.collectives.rank
         assert spec.recorder is not None, "the attempt has started it"
         self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
-        self.step = step_of(spec.resumed)
+        self.step = resume_step(spec.resumed)
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
         # Both are read when they are first needed: by default each rank compiles with up to 32 processes,
@@ -182,11 +182,15 @@ class Worker:
 
     def _say_what_breaks_exact_sums(self) -> None:
         """They hold for one kind of device, number of threads and version in the whole run."""
-        own = computed_by(self.setup.device, self.setup.precision)
+        own = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
-        before = resumed.state.computed_by if resumed and resumed.state.computed_by else own
-        every = self.collectives.gathered(own, dict[str, str])
-        others = [differences(before, other) for other in every]
+        before = (
+            resumed.state.numerics_environment
+            if resumed and resumed.state.numerics_environment
+            else own
+        )
+        every = self.collectives.all_gather_json(own, dict[str, str])
+        others = [environment_changes(before, other) for other in every]
         for rank, differing in enumerate(others):
             if differing and self.collectives.rank == 0:
                 self.recorder.log(
@@ -196,7 +200,7 @@ class Worker:
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
         setup, micro = self.setup, self.config.train.micro_batch_sequences
-        choices = self.spec.choices
+        choices = self.spec.hellaswag
         chunks = rank_chunks(self._tables(), self.spec.ingest, self.collectives.rank)
         val = next(chunks)
         evaluation = Evaluation(
@@ -227,7 +231,7 @@ class Worker:
             dummy = torch.zeros(
                 train.micro_batch_sequences, self.config.data.seq_len, dtype=torch.int64
             ).to(setup.device)
-            settle_gradient_buckets(setup.model, (dummy, dummy), setup.autocast)
+            warm_up_ddp_buckets(setup.model, (dummy, dummy), setup.autocast)
         if self.should_stop():
             return
         self.recorder.call("training_started")
@@ -236,7 +240,7 @@ class Worker:
         results = train_steps(
             setup.model,
             setup.optimizer,
-            watched(self.profile.marked(self.feed.micro_batches()), self.recorder.progress),
+            watched(self.profile.mark_data_wait(self.feed.micro_batches()), self.recorder.progress),
             first_step=self.step,
             max_steps=train.max_steps,
             micro_batches_per_step=self.spec.plan.micro_batches_per_step,
@@ -248,7 +252,7 @@ class Worker:
             loss_scale=setup.loss_scale,
             exact=exact_sum(setup.raw_model, train, self.spec.plan.micro_batches_per_step),
         )
-        yield from self.profile.around(results)
+        yield from self.profile.record_steps(results)
 
     def _record_start(self) -> None:
         self.recorder.event(
@@ -267,7 +271,7 @@ class Worker:
             self.recorder.call("add_profile", self.spec.attempt, profile.use, profile.trace)
         else:
             self.recorder.log(f"no profile: {type(profile).__name__}: {profile}")
-        self.log.leave_out(took_s)
+        self.log.exclude_time(took_s)
 
     def record(self, result: StepResult) -> None:
         """Keep a result; nothing is read from the device yet."""
@@ -286,7 +290,7 @@ class Worker:
     @property
     def steps_were_bad(self) -> bool:
         """Whether so many steps in a row were bad that the run rolls back."""
-        return self.log.bad_stretch is not None
+        return self.log.bad_streak is not None
 
     def evaluate(self) -> None:
         """Metrics over all ranks, and samples; not counted as training time."""
@@ -300,13 +304,13 @@ class Worker:
             self.recorder.rows([row], force=True)
             if self.collectives.rank == 0 and self.config.eval.num_samples:
                 self.recorder.call("add_samples", self.step, self.evaluation.samples())
-        self.log.leave_out(time.perf_counter() - started)
+        self.log.exclude_time(time.perf_counter() - started)
 
     def save_checkpoint(self) -> None:
         """Copy the state; it is written while training goes on."""
         is_evaluated = self._evaluated.get("step") == self.step
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
-        self.agreement.forget()  # it was asked for before this checkpoint was being written
+        self.agreement.reset()  # it was asked for before this checkpoint was being written
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to leave, up to a step ago; the same answer on all ranks.
@@ -319,7 +323,7 @@ class Worker:
         is_first = self.collectives.rank == 0
         ask = is_first and now - self._preemption_asked_at >= PREEMPTION_CHECK_S
         wishes = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
-        stop, writing, ask = self.agreement.on(*wishes)
+        stop, writing, ask = self.agreement.exchange(*wishes)
         if not writing:
             self.checkpoints.collect()
         self._asks_ray = (
@@ -345,14 +349,14 @@ class Worker:
         goes_on = self.recorder.await_scheduler()
         if not goes_on:
             self._leaves_for = "stopped"
-        self.log.leave_out(time.perf_counter() - started)
+        self.log.exclude_time(time.perf_counter() - started)
         return goes_on
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight and until the recorder has taken all that was sent."""
-        self.agreement.forget()
+        self.agreement.reset()
         self.checkpoints.collect()
         if self.collectives.rank == 0:
             done = self.step == self.config.train.max_steps
-            self.recorder.call("left", None if done else self._leaves_for, self.log.bad_stretch)
+            self.recorder.call("left", None if done else self._leaves_for, self.log.bad_streak)
         self.recorder.close()

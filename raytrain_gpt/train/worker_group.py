@@ -50,12 +50,12 @@ class WorkerSpec(AttemptSpec):
     """Orders of the driver to every worker of an attempt.
 
     Attributes:
-        choices: HellaSwag, on a cluster Ray's reference to it; None if it is not scored here.
+        hellaswag: HellaSwag, on a cluster Ray's reference to it; None if it is not scored here.
         recorder: Set before the workers start.
         stop: In local mode, asks this process to save and exit; None if the driver's orders do.
     """
 
-    choices: Any
+    hellaswag: Any
     recorder: RecorderHandle | None = None
     stop: threading.Event | None = None
 

@@ -379,6 +379,15 @@ def test_a_newer_state_version_asks_for_an_upgrade(run_dir: Location) -> None:
         Catalog(run_dir).newest_good(pytest.fail)
 
 
+def test_state_of_version_4_is_read(run_dir: Location) -> None:
+    path = write(Catalog(run_dir), 10)
+    older = json.loads((path / "state.json").read_text()) | {"state_version": 4}
+    older["computed_by"] = {"torch": "2.12.0"}
+    del older["numerics_environment"]
+    (path / "state.json").write_text(json.dumps(older))
+    assert read_checkpoint(path).state.numerics_environment == {"torch": "2.12.0"}
+
+
 def test_state_comes_back_as_it_was(run_dir: Location) -> None:
     skipped, scale = ((3, 7), (20, 31)), (2.0**15, 40)
     whole = dataclasses.replace(state(10, 2.5), skipped_batches=skipped, loss_scale=scale)

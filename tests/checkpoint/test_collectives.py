@@ -17,8 +17,8 @@ import torch.multiprocessing as mp
 
 from raytrain_gpt.checkpoint.collectives import (
     MAX_JSON_BYTES,
-    Agreement,
     Collectives,
+    DelayedFlags,
     Int64Array,
     Uint32Array,
 )
@@ -30,10 +30,12 @@ WITHIN = timedelta(seconds=60)
 def test_one_rank_is_all_ranks() -> None:
     alone = Collectives(rank=0, world_size=1)
     values = torch.tensor([1.0, -2.0])
-    assert alone.summed(values).tolist() == [1.0, -2.0]
-    assert alone.any_later(True, False)() == Agreement(alone).on(True, False) == [True, False]
-    assert alone.gathered_rows(torch.tensor([3, 4])).tolist() == [[3, 4]]
-    assert alone.gathered("value", str) == ["value"]
+    assert alone.all_reduce_sum(values).tolist() == [1.0, -2.0]
+    assert (
+        alone.any_later(True, False)() == DelayedFlags(alone).exchange(True, False) == [True, False]
+    )
+    assert alone.all_gather_rows(torch.tensor([3, 4])).tolist() == [[3, 4]]
+    assert alone.all_gather_json("value", str) == ["value"]
     assert alone.background is alone
 
 
@@ -50,31 +52,31 @@ def rank_main(rank: int, directory: str) -> None:
     store = dist.FileStore(f"{directory}/store", WORLD_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=WITHIN)
     ranks = Collectives(rank, WORLD_SIZE, WITHIN.total_seconds())
-    assert ranks.summed(torch.tensor([1, rank])).tolist() == [2, 1]
+    assert ranks.all_reduce_sum(torch.tensor([1, rank])).tolist() == [2, 1]
     assert ranks.any_later(rank == 0, rank == 1, False)() == [True, True, False]
-    assert ranks.gathered_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]
-    assert ranks.gathered({"rank": rank}, dict[str, int]) == [{"rank": 0}, {"rank": 1}]
+    assert ranks.all_gather_rows(torch.tensor([rank, 2**62])).tolist() == [[0, 2**62], [1, 2**62]]
+    assert ranks.all_gather_json({"rank": rank}, dict[str, int]) == [{"rank": 0}, {"rank": 1}]
     numbers = Numbers({rank: np.array([2**62, -1])}, np.array([2**32 - 1], np.uint32))
-    for other, received in enumerate(ranks.gathered(numbers, Numbers)):
+    for other, received in enumerate(ranks.all_gather_json(numbers, Numbers)):
         assert received.by_batch[other].tolist() == [2**62, -1]
         assert (received.by_batch[other].dtype, received.tokens.dtype) == (np.int64, np.uint32)
         assert received.tokens.tolist() == [2**32 - 1]
     with pytest.raises(ValueError, match="a rank sent 67108867 bytes; at most 67108864"):
-        ranks.gathered("x" * (MAX_JSON_BYTES + 1) if rank else "", str)
+        ranks.all_gather_json("x" * (MAX_JSON_BYTES + 1) if rank else "", str)
     with pytest.raises(ValueError, match="valid integer"):
-        ranks.gathered("no number" if rank else 1, int)
+        ranks.all_gather_json("no number" if rank else 1, int)
 
     # Rank 1 begins with the background's exchange, rank 0 with the training's: neither waits for ever.
     found: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.extend(ranks.background.gathered(f"file {rank}", str))
+        target=lambda: found.extend(ranks.background.all_gather_json(f"file {rank}", str))
     )
     if rank == 1:
         thread.start()
-    agreement = Agreement(ranks)
-    steps = [agreement.on(rank == 1 and step in (0, 3, 6)) for step in range(6)]
-    agreement.forget()
-    steps.append(agreement.on(rank == 1))
+    agreement = DelayedFlags(ranks)
+    steps = [agreement.exchange(rank == 1 and step in (0, 3, 6)) for step in range(6)]
+    agreement.reset()
+    steps.append(agreement.exchange(rank == 1))
     if rank == 0:
         thread.start()
     thread.join(WITHIN.total_seconds())

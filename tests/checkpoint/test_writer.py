@@ -15,8 +15,8 @@ from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.checkpoint.collectives import Collectives
-from raytrain_gpt.checkpoint.writer import CheckpointWriter, Saved
-from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
+from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
 from tests.checkpoint.test_catalog import STATE, names
@@ -32,7 +32,7 @@ class ThreadRanks:
         self._barrier, self._values = barrier, values
         self.background = self
 
-    def gathered(self, value: Any, kind: Any) -> list[Any]:
+    def all_gather_json(self, value: Any, kind: Any) -> list[Any]:
         adapter = TypeAdapter(kind)
         self._values[self.rank] = adapter.dump_json(value, by_alias=True)
         self._barrier.wait(WAIT_S)
@@ -74,22 +74,22 @@ def begin(ranks: list[CheckpointWriter], step: int) -> None:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits until this is set."""
-    event, write = threading.Event(), HostCopy.write
+    event, write = threading.Event(), HostSnapshot.write
 
-    def waiting(copy: HostCopy, file: str, path: Path) -> None:
+    def waiting(copy: HostSnapshot, file: str, path: Path) -> None:
         assert event.wait(WAIT_S)
         write(copy, file, path)
 
-    monkeypatch.setattr(HostCopy, "write", waiting)
+    monkeypatch.setattr(HostSnapshot, "write", waiting)
     yield event
     event.set()
 
 
-def failing_on(file: str, error: Exception) -> Callable[[HostCopy, str, Path], None]:
-    """`HostCopy.write` that fails on one file."""
-    write = HostCopy.write
+def failing_on(file: str, error: Exception) -> Callable[[HostSnapshot, str, Path], None]:
+    """`HostSnapshot.write` that fails on one file."""
+    write = HostSnapshot.write
 
-    def fail(copy: HostCopy, name: str, path: Path) -> None:
+    def fail(copy: HostSnapshot, name: str, path: Path) -> None:
         if name == file:
             path.write_bytes(b"half")
             raise error
@@ -157,9 +157,11 @@ def test_one_rank_that_fails_fails_on_all_and_leaves_nothing(
 ) -> None:
     ranks = savers(run_dir, 2)
     begin(ranks, 10)
-    assert all(isinstance(saver.collect(), Saved) for saver in ranks)
+    assert all(isinstance(saver.collect(), WrittenCheckpoint) for saver in ranks)
     with monkeypatch.context() as patch:
-        patch.setattr(HostCopy, "write", failing_on(file, OSError(28, "No space left on device")))
+        patch.setattr(
+            HostSnapshot, "write", failing_on(file, OSError(28, "No space left on device"))
+        )
         begin(ranks, 20)
         for saver in ranks:
             with pytest.raises(CheckpointError, match="no space left"):

@@ -33,12 +33,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from raytrain_gpt.checkpoint.collectives import gathered_values
+from raytrain_gpt.checkpoint.collectives import all_gather_values
 from raytrain_gpt.cluster.process_groups import Connection as TcpRow
 from raytrain_gpt.cluster.process_groups import connections, join, new_group, open_meeting
 
 WORLD_SIZE = 2
-WITHIN_S, ANSWERS_WITHIN_S = 60, 2
+WITHIN_S, ANSWERS_TIMEOUT_S = 60, 2
 NOBODY = 65534
 NUMBERS = range(4)
 VALIDATE, MAGIC, PING = 0, 0x3C85F7CE, 13
@@ -57,7 +57,7 @@ def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
         pipe.send("joined")
         pipe.recv()
         group = new_group("further", "gloo", timedelta(seconds=WITHIN_S))
-        pipe.send({"gathered": gathered_values(f"secret of rank {rank}", str, group)})
+        pipe.send({"gathered": all_gather_values(f"secret of rank {rank}", str, group)})
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
     with contextlib.suppress(EOFError):  # until all are done
@@ -137,7 +137,7 @@ def is_store(port: int) -> bool:
     """Whether torch's store answers a ping there; other servers may never answer."""
     nonce = b"ping"
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.settimeout(ANSWERS_WITHIN_S)
+        connection.settimeout(ANSWERS_TIMEOUT_S)
         connection.sendall(struct.pack("=BIB", VALIDATE, MAGIC, PING) + nonce)
         return connection.recv(len(nonce)) == nonce
     return False

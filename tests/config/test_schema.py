@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from raytrain_gpt.config.batch import check_shares, divisors, micro_batch_for
 from raytrain_gpt.config.load import (
-    described,
+    describe_config,
     given_fields,
     load_config_file,
     load_preset,
@@ -33,12 +33,12 @@ REFERENCE = {
 
 
 def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path) -> None:
-    assert described(None, None, resolve(None, None, {})) == "preset quickstart: as it is"
+    assert describe_config(None, None, resolve(None, None, {})) == "preset quickstart: as it is"
     changed = resolve("gpt2-124m", None, {"seed": "3"})
-    assert described("gpt2-124m", None, changed) == "preset gpt2-124m: seed 3"
+    assert describe_config("gpt2-124m", None, changed) == "preset gpt2-124m: seed 3"
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}\nmodel: {}")
-    line = described(None, file, resolve(None, file, {"dropout": "0.1"}))
+    line = describe_config(None, file, resolve(None, file, {"dropout": "0.1"}))
     assert line == f'configuration {file}: dropout 0.1, max_steps 7, run_name "mine"'
     assert given_fields(file, {"dropout": "0.1"}) == {"max_steps", "dropout"}
 

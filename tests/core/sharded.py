@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
-from raytrain_gpt.core.device import autocast_of, matmul_dtype
-from raytrain_gpt.core.loop import Autocast, MicroBatch, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.device import make_autocast, matmul_dtype
+from raytrain_gpt.core.loop import Autocast, MicroBatch, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, model_to_evaluate, shard
-from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
+from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
 QWEN3 = replace(
@@ -74,7 +74,7 @@ class Trained:
 
     def __init__(self, case: Case, sharded: bool, from_checkpoint: Path | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.autocast = autocast_of(case.precision, CPU)
+        self.autocast = make_autocast(case.precision, CPU)
         self.loss_scale = loss_scale_for(case.precision, CPU)
         shape = replace(case.shape, dropout=case.dropout)
         self.raw_model = new_model(shape, case.recompute, case.document_end)
@@ -91,7 +91,7 @@ class Trained:
         )
         if from_checkpoint is not None:
             load_optimizer(from_checkpoint, self.raw_model, self.optimizer)
-        settle_gradient_buckets(self.model, batch_of(0, self.rank), self.autocast)
+        warm_up_ddp_buckets(self.model, batch_of(0, self.rank), self.autocast)
 
     def train(self, first: int, stop: int, bad_step: int | None = None) -> list[dict[str, Any]]:
         """What every step gave on this rank."""
@@ -135,7 +135,7 @@ class Trained:
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint."""
-        copy = HostCopy(self.raw_model, self.optimizer, self.rank, self.world_size)
+        copy = HostSnapshot(self.raw_model, self.optimizer, self.rank, self.world_size)
         copy.refresh()
         for file in copy.files():
             copy.write(file, directory / file)
@@ -168,7 +168,7 @@ class Trained:
 
     def evaluated(self) -> list[float]:
         """Losses of batches, of which the first rank has most; and a greedy token of rank 0 alone."""
-        model = model_to_evaluate(self.raw_model)
+        model = make_eval_model(self.raw_model)
         with gathered_weights(self.raw_model, model), torch.no_grad(), self.autocast():
             model.eval()
             batches = [batch_of(n, 0) for n in range(3 if self.rank == 0 else self.rank - 1)]

@@ -16,16 +16,16 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import attention
 from raytrain_gpt.core.architectures import configured_model, new_model
 from raytrain_gpt.core.attention import (
-    Attend,
+    AttentionFn,
     block_sparse_attention,
     causal_attention,
     document_starts,
-    kernels_for_any_shape,
     last_document,
     masked_attention,
+    without_cudnn_sdpa,
 )
 from raytrain_gpt.core.loop import MicroBatch
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT, GPTShape
 
 END = 99
@@ -221,7 +221,7 @@ def test_one_graph_is_compiled_for_all_layouts(
     def batches() -> Iterator[MicroBatch]:
         yield IDS, IDS.roll(-1, 1)
         yield IDS.flip(0, 1), IDS.roll(3, 1)
-        yield torch.zeros_like(IDS), torch.where(IDS == END, IGNORED, IDS)
+        yield torch.zeros_like(IDS), torch.where(IDS == END, IGNORE_INDEX, IDS)
 
     for number, batch in enumerate(batches()):
         never_again: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -233,7 +233,7 @@ def test_one_graph_is_compiled_for_all_layouts(
             torch.testing.assert_close(ours, theirs)
 
 
-def causal(attend: Attend, tokens: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+def causal(attend: AttentionFn, tokens: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
     """Attention of two sequences with four heads, and the gradients of queries, keys and values."""
     GENERATOR.manual_seed(tokens)
     qkv = [
@@ -342,10 +342,10 @@ def test_only_on_gpus_the_kernel_that_plans_each_shape_is_left_out_for_a_while()
         return [cuda.cudnn_sdp_enabled(), *others]
 
     assert enabled() == [True] * 4
-    with kernels_for_any_shape(torch.device("cuda", 1)):
+    with without_cudnn_sdpa(torch.device("cuda", 1)):
         assert enabled() == [False, True, True, True]
     assert enabled() == [True] * 4
-    with kernels_for_any_shape(torch.device("cpu")):
+    with without_cudnn_sdpa(torch.device("cpu")):
         assert enabled() == [True] * 4
 
 

@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attention
-from raytrain_gpt.core.loop import MicroBatch, settle_gradient_buckets, train_steps
+from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.parallel import gathered_weights, model_to_evaluate, shard
+from raytrain_gpt.core.parallel import gathered_weights, make_eval_model, shard
 from tests.core.conftest import SHAPES
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, optimizer:
     """Else they are in memory twice while micro-batches accumulate."""
     raw = made()
     model = replicated(raw)
-    settle_gradient_buckets(model, batch(0), bf16)
+    warm_up_ddp_buckets(model, batch(0), bf16)
     steps = train_steps(
         model,
         build_optimizer(raw, OptimSection(optimizer=optimizer)),
@@ -203,7 +203,7 @@ def operations(graph: fx.GraphModule) -> list[str]:
 def test_a_gathered_model_is_compiled_for_the_first_evaluation_only(four_ranks: None) -> None:
     model = made()
     shard(model, CPU)
-    evaluated = model_to_evaluate(model)
+    evaluated = make_eval_model(model)
     evaluated.compile(backend="eager")
     losses = []
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.core import generate, kv_cache
 from raytrain_gpt.core.architectures import new_model
-from raytrain_gpt.core.attention import attention, kernels_for_any_shape
-from raytrain_gpt.core.generate import DecodingBatch, Drawn, sample_tokens
+from raytrain_gpt.core.attention import attention, without_cudnn_sdpa
+from raytrain_gpt.core.generate import DecodingBatch, SampledToken, sample_tokens
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
@@ -115,7 +115,7 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
-        return kernels_for_any_shape(torch.device("cuda"))
+        return without_cudnn_sdpa(torch.device("cuda"))
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         is_head = weight is MODEL.head_weight
@@ -128,7 +128,7 @@ def test_decoding_runs_in_kernels_for_any_shape_and_the_head_outside_autocast(
     of_torch = torch.nn.functional.linear
     options = SamplingOptions(max_new_tokens=20, stop_at_eot=False)
     wanted = sample_tokens(MODEL, EOT, [[1, 2]], options)
-    monkeypatch.setattr(generate, "kernels_for_any_shape", as_on_a_gpu)
+    monkeypatch.setattr(generate, "without_cudnn_sdpa", as_on_a_gpu)
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -305,15 +305,15 @@ def test_the_end_of_the_text_ends_it_and_is_not_part_of_it() -> None:
     batch.add([0], SamplingOptions(max_new_tokens=4, temperature=0, stop_at_eot=False))
     steps = [batch.step() for _ in range(4)]
     assert [drawn for step in steps for drawn in step if drawn.handle == 0] == [
-        Drawn(0, 3, None),
-        Drawn(0, 4, None),
-        Drawn(0, None, "stop"),
+        SampledToken(0, 3, None),
+        SampledToken(0, 4, None),
+        SampledToken(0, None, "stop"),
     ]
     assert [drawn for step in steps for drawn in step if drawn.handle == 1] == [
-        Drawn(1, 3, None),
-        Drawn(1, 4, None),
-        Drawn(1, EOT, None),
-        Drawn(1, 5, "length"),
+        SampledToken(1, 3, None),
+        SampledToken(1, 4, None),
+        SampledToken(1, EOT, None),
+        SampledToken(1, 5, "length"),
     ]
     assert batch.num_active == 0
     assert batch.step() == []

@@ -15,8 +15,8 @@ from raytrain_gpt.core.loop import (
     MicroBatch,
     StepResult,
     seed_step,
-    settle_gradient_buckets,
     train_steps,
+    warm_up_ddp_buckets,
 )
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
@@ -213,7 +213,7 @@ def test_the_factor_of_good_steps_is_exactly_one(
 
 def test_settling_the_buckets_changes_no_weight(model: GPT, micro_batches: MicroBatches) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    settle_gradient_buckets(model, next(micro_batches(1)), contextlib.nullcontext)
+    warm_up_ddp_buckets(model, next(micro_batches(1)), contextlib.nullcontext)
     for parameter, kept in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, kept)
         assert parameter.grad is None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_gpt.core import loss
-from raytrain_gpt.core.loss import IGNORED, head_loss
+from raytrain_gpt.core.loss import IGNORE_INDEX, head_loss
 
 VOCAB, CHANNELS = 192, 24
 SetChunk = Callable[[int], None]
@@ -32,7 +32,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(3, 17, CHANNELS, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, CHANNELS, generator=generator).requires_grad_()
     targets = torch.randint(0, VOCAB, (3, 17), generator=generator)
-    targets[0, 5:9], targets[2, :] = IGNORED, IGNORED
+    targets[0, 5:9], targets[2, :] = IGNORE_INDEX, IGNORE_INDEX
     return hidden, weight, targets
 
 
@@ -86,7 +86,7 @@ def test_losses_of_tokens_and_their_mean_need_no_gradient(
         torch.testing.assert_close(head_loss(hidden, weight, targets, "none"), every)
         torch.testing.assert_close(head_loss(hidden, weight, targets), mean)
     assert every.shape == targets.shape
-    assert (every[targets == IGNORED] == 0).all()
+    assert (every[targets == IGNORE_INDEX] == 0).all()
 
 
 def test_logits_of_a_chunk_alone_are_made(chunk_of: SetChunk) -> None:

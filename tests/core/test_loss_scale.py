@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from raytrain_gpt.config.sections import OptimSection, SpikesSection
-from raytrain_gpt.core.device import autocast_of, resolve_precision
+from raytrain_gpt.core.device import make_autocast, resolve_precision
 from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.loss_scale import (
-    DOUBLES_AFTER_STEPS,
-    FIRST_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
     LossScale,
     loss_scale_for,
 )
@@ -46,7 +46,7 @@ def steps(
             micro_batches_per_step=2,
             learning_rate=lambda step: 1e-2,
             grad_clip=1.0,
-            autocast=autocast_of(precision, CPU),
+            autocast=make_autocast(precision, CPU),
             seed=1,
             rank=0,
             loss_scale=scale,
@@ -58,9 +58,9 @@ def test_the_factor_halves_with_an_overflow_and_doubles_after_many_steps_without
     scale = LossScale(CPU, 8.0)
     scale.adjust(YES)
     assert scale.state() == (4.0, 0)
-    for _ in range(DOUBLES_AFTER_STEPS - 1):
+    for _ in range(GROWTH_INTERVAL - 1):
         scale.adjust(NO)
-    assert scale.state() == (4.0, DOUBLES_AFTER_STEPS - 1)
+    assert scale.state() == (4.0, GROWTH_INTERVAL - 1)
     scale.adjust(NO)
     assert scale.state() == (8.0, 0)
     scale.adjust(NO)
@@ -80,7 +80,7 @@ def test_only_fp16_is_scaled() -> None:
     assert loss_scale_for("bf16", CPU) is None
     new, saved = loss_scale_for("fp16", CPU), loss_scale_for("fp16", CPU, (32.0, 7))
     assert new is not None
-    assert new.state() == (FIRST_FACTOR, 0)
+    assert new.state() == (INIT_SCALE, 0)
     assert saved is not None
     assert saved.state() == (32.0, 7)
     assert resolve_precision("fp16", CPU) == "fp16"
@@ -181,7 +181,7 @@ def test_overflows_are_no_bad_steps_until_the_factor_is_one() -> None:
         bad = detector.judge(100 + step, 2.0, math.inf, 1.0)
         assert bad is not None
         assert not bad.finite
-    assert detector.gives_up
+    assert detector.out_of_patience
 
 
 def test_overflows_before_a_start_are_no_bad_steps_either() -> None:

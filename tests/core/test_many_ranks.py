@@ -18,7 +18,7 @@ from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer, update
-from raytrain_gpt.core.parallel import full_tensor, gathered_weights, model_to_evaluate, shard
+from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
 
 WORLD_SIZE = 512
 GPT2 = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=1000)
@@ -113,7 +113,7 @@ def test_512_ranks_shard_update_and_gather(
                 rows, *others = shapes[name]
                 assert parameter.to_local().shape == (rows_of(rank, rows), *others)
                 assert full_tensor(parameter.detach()).shape == shapes[name]
-            whole = model_to_evaluate(model)
+            whole = make_eval_model(model)
             with gathered_weights(model, whole):
                 assert {name: p.shape for name, p in whole.named_parameters()} == shapes
         collectives[rank] = called.names

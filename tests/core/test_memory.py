@@ -119,13 +119,15 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("num_at_once", [9, 2])
+@pytest.mark.parametrize("matrices_per_stack", [9, 2])
 @pytest.mark.parametrize("architecture", ALIKE)
 def test_an_update_takes_what_a_real_one_has_at_its_peak(
-    architecture: str, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, matrices_per_stack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = ALIKE[architecture]
-    monkeypatch.setattr(muon, "STACK_ELEMENTS", num_at_once * max(map(prod, shape.block_matrices)))
+    monkeypatch.setattr(
+        muon, "STACK_ELEMENTS", matrices_per_stack * max(map(prod, shape.block_matrices))
+    )
 
     def peak_bytes(optim: OptimSection, dtype: torch.dtype | None = None) -> int:
         model = new_model(shape)

@@ -13,7 +13,7 @@ from torch import Tensor
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import MicroBatch
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums
 from tests.core.conftest import BOTH
@@ -205,7 +205,7 @@ def test_nothing_is_compiled_again_from_the_second_evaluation_on(
         sums = []
         for _ in range(evaluations):
             inputs, targets = next(micro_batches(1))
-            padded = torch.where(torch.arange(8)[:, None] < 7, targets, IGNORED)
+            padded = torch.where(torch.arange(8)[:, None] < 7, targets, IGNORE_INDEX)
             batches = [(inputs, targets), (inputs, padded)]
             sums.append(evaluation_sums(model, batches, lengths, contextlib.nullcontext))
         return sums

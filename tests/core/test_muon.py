@@ -16,7 +16,7 @@ from raytrain_gpt.core import muon
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.loss_scale import LossScale
 from raytrain_gpt.core.model import GPT, GPTShape
-from raytrain_gpt.core.muon import MOMENTUM_BUFFER, num_flops, orthogonal
+from raytrain_gpt.core.muon import MOMENTUM_BUFFER, newton_schulz, newton_schulz_flops
 from raytrain_gpt.core.optim import build_optimizer, update
 from tests.core.test_optim import all_equal, put_gradients
 
@@ -210,7 +210,7 @@ def test_how_many_matrices_are_stacked_changes_no_bit(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("elements", [1, 1000, muon.STACK_ELEMENTS // 2, 3 * muon.STACK_ELEMENTS])
 def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elements: int) -> None:
-    found = muon.num_at_once(elements, num_ranks)
+    found = muon.matrices_per_stack(elements, num_ranks)
     assert found % num_ranks == 0
     assert found == num_ranks or found * elements <= muon.STACK_ELEMENTS
     assert found > 0
@@ -219,14 +219,14 @@ def test_matrices_at_once_are_few_and_as_many_on_every_rank(num_ranks: int, elem
 @pytest.mark.parametrize("shape", [(24, 72), (72, 24)])
 def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     stack = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonal(stack))
+    values = torch.linalg.svdvals(newton_schulz(stack))
     assert values.min() > 0.3
     assert values.max() < 1.3
-    assert torch.equal(orthogonal(torch.zeros(2, *shape)), torch.zeros(2, *shape))
+    assert torch.equal(newton_schulz(torch.zeros(2, *shape)), torch.zeros(2, *shape))
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)])
 def test_operations_are_those_that_torch_counts(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counted:
-        orthogonal(torch.randn(5, *shape))
-    assert counted.get_total_flops() == 5 * num_flops(*shape)
+        newton_schulz(torch.randn(5, *shape))
+    assert counted.get_total_flops() == 5 * newton_schulz_flops(*shape)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
-from raytrain_gpt.core.device import autocast_of, matmul_dtype
+from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.optim import build_optimizer
-from raytrain_gpt.core.state import HostCopy, load_model, load_optimizer
+from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from tests.core.sharded import (
     BAD_STEP,
     CASES,
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
     optimizer = build_optimizer(model, OptimSection())
     load_optimizer(directory / "fsdp", model, optimizer)
     (tmp_path / "from").mkdir()
-    copy = HostCopy(model, optimizer)
+    copy = HostSnapshot(model, optimizer)
     copy.refresh()
     for file in copy.files():
         copy.write(file, tmp_path / "from" / file)
@@ -201,7 +201,7 @@ def test_muon_in_several_ranks_is_muon_in_one(
         micro_batches_per_step=2 * num_ranks,
         learning_rate=lambda step: 1e-3,
         grad_clip=1.0,
-        autocast=autocast_of(case.precision, CPU),
+        autocast=make_autocast(case.precision, CPU),
         seed=1337,
         rank=0,
     ):
@@ -224,7 +224,7 @@ def test_muons_checkpoint_of_five_is_read_by_one_and_by_two(
     load_model(directory / f"fsdp {name}", model)
     optimizer = build_optimizer(model, CASES[name].optim)
     load_optimizer(directory / f"fsdp {name}", model, optimizer)
-    copy = HostCopy(model, optimizer)
+    copy = HostSnapshot(model, optimizer)
     copy.refresh()
     for file in copy.files():
         copy.write(file, tmp_path / file)

@@ -132,7 +132,7 @@ def test_positions_count_from_each_other() -> None:
     with torch.no_grad():
         positions = torch.arange(8)
         first, moved = (
-            model.hidden_after(ids[:, :8], positions + start, [causal] * 2) for start in (0, 5)
+            model.hidden_with_cache(ids[:, :8], positions + start, [causal] * 2) for start in (0, 5)
         )
     torch.testing.assert_close(first, moved, rtol=1e-4, atol=1e-4)
 

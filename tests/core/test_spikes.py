@@ -155,11 +155,11 @@ def test_a_streak_of_bad_losses_gives_up(kind: str) -> None:
     detector = SpikeDetector(SpikesSection())
     assert judged(numbered(noisy(falling, 300, 0.01, 10)), detector) == []
     for i in range(PATIENCE):
-        assert not detector.gives_up
+        assert not detector.out_of_patience
         broken = kind == "not finite" or (kind == "both in turn" and i % 2)
         assert detector.judge(301 + i, math.nan if broken else 50.0, 1.0) is not None
         assert detector.streak == list(range(301, 302 + i))
-    assert detector.gives_up
+    assert detector.out_of_patience
 
 
 @settings(max_examples=30)
@@ -170,10 +170,10 @@ def test_one_good_step_ends_a_streak(lengths: list[int]) -> None:
     for length in lengths:
         for step in range(length):
             detector.judge(step, 30.0, 1.0)
-            assert detector.gives_up == (step + 1 >= PATIENCE)
+            assert detector.out_of_patience == (step + 1 >= PATIENCE)
         assert detector.judge(99, 3.0, 1.0) is None
         assert detector.streak == []
-        assert not detector.gives_up
+        assert not detector.out_of_patience
 
 
 def test_large_gradient_norms_alone_never_give_up_and_become_normal() -> None:
@@ -182,9 +182,9 @@ def test_large_gradient_norms_alone_never_give_up_and_become_normal() -> None:
     bad = judged([(i, 3.0, 80.0) for i in range(5 * PATIENCE)], detector)
     assert 1 <= len(bad) < PATIENCE
     assert detector.streak == []
-    assert not detector.gives_up
+    assert not detector.out_of_patience
     bad = judged([(i, 30.0, 80.0) for i in range(PATIENCE)], detector)
-    assert detector.gives_up
+    assert detector.out_of_patience
 
 
 def test_a_large_norm_with_a_good_loss_ends_a_streak() -> None:
@@ -200,7 +200,7 @@ def test_switched_off_only_what_is_not_finite_is_bad() -> None:
     detector = SpikeDetector(SpikesSection(spike_detection=False))
     assert [b.step for b in judged(numbered(losses, [1e9, *losses[1:]]), detector)] == [202, 203]
     judged([(i, math.nan, 1.0) for i in range(2 * PATIENCE)], detector)
-    assert not detector.gives_up
+    assert not detector.out_of_patience
 
 
 @pytest.mark.parametrize(("zscore", "found"), [(3.0, 2), (6.0, 1), (1000.0, 0)])
@@ -245,10 +245,14 @@ def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None, None]]:
 @given(runs(), st.data())
 def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.DataObject) -> None:
     unbroken = SpikeDetector(SpikesSection())
-    expected = [(unbroken.judge(*step), list(unbroken.streak), unbroken.gives_up) for step in run]
+    expected = [
+        (unbroken.judge(*step), list(unbroken.streak), unbroken.out_of_patience) for step in run
+    ]
     at = data.draw(st.integers(0, len(run)))
     resumed = SpikeDetector(SpikesSection(), as_rows(run[:at]))
-    found = [(resumed.judge(*step), list(resumed.streak), resumed.gives_up) for step in run[at:]]
+    found = [
+        (resumed.judge(*step), list(resumed.streak), resumed.out_of_patience) for step in run[at:]
+    ]
     assert found == expected[at:]
 
 

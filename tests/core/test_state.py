@@ -19,7 +19,7 @@ from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import (
     MODEL_FILE,
-    HostCopy,
+    HostSnapshot,
     check_model_size,
     load_model,
     load_optimizer,
@@ -31,7 +31,7 @@ OPTIM_FILE = "optim-00000.safetensors"
 
 def save_state(directory: Path, model: GPT, optimizer: torch.optim.AdamW) -> None:
     """Write all of the state into a directory."""
-    copy = HostCopy(model, optimizer)
+    copy = HostSnapshot(model, optimizer)
     copy.refresh()
     for file in copy.files():
         copy.write(file, directory / file)
@@ -93,7 +93,7 @@ def test_parts_written_apart_are_one_state(
     model, optimizer = trained
     sizes = []
     for part in range(num_parts):
-        copy = HostCopy(model, optimizer, part, num_parts)
+        copy = HostSnapshot(model, optimizer, part, num_parts)
         copy.refresh()
         for file in copy.files():
             copy.write(file, tmp_path / file)
@@ -115,7 +115,7 @@ def test_a_copy_is_not_touched_by_training_that_goes_on(
 ) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
-    copy = HostCopy(model, optimizer)
+    copy = HostSnapshot(model, optimizer)
     copy.refresh()
     train(model, optimizer, micro_batches(6, first_step=3), 3, 6)
     copy.write(MODEL_FILE, tmp_path / "later")

@@ -32,7 +32,7 @@ from raytrain_gpt.data.tokenizer import (
     tokenizer_json,
     vocab_hash,
 )
-from raytrain_gpt.storage.location import Place
+from raytrain_gpt.storage.location import LocationLike
 from raytrain_gpt.storage.web_files import without_query
 
 TEXTS = {
@@ -151,7 +151,9 @@ def write_dataset(
     return manifest
 
 
-def prepare_here(sources: list[str], directory: Place, tokenizer: str, **options: Any) -> Manifest:
+def prepare_here(
+    sources: list[str], directory: LocationLike, tokenizer: str, **options: Any
+) -> Manifest:
     """Prepare a dataset in this process, without Ray; `options` are those of `make_plan`."""
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, **options)

@@ -18,7 +18,7 @@ from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.data.tokenize import run_task
-from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, text_of
+from raytrain_gpt.data.tokenizer import decode_tokens, load_tokenizer, read_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
@@ -146,7 +146,7 @@ def test_what_was_imported_is_read_and_decoded_as_it_was(tmp_path: Path, name: s
     manifest = prepare_here([source], tmp_path / "out", "bytes", row_group_tokens=10**6)
     found = as_read(tmp_path / "out", manifest)
     assert found == ids
-    assert text_of(read_tokenizer(tmp_path / "out"), found[: ids.index(EOT)]) == text
+    assert decode_tokens(read_tokenizer(tmp_path / "out"), found[: ids.index(EOT)]) == text
     num_bytes = sum(shard.text_bytes for shard in manifest.shards)
     assert num_bytes == len(ids) - ids.count(EOT)
 

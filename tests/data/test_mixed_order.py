@@ -103,7 +103,7 @@ def test_a_batch_follows_from_its_number_alone() -> None:
 def small_windows(monkeypatch: pytest.MonkeyPatch, batches: int, least_sequences: int) -> None:
     """Pieces of reading of so many batches of 12 sequences of 8 tokens."""
     monkeypatch.setattr(mixed_order, "WINDOW_TOKENS", 8 * 12 * batches)
-    monkeypatch.setattr(mixed_order, "LEAST_WINDOW_TOKENS", 8 * least_sequences)
+    monkeypatch.setattr(mixed_order, "MIN_WINDOW_TOKENS", 8 * least_sequences)
 
 
 def test_chunks_end_at_the_same_batches_wherever_reading_begins(

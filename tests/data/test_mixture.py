@@ -58,7 +58,7 @@ def test_a_weight_of_the_only_dataset_is_pointed_out(
 
 def test_a_dataset_may_be_called_as_with_a_weight(tmp_path: Path) -> None:
     write_dataset(tmp_path / "date=2026", train=[100])
-    assert read_mixture([(Location.of(tmp_path / "date=2026"), Fraction(1))]).parts
+    assert read_mixture([(Location.of(tmp_path / "date=2026"), Fraction(1))]).datasets
 
 
 def test_weights_are_exact_and_sum_to_one() -> None:
@@ -93,7 +93,7 @@ def test_sequences_are_numbered_over_all_datasets(mixture: Mixture) -> None:
     ids = np.random.default_rng(0).permutation(np.r_[-1, np.arange(sum(sizes)), -1])
     tokens, delivered = mixture.read("train", 16, ids)
     assert delivered.tolist() == ids.tolist()
-    for part, start, num in zip(mixture.parts, starts, sizes, strict=True):
+    for part, start, num in zip(mixture.datasets, starts, sizes, strict=True):
         own, _ = read_sequences(part.directory, part.manifest, "train", 16, np.arange(num))
         for i in range(num):
             assert (tokens[ids == start + i] == own[i]).all()
@@ -109,9 +109,9 @@ def test_the_validation_has_every_dataset_by_its_weight(mixture: Mixture) -> Non
 
 
 def test_the_hash_is_of_the_data_and_the_weights(mixture: Mixture) -> None:
-    parts = [(part.directory, part.weight) for part in mixture.parts]
+    parts = [(part.directory, part.weight) for part in mixture.datasets]
     assert read_mixture(parts).hash == mixture.hash
-    assert read_mixture(parts[:1]).hash == mixture.parts[0].manifest.hash
+    assert read_mixture(parts[:1]).hash == mixture.datasets[0].manifest.hash
     other = [(parts[0][0], Fraction(6, 10)), (parts[1][0], Fraction(3, 10)), parts[2]]
     assert len({mixture.hash, read_mixture(other).hash, read_mixture(parts[::-1]).hash}) == 3
 
@@ -164,7 +164,7 @@ def another_of_its_size(shard: Path, place: Path) -> Path:
 def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
     mixture: Mixture, tmp_path: Path, raises_line: RaisesLine, keeps_times: bool, in_place: bool
 ) -> None:
-    shard = mixture.parts[1].directory.path / "train-00000.parquet"
+    shard = mixture.datasets[1].directory.path / "train-00000.parquet"
     ids = np.arange(sum(mixture.num_sequences("train", 4)))
     mixture.read("train", 4, ids)
     other, before = another_of_its_size(shard, tmp_path / "other"), shard.stat()
@@ -181,7 +181,7 @@ def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
 def test_a_shard_of_another_size_is_an_error_for_whoever_reads_it(
     mixture: Mixture, raises_line: RaisesLine
 ) -> None:
-    part = mixture.parts[1]
+    part = mixture.datasets[1]
     shard = part.directory.path / "train-00000.parquet"
     shard.write_bytes(
         b"PAR1" + shard.read_bytes()
@@ -198,7 +198,7 @@ def test_shards_are_hashed_again_only_if_they_changed_and_once(
     ids = np.arange(sum(mixture.num_sequences("train", 4)))
     mixture.read("train", 4, ids)
     assert hashed == []
-    shard = mixture.parts[1].directory / "train-00000.parquet"
+    shard = mixture.datasets[1].directory / "train-00000.parquet"
     shard.path.chmod(0o600)
     for _ in range(2):
         mixture.read("train", 4, ids)

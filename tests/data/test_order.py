@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from raytrain_gpt.data.order import (
     WINDOW_TOKENS,
+    BatchRanges,
     Ids,
     Order,
-    Skipped,
     batch_before,
     batches_to_read,
     extend_order_hash,
@@ -305,24 +305,26 @@ MANY = 400
 
 
 @st.composite
-def skipped_ranges(draw: st.DrawFn) -> Skipped:
+def skipped_ranges(draw: st.DrawFn) -> BatchRanges:
     """In any order; apart, touching, overlapping, one inside another, equal."""
     firsts = draw(st.lists(st.integers(0, 60), max_size=6))
     return tuple((first, first + draw(st.integers(1, 25))) for first in firsts)
 
 
-def kept(skipped: Skipped) -> list[int]:
+def kept(skipped: BatchRanges) -> list[int]:
     """All global batches that are not skipped, in order."""
     return [i for i in range(MANY) if not any(first <= i < stop for first, stop in skipped)]
 
 
 @given(skipped_ranges(), st.integers(0, 100))
-def test_skip_past_is_the_next_kept_batch(skipped: Skipped, batch: int) -> None:
+def test_skip_past_is_the_next_kept_batch(skipped: BatchRanges, batch: int) -> None:
     assert skip_past(batch, skipped) == next(i for i in kept(skipped) if i >= batch)
 
 
 @given(skipped_ranges(), st.integers(0, 100), st.integers(0, 100))
-def test_what_is_read_are_the_next_kept_batches(skipped: Skipped, first: int, count: int) -> None:
+def test_what_is_read_are_the_next_kept_batches(
+    skipped: BatchRanges, first: int, count: int
+) -> None:
     ranges = batches_to_read(first, count, skipped)
     read = [batch for begin, stop in ranges for batch in range(begin, stop)]
     assert read == [i for i in kept(skipped) if i >= first][:count]
@@ -331,7 +333,7 @@ def test_what_is_read_are_the_next_kept_batches(skipped: Skipped, first: int, co
 
 @given(skipped_ranges(), st.integers(0, 100), st.integers(0, 40))
 def test_the_batch_before_is_counted_in_kept_batches(
-    skipped: Skipped, index: int, count: int
+    skipped: BatchRanges, index: int, count: int
 ) -> None:
     batches = kept(skipped)
     count = min(count, index)
@@ -340,7 +342,7 @@ def test_the_batch_before_is_counted_in_kept_batches(
 
 @given(skipped_ranges(), st.integers(0, 60), st.integers(1, 60))
 def test_steps_and_the_feed_go_through_the_same_batches(
-    skipped: Skipped, first: int, count: int
+    skipped: BatchRanges, first: int, count: int
 ) -> None:
     """Rows carry the first batch of a chunk; the step log counts on from a position."""
     expected, position, seen = first, first, []

@@ -11,11 +11,11 @@ import tiktoken
 from raytrain_gpt.data.tokenizer import (
     EOT,
     TOKENIZER_FILE,
+    bytes_per_id,
+    decode_tokens,
     encode_document,
     load_tokenizer,
     read_tokenizer,
-    text_of,
-    token_bytes,
     token_dtype,
     tokenizer_json,
     vocab_hash,
@@ -52,7 +52,7 @@ def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: str) -> None:
 
 def test_token_bytes_add_up_to_the_text(tokenizer: str) -> None:
     encoding = load_tokenizer(tokenizer)
-    lengths = token_bytes(encoding, encoding.n_vocab + 50)
+    lengths = bytes_per_id(encoding, encoding.n_vocab + 50)
     text = made_text(2000) + TEXTS["control"]
     assert lengths[encode_document(encoding, text)].sum() == len(text.encode())
     assert lengths[encoding.eot_token] == 0
@@ -64,7 +64,7 @@ def test_an_id_that_the_vocabulary_leaves_out_has_no_text() -> None:
     encoding = tiktoken.Encoding(
         "gap", pat_str=".", mergeable_ranks=ranks, special_tokens={EOT: 300}
     )
-    assert text_of(encoding, [104, 280, 105, 0xC3]) == "hi\ufffd"
+    assert decode_tokens(encoding, [104, 280, 105, 0xC3]) == "hi\ufffd"
 
 
 def test_the_carried_tokenizer_is_the_same(tokenizer: str, tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_a_firewall_that_drops_what_fetches_a_tokenizer(
 ) -> None:
     """A server that takes connections and never says anything."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(examine, "FETCH_WITHIN_S", 0.5)
+        monkeypatch.setattr(examine, "FETCH_TIMEOUT_S", 0.5)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
         check = examine.check_tokenizer("p50k_base", None)

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from raytrain_gpt.core.attention import kernels_for_any_shape
+from raytrain_gpt.core.attention import without_cudnn_sdpa
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
@@ -197,7 +197,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def as_on_a_gpu(_: torch.device) -> contextlib.AbstractContextManager[object]:
-        return kernels_for_any_shape(torch.device("cuda"))
+        return without_cudnn_sdpa(torch.device("cuda"))
 
     def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -216,7 +216,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
     shapes: set[tuple[torch.Size, torch.Size]] = set()
     of_torch = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(hellaswag, "kernels_for_any_shape", as_on_a_gpu)
+    monkeypatch.setattr(hellaswag, "without_cudnn_sdpa", as_on_a_gpu)
     model = make_model(GPTShape(1, 2, 16, 275, 257))
     choices = encode_choices(made(400), BYTES, 275)
     wanted, num_shapes = scores("cpu"), len(shapes)

@@ -19,7 +19,7 @@ def test_the_first_sample_is_shown_while_it_is_generated(
     events: list[str] = []
     step = generate.DecodingBatch.step
 
-    def counted(batch: generate.DecodingBatch) -> list[generate.Drawn]:
+    def counted(batch: generate.DecodingBatch) -> list[generate.SampledToken]:
         events.append("step")
         return step(batch)
 
@@ -49,7 +49,7 @@ def test_threads_do_not_wait_for_each_other_over_a_small_model(
     threads, seen = torch.get_num_threads(), []
     step = generate.DecodingBatch.step
 
-    def watched(batch: generate.DecodingBatch) -> list[generate.Drawn]:
+    def watched(batch: generate.DecodingBatch) -> list[generate.SampledToken]:
         seen.append(torch.get_num_threads())
         return step(batch)
 

@@ -31,8 +31,8 @@ from tests.data.shard_tools import prepare_here
 from tests.runs import SMALL, command, flags, steps, weights
 
 MOMENTS = ("start-up", "first step", "middle", "checkpoint", "evaluation", "last step")
-COMMAND_WITHIN_S = 240
-GONE_WITHIN_S = 60
+COMMAND_TIMEOUT_S = 240
+GONE_TIMEOUT_S = 60
 COMMANDS = 4
 """What a user would give at most until the run is done."""
 
@@ -124,7 +124,7 @@ class Chaos:
             act(process.pid)
             code: int | None = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(COMMAND_WITHIN_S)
+                code = process.wait(COMMAND_TIMEOUT_S)
             if code is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     print("  ", described(child), flush=True)
@@ -211,7 +211,7 @@ class Chaos:
 
     def left_behind(self) -> list[str]:
         """Processes that are alive after a minute, and files in the temporary directory."""
-        deadline = time.monotonic() + GONE_WITHIN_S
+        deadline = time.monotonic() + GONE_TIMEOUT_S
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.5)
         left = [f"{described(process)} alive" for process in alive]

@@ -105,7 +105,7 @@ def go_on(
     if ranks.rank == 0:
         newest = catalog.newest_good(say)
         catalog.clean(good_until=newest.state.step if newest else 0)
-    newest = ranks.gathered(newest, Checkpoint | None)[0]
+    newest = ranks.all_gather_json(newest, Checkpoint | None)[0]
     if newest is None:
         return 0
     load_model(newest.path.path, model)

@@ -25,7 +25,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 
 from raytrain_gpt.checkpoint.catalog import Checkpoint
 from raytrain_gpt.config.schema import Config, parse_config
-from raytrain_gpt.core.state import HostCopy
+from raytrain_gpt.core.state import HostSnapshot
 from raytrain_gpt.data.order import batches_to_read
 from raytrain_gpt.errors import RaytrainGptError
 from raytrain_gpt.evaluate import async_evaluation
@@ -130,7 +130,7 @@ def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
 
 
 def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> None:
-    record, set_up, write = Worker.record, worker_module.set_up_training, HostCopy.write
+    record, set_up, write = Worker.record, worker_module.set_up_training, HostSnapshot.write
     begun = spec.resumed.state.step if spec.resumed else 0
     num_steps = spec.plan.config.train.max_steps - begun
     ranges = batches_to_read(spec.ingest.first_batch, num_steps, spec.ingest.skipped)
@@ -168,7 +168,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
         setup.raw_model.register_forward_hook(spoil_loss)
         return setup
 
-    def writing(copy: HostCopy, file: str, path: Path) -> None:
+    def writing(copy: HostSnapshot, file: str, path: Path) -> None:
         write(copy, file, path)
         for gate in faults.gates:
             name = f"step={gate.step:08d}"
@@ -178,7 +178,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
     if faults.notice_step is not None:  # else the step before may ask already, and be answered here
         patch.setattr(worker_module, "PREEMPTION_CHECK_S", math.inf)
     patch.setattr(Worker, "record", recording)
-    patch.setattr(HostCopy, "write", writing)
+    patch.setattr(HostSnapshot, "write", writing)
     patch.setattr(worker_module, "set_up_training", setting_up)
 
 

@@ -117,7 +117,7 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A run of its own: its controller is frozen."""
-    monkeypatch.setattr(attempt, "END_WITHIN_S", 3.0)
+    monkeypatch.setattr(attempt, "END_TIMEOUT_S", 3.0)
     place, others = gate(0, 50), set(own("ray::TrainController"))
 
     def freeze() -> None:
@@ -146,7 +146,7 @@ def test_a_start_without_all_workers_is_given_up_and_tried_again(
     straight: Straight, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of its own: in no other one does a rank stay away."""
-    monkeypatch.setattr(attempt, "START_WITHIN_S", 5.0)
+    monkeypatch.setattr(attempt, "START_TIMEOUT_S", 5.0)
     lines: list[str] = []
 
     def log(line: str) -> None:
@@ -156,7 +156,7 @@ def test_a_start_without_all_workers_is_given_up_and_tried_again(
 
     config = make_config(num_workers=2, run_name="stays-away")
     summary = train(config, log, without_rank_1_at_first)
-    assert attempt.START_WITHIN_S > 5, lines
+    assert attempt.START_TIMEOUT_S > 5, lines
     assert lines.count("hung; going on from step 0") == 1
     assert_same(summary.run_dir.path, straight(2))
 
@@ -235,7 +235,7 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
     assert "pass_through" in first
     assert "[rank 0]" in first
-    assert "in gathered_rows" in first  # of the log, at the other rank
+    assert "in all_gather_rows" in first  # of the log, at the other rank
     assert "[rank 0] does not answer (process" in second
     assert "[rank 1] thread" in second
     assert any("no progress for 8 s" in line for line in lines)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.loss import IGNORED
+from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import sequence_hashes
 from raytrain_gpt.errors import DataError
@@ -117,4 +117,4 @@ def test_a_validation_share_is_filled_up_with_targets_that_do_not_count(spec: In
         inputs, targets = (torch.cat(parts) for parts in zip(*found, strict=True))
         assert torch.equal(inputs[:4], torch.from_numpy(tokens[:4, :-1].astype(np.int64)))
         assert torch.equal(targets[:4], torch.from_numpy(tokens[:4, 1:].astype(np.int64)))
-        assert bool((targets[4:] == IGNORED).all())
+        assert bool((targets[4:] == IGNORE_INDEX).all())

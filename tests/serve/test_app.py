@@ -183,7 +183,7 @@ def test_with_a_key_nobody_calls_without_it(ask: Ask, host: str) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "BODY_WITHIN_S", 0.05)
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.05)
 
     async def slow() -> AsyncIterator[bytes]:
         yield b'{"prompt": '

@@ -27,7 +27,7 @@ from raytrain_gpt.storage.lease import (
     Holder,
     Lease,
     LeaseTimes,
-    held_lease,
+    hold_lease,
     live_holder,
 )
 from raytrain_gpt.storage.location import Location
@@ -54,7 +54,7 @@ if elsewhere:
 def say(line):
     print(line, flush=True)
 try:
-    with lease.held_lease(Location.of(url), "run x", say, lease.LeaseTimes(**times)) as held:
+    with lease.hold_lease(Location.of(url), "run x", say, lease.LeaseTimes(**times)) as held:
         say("held")
         if elsewhere:
             held.lost.wait()
@@ -144,7 +144,7 @@ def refused(raises_line: RaisesLine) -> Refused:
     """Checks that a lease is refused in one line with these words."""
 
     def check(location: Location, *words: str, **options: Any) -> None:
-        with raises_line(ClusterError, *words), held_lease(location, "run x", **options):
+        with raises_line(ClusterError, *words), hold_lease(location, "run x", **options):
             pass
 
     return check
@@ -175,7 +175,7 @@ def test_every_beat_has_the_same_length() -> None:
 
 def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
     assert live_holder(location) is None
-    with held_lease(location, "run x", times=FAST) as lease:
+    with hold_lease(location, "run x", times=FAST) as lease:
         assert live_holder(location) is not None
         lease.check()
         assert not lease.lost.is_set()
@@ -187,7 +187,7 @@ def test_a_lease_is_a_file_while_it_is_held(location: Location) -> None:
 def test_an_error_leaves_nothing_that_was_not_there(location: Location, is_there: bool) -> None:
     if is_there:
         location.parent.mkdir()
-    with pytest.raises(KeyError), held_lease(location, "run x"):
+    with pytest.raises(KeyError), hold_lease(location, "run x"):
         raise KeyError
     assert location.parent.exists() == is_there
     assert location.parent.names() == []
@@ -203,7 +203,7 @@ def test_a_copy_of_a_held_lease_is_watched_and_taken(
         location.parent.path, copied, copy_function=os.link if by_links else shutil.copy2
     )
     lines: list[str] = []
-    with held_lease(Location.of(copied / LEASE_FILE), "run copy", lines.append, FAST):
+    with hold_lease(Location.of(copied / LEASE_FILE), "run copy", lines.append, FAST):
         assert "taking over in 0 s unless it shows signs of life" in lines[0]
         holder.go_on()
         holder.wait()
@@ -220,7 +220,7 @@ def test_a_held_lease_that_is_renamed_is_still_held(
 
 
 def test_an_error_leaves_no_lease(location: Location) -> None:
-    with pytest.raises(KeyboardInterrupt), held_lease(location, "run x", times=FAST):
+    with pytest.raises(KeyboardInterrupt), hold_lease(location, "run x", times=FAST):
         raise KeyboardInterrupt
     assert not location.exists()
 
@@ -234,7 +234,7 @@ def test_a_process_of_this_host_is_refused_at_once(
     assert f"process {holder.pid} on" in str(live_holder(location))
     holder.go_on()
     holder.wait()
-    with held_lease(location, "run x"):
+    with hold_lease(location, "run x"):
         pass
 
 
@@ -247,7 +247,7 @@ def test_a_frozen_process_of_this_host_keeps_its_lease(
 
 
 def test_the_same_process_is_refused(location: Location, refused: Refused) -> None:
-    with held_lease(location, "run x") as lease:
+    with hold_lease(location, "run x") as lease:
         refused(location, f"process {os.getpid()} on")
         assert not lease.lost.is_set()
         assert location.exists()
@@ -260,7 +260,7 @@ def test_a_killed_process_needs_no_hand(location: Location, start: Start, collec
     assert location.exists()
     assert live_holder(location) is None
     lines: list[str] = []
-    with held_lease(location, "run x", lines.append):  # with an expiry of a minute
+    with hold_lease(location, "run x", lines.append):  # with an expiry of a minute
         assert f"process {os.getpid()} on" in str(live_holder(location))
     (line,) = lines
     assert line.startswith(f"run x was held by process {holder.pid} on")
@@ -270,7 +270,7 @@ def test_a_killed_process_needs_no_hand(location: Location, start: Start, collec
 def test_a_process_number_that_was_given_again_is_not_the_holder(location: Location) -> None:
     location.write_text(dead().to_text())
     assert live_holder(location) is None
-    with held_lease(location, "run x"):
+    with hold_lease(location, "run x"):
         pass
 
 
@@ -284,7 +284,7 @@ begin, end, lines = context.Barrier(10), context.Event(), context.SimpleQueue()
 def take():
     begin.wait()
     try:
-        with lease.held_lease(Location.of(sys.argv[1]), "run x", lambda line: None):
+        with lease.hold_lease(Location.of(sys.argv[1]), "run x", lambda line: None):
             lines.put((os.getpid(), "held"))
             end.wait()
     except ClusterError as error:
@@ -339,7 +339,7 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
     holder.stop()
     lines: list[str] = []
     began = time.monotonic()
-    with held_lease(location, "run x", lines.append, FAST) as lease:
+    with hold_lease(location, "run x", lines.append, FAST) as lease:
         assert time.monotonic() - began >= FAST.expiry_s
         holder.send(signal.SIGCONT)
         assert holder.line() == "lost"
@@ -357,7 +357,7 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
 def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
     location.write_text(elsewhere(beat_at=time.time() + skew_s).to_text())
     began = time.monotonic()
-    with held_lease(location, "run x", times=FAST):
+    with hold_lease(location, "run x", times=FAST):
         assert time.monotonic() - began >= FAST.expiry_s
 
 
@@ -380,7 +380,7 @@ def test_a_damaged_lease_expires(location: Location, content: bytes) -> None:
     location.write_bytes(content)
     assert live_holder(location) is None
     lines: list[str] = []
-    with held_lease(location, "run x", lines.append, FAST):
+    with hold_lease(location, "run x", lines.append, FAST):
         pass
     assert lines[0].startswith("run x was held by an unknown process; taking over in ")
 
@@ -401,7 +401,7 @@ def test_a_lease_that_changes_while_it_is_watched_is_in_use(
 def test_a_lease_that_is_left_while_it_is_watched_is_taken_at_once(location: Location) -> None:
     location.write_text(elsewhere().to_text())
     began = time.monotonic()
-    with held_lease(location, "run x", lambda _: location.remove(), LeaseTimes(10, WATCHED_S, 0)):
+    with hold_lease(location, "run x", lambda _: location.remove(), LeaseTimes(10, WATCHED_S, 0)):
         assert time.monotonic() - began < WATCHED_S / 2
 
 
@@ -437,7 +437,7 @@ def removed_with_its_directory(location: Location) -> None:
 def test_a_lost_lease_is_noticed_and_left_alone(
     location: Location, change: Callable[[Location], None], raises_line: RaisesLine
 ) -> None:
-    with held_lease(location, "run x", pytest.fail, FAST) as lease:
+    with hold_lease(location, "run x", pytest.fail, FAST) as lease:
         with lease_module._guarded(location):  # else a beat may write over the change
             change(location)
         assert lease.lost.wait(WAIT_S)
@@ -460,7 +460,7 @@ def test_an_outage_is_not_a_loss(
         works.set()
 
     monkeypatch.setattr(Location, "write_text", write_if_it_works)
-    with held_lease(location, "run x", times=FAST) as lease:
+    with hold_lease(location, "run x", times=FAST) as lease:
         assert works.wait(WAIT_S)
         lease.check()
     assert not location.exists()
@@ -470,7 +470,7 @@ def test_what_stops_the_beat_for_good_counts_as_a_loss(
     location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    with held_lease(location, "run x", times=FAST) as lease:
+    with hold_lease(location, "run x", times=FAST) as lease:
         monkeypatch.setattr(Location, "write_text", None)
         assert lease.lost.wait(WAIT_S)
 
@@ -483,7 +483,7 @@ def test_a_lease_that_cannot_be_removed_is_told_and_hides_no_error(
 
     monkeypatch.setattr(Location, "remove", refuse)
     lines: list[str] = []
-    with pytest.raises(KeyError), held_lease(location, "run x", lines.append):
+    with pytest.raises(KeyError), hold_lease(location, "run x", lines.append):
         raise KeyError
     assert len(lines) == 1
     assert f"could not remove {location}" in lines[0]
@@ -515,7 +515,7 @@ def outcome(
 ) -> str:
     """`held`, or the refusal; a holder holds until `gone`."""
     try:
-        with held_lease(location, "run x", log, times):
+        with hold_lease(location, "run x", log, times):
             assert gone.wait(WAIT_S)
             return "held"
     except ClusterError as error:
@@ -573,7 +573,7 @@ def test_in_an_object_store_a_killed_process_needs_no_hand(
     here = start(object_lease)
     refused(object_lease, f"(process {here.pid} on", times=FAST)
     here.kill()
-    with held_lease(object_lease, "run x", times=LeaseTimes(settle_s=0)):
+    with hold_lease(object_lease, "run x", times=LeaseTimes(settle_s=0)):
         pass
 
 
@@ -590,14 +590,14 @@ def test_in_an_object_store_a_frozen_process_is_replaced_and_notices(
 ) -> None:
     there = start(object_lease, elsewhere=True, heartbeat_s=BETWEEN_BEATS_S)
     there.stop()
-    with held_lease(object_lease, "run x", times=FAST) as lease:
+    with hold_lease(object_lease, "run x", times=FAST) as lease:
         there.send(signal.SIGCONT)
         assert there.line() == "lost"
         lease.check()
 
 
 def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: Location) -> None:
-    with held_lease(object_lease, "run x", times=FAST) as lease:
+    with hold_lease(object_lease, "run x", times=FAST) as lease:
         before = object_lease.read_text()
         s3.stop()
         try:
@@ -616,7 +616,7 @@ def test_a_directory_that_is_away_for_a_moment_is_waited_for(
     location, away = Location.of(tmp_path / "run" / LEASE_FILE), tmp_path / "away"
     beats = threading.Event()
     monkeypatch.setattr(Lease, "_beat", lambda _: beats.set())
-    with held_lease(location, "run x", pytest.fail, LeaseTimes(0.05, WAIT_S, 0)) as lease:
+    with hold_lease(location, "run x", pytest.fail, LeaseTimes(0.05, WAIT_S, 0)) as lease:
         location.parent.path.rename(away)
         monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(location.parent.path))
         lease.verify()
@@ -626,7 +626,7 @@ def test_a_directory_that_is_away_for_a_moment_is_waited_for(
 
 def test_a_beat_while_the_directory_is_away_loses_nothing_and_makes_nothing(tmp_path: Path) -> None:
     location, away = Location.of(tmp_path / "run" / LEASE_FILE), tmp_path / "away"
-    with held_lease(location, "run x", pytest.fail, LeaseTimes(WAIT_S, WAIT_S, 0)) as lease:
+    with hold_lease(location, "run x", pytest.fail, LeaseTimes(WAIT_S, WAIT_S, 0)) as lease:
         location.parent.path.rename(away)
         lease._beat()
         lease.check()

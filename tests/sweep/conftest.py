@@ -13,7 +13,7 @@ from raytrain_gpt.sweep.spec import Sweep, load_sweep
 from tests.runs import SMALL
 
 BATCH_TOKENS = int(str(SMALL["global_batch_tokens"]))
-DECIDED = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
+SET_BY_SWEEP = ("max_steps", "eval_every_steps", "checkpoint_every_steps")
 
 WriteSweep = Callable[..., Path]
 
@@ -36,7 +36,7 @@ def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
     """Writes a sweep file over runs of seconds; tokens are given in steps of `BATCH_TOKENS`."""
 
     def write(name: str, space: dict[str, Any], *, steps: int, report: int, **more: Any) -> Path:
-        overrides = {k: v for k, v in SMALL.items() if k not in (*DECIDED, *space)}
+        overrides = {k: v for k, v in SMALL.items() if k not in (*SET_BY_SWEEP, *space)}
         overrides |= {"data_path": str(dataset), "storage_path": str(tmp_path / "runs")}
         overrides |= {"warmup_steps": 0, "num_samples": 0, "mlflow_uri": None, "max_failures": 0}
         overrides["num_workers"] = 1

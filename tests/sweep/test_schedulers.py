@@ -92,7 +92,7 @@ def test_a_new_scheduler_that_is_told_the_reports_goes_on_alike(
         if counts[name] <= sum(one == name for one, _ in first):
             history.add("report", **report)
     again = halving()
-    stopped = again.tell(history)
+    stopped = again.replay(history)
     assert set(stopped) == {name for name, action in first if action == TrialScheduler.STOP}
     left = [report for report in after if report["trial"] not in stopped]
     assert first + decisions(again, left) == whole
@@ -174,7 +174,7 @@ def population() -> tuple[Population, Tune]:
     scheduler = Population(sweep, pbt)
     scheduler._exploit = MagicMock()
     tune = Tune([Member(n, 1e-3) for n in range(3)])
-    scheduler.tell([0])
+    scheduler.replay([0])
     for member in tune.members:
         scheduler.on_trial_add(tune, member)
     return scheduler, tune

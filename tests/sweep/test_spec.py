@@ -13,7 +13,7 @@ from raytrain_gpt.config.schema import FIELDS, Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.sweep.rules import MUTABLE
 from raytrain_gpt.sweep.spec import (
-    DECIDED,
+    SET_BY_SWEEP,
     SWEEP_FLAGS,
     Asha,
     Base,
@@ -52,7 +52,7 @@ def load(tmp_path: Path) -> Load:
 def test_fields_of_sweep_and_configuration_have_names_of_their_own() -> None:
     assert not set(Sweep.model_fields) & set(FIELDS)
     assert set(SWEEP_FLAGS) <= set(Sweep.model_fields)
-    assert {*DECIDED, *MUTABLE} <= set(FIELDS)
+    assert {*SET_BY_SWEEP, *MUTABLE} <= set(FIELDS)
 
 
 @pytest.mark.parametrize("part", [Sweep, Base, Asha, Pbt])
@@ -205,12 +205,12 @@ def test_a_wrong_file_is_one_line(
         load(**changes)
 
 
-@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("name", SET_BY_SWEEP)
 @pytest.mark.parametrize("place", ["overrides", "space"])
 def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
     value = FIELDS[name][1].default
     entry = {name: value if place == "overrides" else {"grid": [value]}}
-    with raises_line(ConfigError, f"{name} is decided by the sweep; {DECIDED[name]}"):
+    with raises_line(ConfigError, f"{name} is decided by the sweep; {SET_BY_SWEEP[name]}"):
         load(**{place: {**FILE.get(place, {}), **entry}})
 
 

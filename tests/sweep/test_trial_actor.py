@@ -62,7 +62,7 @@ def test_evaluations_of_before_are_reported_first_and_each_waits(
     assert (first["step"], first["tokens_seen"], first["objective"]) == (2, 2 * BATCH_TOKENS, 3.0)
     assert first["tokens_per_s"] == BATCH_TOKENS / 0.25
     assert not first["done"]
-    trial.go_on()
+    trial.continue_run()
     last = trial.next_report()
     assert (last["step"], last["done"], last["elapsed_s"]) == (4, True, 4 * 0.25 + 2 * 0.5)
 
@@ -76,7 +76,7 @@ def go_to_the_end(trial: TrialRun) -> None:
     """Take reports until there is an error."""
     while True:
         trial.next_report()
-        trial.go_on()
+        trial.continue_run()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import FIELDS, changed_fields
 from raytrain_gpt.errors import ConfigError
-from raytrain_gpt.sweep.space import Drawn
+from raytrain_gpt.sweep.space import SampledDomain
 from raytrain_gpt.sweep.spec import load_sweep
 from raytrain_gpt.sweep.trial_plan import (
     base_config,
@@ -314,4 +314,4 @@ def test_there_is_a_sweep_for_each_way_to_search() -> None:
     sweeps = [load_sweep(path, {}) for path in TUNE_CONFIGS]
     assert {"asha", "pbt"} <= {sweep.scheduler.kind for sweep in sweeps}
     assert {sweep.searcher for sweep in sweeps} == {"random", "optuna"}
-    assert any(isinstance(d, Drawn) for sweep in sweeps for d in sweep.space.values())
+    assert any(isinstance(d, SampledDomain) for sweep in sweeps for d in sweep.space.values())

@@ -21,7 +21,7 @@ from raytrain_gpt.tracking.run_files import (
     read_rows,
 )
 from raytrain_gpt.tracking.runs import runs_command
-from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from tests.fuzz import Damage, bounded_work, damage_file, damages, works_or_says_why
 from tests.tracking.test_report import (
     attempt,
@@ -33,7 +33,7 @@ from tests.tracking.test_report import (
     steps,
 )
 
-USE = TimeUse(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"matmul": 0.2},
+USE = StepTimeBreakdown(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"matmul": 0.2},
               [{"name": "mm", "kind": "matmul", "time_s": 0.1, "calls": 4}])  # fmt: skip
 ROWS = [
     attempt(0, 1.0),

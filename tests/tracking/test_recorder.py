@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.errors import StorageError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking import recorder as module
-from raytrain_gpt.tracking.recorder import Outcome, Recorder, RecorderSpec
+from raytrain_gpt.tracking.recorder import CleanExit, Recorder, RecorderSpec
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
-from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 
 ATTEMPT = {"time": 1.0, "attempt": 1, "num_workers": 2, "session": "a"}
@@ -160,12 +160,12 @@ def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
 
 
 def test_a_profile_becomes_files_a_table_and_an_event(tmp_path: Path) -> None:
-    use = TimeUse(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"rest": 0.2}, [])
+    use = StepTimeBreakdown(6, 2, "cpu", 0.2, dict.fromkeys(KINDS, 0.0) | {"rest": 0.2}, [])
     writer = recorder(tmp_path)
     run(writer.add_profile(3, use, gzip.compress(b"{}")))
     (event,) = read_rows(tmp_path)
     assert (event["step"], event["trace"]) == (7, "profile/003-step=00000006.json.gz")
-    assert TimeUse.of_row(event) == use
+    assert StepTimeBreakdown.of_row(event) == use
     assert gzip.decompress((tmp_path / event["trace"]).read_bytes()) == b"{}"
     assert (tmp_path / "profile/003-step=00000006.txt").read_text() == use.text() + "\n"
     assert news(writer) == [f"{use.text()}\ntrace       {tmp_path / event['trace']}"]
@@ -177,8 +177,8 @@ def test_a_heartbeat_brings_the_orders_not_seen_yet(
     async def orders() -> tuple[list[str], list[str], list[str]]:
         waiting = asyncio.create_task(writer.beat(0, 1, 11, "node", seen=0))
         await asyncio.sleep(0)
-        await writer.order("dump")
-        await writer.order("stop")
+        await writer.command("dump")
+        await writer.command("stop")
         monkeypatch.setattr(module, "BEAT_S", 0.0)
         return (
             await waiting,
@@ -240,9 +240,9 @@ def test_how_the_workers_left_is_kept(tmp_path: Path) -> None:
     writer = recorder(tmp_path)
     assert (run(writer.is_training()), run(writer.outcome())) == (False, None)
     run(writer.training_started())
-    stretch = BadStretch(4, 9, 3, 8)
+    stretch = BadStreak(4, 9, 3, 8)
     run(writer.left(None, stretch))
-    assert (run(writer.is_training()), run(writer.outcome())) == (True, Outcome(None, stretch))
+    assert (run(writer.is_training()), run(writer.outcome())) == (True, CleanExit(None, stretch))
 
 
 @pytest.mark.ray
@@ -250,7 +250,7 @@ def test_more_waiting_calls_than_a_thousand_keep_no_other_waiting(
     cluster: str, tmp_path: Path
 ) -> None:
     handle = ActorRecorder(spec(tmp_path))
-    handle.ask("order", "dump")
+    handle.ask("command", "dump")
     assert handle.ask("beat", 0, 0, 1, "node", 0) == ["dump"]
     waiting = [handle.send("take_stacks", 120.0) for _ in range(1100)]
     handle.send(

@@ -17,10 +17,10 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.storage.location import Location
-from raytrain_gpt.tracking.charts import MAX_POINTS, running_mean, thinned
-from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunStory, write_comparison, write_report
+from raytrain_gpt.tracking.charts import MAX_POINTS, downsample, running_mean
+from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comparison, write_report
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
-from raytrain_gpt.tracking.step_time import KINDS, TimeUse
+from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
 from tests.checkpoint.test_catalog import STATE
 
@@ -207,7 +207,7 @@ def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
     zscores = {34: 9.0, 40: 2.0, 50: None}
     spikes = [start("spike", s, float(s), loss=8.0, loss_zscore=z) for s, z in zscores.items()]
     run = make_run(tmp_path / "run", [attempt(0, 0.5), *steps(60), *spikes])
-    loss = RunStory(run).charts()[0]
+    loss = RunHistory(run).charts()[0]
     assert [(c.steps.tolist(), c.values.tolist()) for c in loss.curves if c.label == "spike"] == [
         ([34.0], [8.0])
     ]
@@ -217,7 +217,7 @@ def test_a_loss_spike_is_marked_and_a_high_norm_is_not(tmp_path: Path) -> None:
 def test_means_of_blocks_are_drawn_as_they_are(tmp_path: Path) -> None:
     speeds = [1e4] * 30 + [2e4] * 30
     rows = [step_row(i + 1, perf__tokens_per_s=speed) for i, speed in enumerate(speeds)]
-    charts = {c.title: c for c in RunStory(make_run(tmp_path / "run", rows)).charts()}
+    charts = {c.title: c for c in RunHistory(make_run(tmp_path / "run", rows)).charts()}
     (speed,) = charts["Throughput"].curves
     assert speed.stairs
     assert speed.values.tolist() == speeds
@@ -261,7 +261,7 @@ def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> N
         for event in (attempt(step, time), start("resume" if step else "start", step, time + 0.5))
     ]
     run = make_run(tmp_path / "run", [*events, *steps(60)])
-    story = RunStory(run)
+    story = RunHistory(run)
     kept = [list(attempt.kept) for attempt in story.attempts]
     assert kept == [list(range(1, 21)), [], list(range(21, 61))]
     assert story.charts()[0].marks == [20]
@@ -293,7 +293,7 @@ def test_goodput_and_every_kind_of_end(tmp_path: Path) -> None:
         eval_row(60, 2.5),
     ]
     run = make_run(tmp_path / "run", rows, checkpoint=60)
-    story = RunStory(run)
+    story = RunHistory(run)
     html = page(write_report(run))
     checker = checked(run.work_dir / "report.html")
     assert {reference.removeprefix("#") for reference in checker.references} <= set(checker.ids)
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_disagrees_is_told(tmp_path: Path) -> None:
 
 def test_samples_are_spread_over_a_long_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps(3), {step: [f"at {step}"] for step in range(1, 101)})
-    sets = RunStory(run).samples()
+    sets = RunHistory(run).samples()
     assert len(sets) == MAX_SAMPLE_SETS
     assert (sets[0], sets[-1]) == ((1, ["at 1"]), (100, ["at 100"]))
 
@@ -380,14 +380,14 @@ def test_waiting_is_related_to_the_time_of_the_same_steps(tmp_path: Path) -> Non
     # Step times are means between two flushes (here of 2 steps); a step's wait is its own.
     rows = [step_row(s, perf__step_time_s=t, perf__data_wait_s=w)
             for s, t, w in ((1, 0.2, 0.3), (2, 0.2, 0.0), (3, 0.4, 0.0), (4, 0.4, 0.08))]  # fmt: skip
-    chart = RunStory(make_run(tmp_path / "run", rows)).charts()[-1]
+    chart = RunHistory(make_run(tmp_path / "run", rows)).charts()[-1]
     np.testing.assert_allclose(chart.curves[0].values, [75, 75, 10, 10])
 
 
 def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
     losses = {"val/loss/web": 3.0, "val/loss/code": None}
     rows = [*steps(4), {**eval_row(2, 3.5), **losses}, {**eval_row(4, 3.4), **losses}]
-    charts = {chart.title: chart for chart in RunStory(make_run(tmp_path / "run", rows)).charts()}
+    charts = {chart.title: chart for chart in RunHistory(make_run(tmp_path / "run", rows)).charts()}
     code, web = charts["Validation loss by dataset"].curves
     assert (code.label, web.label) == ("code", "web")
     np.testing.assert_array_equal(code.values, [np.nan, np.nan])
@@ -398,7 +398,7 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
 def test_profiles_are_shown(tmp_path: Path) -> None:
     operators = [{"name": "<aten::mm>", "kind": "matmul", "time_s": 0.08, "calls": 48}]
     kinds = dict.fromkeys(KINDS, 0.0) | {"matmul": 0.15, "rest": 0.05}
-    uses = [TimeUse(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
+    uses = [StepTimeBreakdown(first, 2, "cpu", 0.2, kinds, operators) for first in (6, 26)]
     profiles = [
         {
             **start("profile", use.first_step + 1, 1e9 + i, trace=f"profile/{i}.json.gz"),
@@ -432,12 +432,12 @@ def test_thinning_keeps_extremes_and_gaps() -> None:
     at = np.arange(100_000, dtype=np.float64)
     values = np.sin(at)
     values[[70_003, 80_000]] = 99, np.nan
-    kept, thin = thinned(at, values, MAX_POINTS)
+    kept, thin = downsample(at, values, MAX_POINTS)
     assert len(kept) <= MAX_POINTS + 1
     assert thin[kept == 70_003] == 99
     assert np.isnan(thin).sum() == 1
     assert (np.diff(kept) > 0).all()
-    np.testing.assert_array_equal(thinned(at[:5], values[:5], MAX_POINTS), (at[:5], values[:5]))
+    np.testing.assert_array_equal(downsample(at[:5], values[:5], MAX_POINTS), (at[:5], values[:5]))
 
 
 def test_running_mean_leaves_out_what_is_not_finite() -> None:

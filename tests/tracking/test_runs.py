@@ -10,10 +10,10 @@ import pytest
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import CheckpointError
-from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE, read_tracking
-from raytrain_gpt.tracking.report import RunStory
+from raytrain_gpt.tracking.report import RunHistory
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
@@ -72,7 +72,7 @@ def test_a_damaged_configuration_is_told_and_the_run_is_shown(
         names = [] if action == "list" else ["run"]
         runs_command(action, names, Location.of(tmp_path), True, lines.append)
         assert f"left out: the configuration of {tmp_path / 'run'}: " in lines[0]
-    assert run_facts(RunStory(RunSync(Location.of(tmp_path / "run"))))["train_loss"] == 2.0
+    assert run_facts(RunHistory(RunSync(Location.of(tmp_path / "run"))))["train_loss"] == 2.0
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_a_live_run_is_shown_by_its_newest_step_and_a_stopped_one_by_its_checkpo
     (run_dir / METRICS_FILE).write_text(json.dumps(row) + "\n")
 
     def shown() -> tuple[object, ...]:
-        facts = run_facts(RunStory(RunSync(run_dir)))
+        facts = run_facts(RunHistory(RunSync(run_dir)))
         return tuple(facts[name] for name in ("state", "step", "max_steps", "tokens_seen"))
 
-    with held_lease(run_dir / LEASE_FILE, "run run"):
+    with hold_lease(run_dir / LEASE_FILE, "run run"):
         assert shown() == ("running", 12, 40, 1200)
     assert shown() == ("stopped", 0, 40, 0)
 

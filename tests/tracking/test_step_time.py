@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, KINDS, STEP_SPAN, TimeUse, time_use
+from raytrain_gpt.tracking.step_time import (
+    DATA_WAIT_SPAN,
+    KINDS,
+    STEP_SPAN,
+    StepTimeBreakdown,
+    time_use,
+)
 
 TRAINS, BACKWARD, OTHER = 1, 2, 3
 """Threads."""
@@ -32,12 +38,12 @@ def kernel(
     return span(name, start, end, 7, cat=cat, args={"External id": launched_by, "stream": 7})
 
 
-def use_of(*events: dict[str, Any]) -> TimeUse:
+def use_of(*events: dict[str, Any]) -> StepTimeBreakdown:
     other = {"ph": "i", "name": "Record Window End", "ts": 0}
     return time_use({"traceEvents": [*events, other]}, first_step=6)
 
 
-def spent_ms(use: TimeUse) -> dict[str, float]:
+def spent_ms(use: StepTimeBreakdown) -> dict[str, float]:
     """Kind -> milliseconds, of kinds that have some."""
     return {k: pytest.approx(1000 * s) for k, s in use.kinds_s.items() if s}  # type: ignore[misc]
 
@@ -189,4 +195,4 @@ def test_the_parts_always_add_up(drawn: list[tuple[int, int, str, int, str]]) ->
     assert sum(use.kinds_s.values()) == pytest.approx(use.total_s)
     assert list(use.kinds_s) == list(KINDS)
     assert sum(o["time_s"] for o in use.operators) <= use.total_s + 1e-9
-    assert TimeUse.of_row(json.loads(json.dumps(asdict(use)))).text() == use.text()
+    assert StepTimeBreakdown.of_row(json.loads(json.dumps(asdict(use)))).text() == use.text()

@@ -15,7 +15,7 @@ from raytrain_gpt.errors import CheckpointError, ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.trained_on import RunData
+from raytrain_gpt.train.provenance import RunProvenance
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, Straight, steps, weights
 
@@ -38,9 +38,9 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
     assert any(line.startswith("branched from ") and "step 20" in line for line in lines)
     assert weights(run.run_dir) == weights(straight(0).run_dir)
     assert losses(run) == losses(straight(0), above=20)
-    assert RunData("branch", Location.of(storage)).batch_of(21) == 20
+    assert RunProvenance("branch", Location.of(storage)).batch_of(21) == 20
     with pytest.raises(ConfigError, match=r"trained steps 21 to 50; those before are of .*parent"):
-        RunData("branch", Location.of(storage)).step(20)
+        RunProvenance("branch", Location.of(storage)).step(20)
     assert "branched from " in (run.run_dir.path / "report.html").read_text()
 
     shutil.rmtree(parent)

@@ -21,7 +21,7 @@ from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
-from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import checkpointing, model_setup
 from raytrain_gpt.train.checkpointing import Checkpointing
@@ -93,7 +93,9 @@ def made(
         lease_token=token,
     )
     log: Any = SimpleNamespace(
-        position=Position(7, "ab", ((2, 4),)), in_bad_stretch=False, leave_out=lambda seconds: None
+        position=Position(7, "ab", ((2, 4),)),
+        in_bad_stretch=False,
+        exclude_time=lambda seconds: None,
     )
     recorder = FakeRecorder()
     collectives = Collectives(0, 1)
@@ -105,7 +107,7 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
     setup = trained(config)
-    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+    with hold_lease(run_dir / LEASE_FILE, "run") as lease:
         checkpoints, _, recorder = made(config, setup, run_dir, lease.token)
         checkpoints.collect()  # nothing is in flight
         checkpoints.add_rows([{"step": 4}, {"step": 5}])
@@ -148,7 +150,7 @@ def test_new_runs_have_the_weights_of_their_seed_or_of_init_from(
         assert torch.equal(a, b)
     update(first)
     run_dir = Location.of(tmp_path / "run")
-    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+    with hold_lease(run_dir / LEASE_FILE, "run") as lease:
         checkpoints, _, _ = made(config, first, run_dir, lease.token)
         checkpoints.begin(5, val_loss=None)
         checkpoints.collect()
@@ -165,7 +167,7 @@ def test_in_a_bad_stretch_the_checkpoint_before_it_stays(
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
     kept = []
-    with held_lease(run_dir / LEASE_FILE, "run") as lease:
+    with hold_lease(run_dir / LEASE_FILE, "run") as lease:
         checkpoints, log, _ = made(config, trained(config), run_dir, lease.token)
         for step, in_bad_stretch in ((5, False), (10, False), (15, True), (20, False)):
             log.in_bad_stretch = in_bad_stretch
@@ -179,7 +181,7 @@ def test_whoever_lost_the_run_s_name_writes_no_more(
     config: ResolvedConfig, reports: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir = Location.of(tmp_path / "run")
-    with held_lease(run_dir / LEASE_FILE, "run"):
+    with hold_lease(run_dir / LEASE_FILE, "run"):
         checkpoints, _, _ = made(config, trained(config), run_dir, "another token")
         checkpoints.begin(5, val_loss=None)
         with pytest.raises(ClusterError, match="taken over by another process"):
@@ -194,7 +196,7 @@ class ThreadRanks:
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self._barrier, self._values = rank, barrier, values
 
-    def gathered(self, value: Any, kind: Any) -> list[Any]:
+    def all_gather_json(self, value: Any, kind: Any) -> list[Any]:
         adapter = TypeAdapter(kind)
         self._values[self.rank] = adapter.dump_json(value)
         self._barrier.wait(60)

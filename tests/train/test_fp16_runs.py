@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.core.loss_scale import FIRST_FACTOR
+from raytrain_gpt.core.loss_scale import INIT_SCALE
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, restarted_from, steps, weights
 
@@ -17,7 +17,7 @@ def test_a_resumed_run_in_fp16_ends_with_the_same_bits(
     whole = train(make_config(run_name="fp16", **changes), print)
     rows = steps(whole.run_dir)
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3
-    assert all(row["optim/loss_scale"] <= FIRST_FACTOR for row in rows)
+    assert all(row["optim/loss_scale"] <= INIT_SCALE for row in rows)
     skipped = [row["step"] for row in rows if row["optim/grad_norm"] is None]
     last = Catalog(whole.run_dir).complete()[-1].state
     assert last.loss_scale is not None

@@ -117,7 +117,7 @@ def test_heartbeats_tell_how_far_a_rank_has_come(connect: Connect) -> None:
 def test_orders_reach_the_rank_once(connect: Connect) -> None:
     client, recorder = connect(0)
     assert not client.stop.is_set()
-    recorder.orders.put(["dump", "go_on"])
+    recorder.orders.put(["dump", "continue_run"])
     assert client.await_scheduler() is True
     recorder.orders.put(["stop"])
     assert client.stop.wait(WAIT_S)
@@ -134,7 +134,7 @@ def test_a_rank_that_waits_for_the_scheduler_does_not_hang(connect: Connect) -> 
     waiting = threading.Thread(target=client.await_scheduler)
     waiting.start()
     wait_until(lambda: bool(recorder.beats) and recorder.beats[-1][1] >= 2)
-    recorder.orders.put(["go_on"])
+    recorder.orders.put(["continue_run"])
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
 
@@ -178,7 +178,7 @@ def test_a_recorder_out_of_reach_is_waited_for_before_a_rank_ends_itself(
     recorder.error = None
     client.progress()
     wait_until(lambda: recorder.beats[-1][1] == 1)
-    monkeypatch.setattr(heartbeat, "ALONE_FOR_S", 0.05)
+    monkeypatch.setattr(heartbeat, "RECORDER_TIMEOUT_S", 0.05)
     recorder.error = ConnectionError("the network")
     assert exits.wait(WAIT_S)
 

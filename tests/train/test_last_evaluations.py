@@ -14,7 +14,7 @@ from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.errors import Interrupted, TrainingFailed
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train import last_evaluations
-from raytrain_gpt.train.last_evaluations import finish_evaluations
+from raytrain_gpt.train.last_evaluations import await_evaluations
 from raytrain_gpt.train.run_output import RunOutput
 from tests.checkpoint.test_catalog import write
 from tests.runs import MakeConfig
@@ -36,7 +36,7 @@ class FakeEvaluations:
         """Nothing."""
 
 
-class End:
+class AttemptEnd:
     """The end of a run with checkpoints of steps 10 to 50, the last of which is due if it is to be."""
 
     def __init__(
@@ -54,7 +54,7 @@ class End:
     def finish(self) -> bool:
         signals: Any = SimpleNamespace(stop=self.stop, defer=lambda: None)
         lease: Any = SimpleNamespace(check=lambda: None)
-        return finish_evaluations(
+        return await_evaluations(
             self.evaluations, self._config, self.newest, lease, self.output, signals
         )
 
@@ -83,7 +83,7 @@ def config(make_config: MakeConfig) -> FittedConfig:
 def test_nothing_is_waited_for_where_all_is_evaluated(
     config: FittedConfig, tmp_path: Path, closed: list[str]
 ) -> None:
-    end = End(config, Location.of(tmp_path), due=False, failing=False)
+    end = AttemptEnd(config, Location.of(tmp_path), due=False, failing=False)
     assert end.finish() is False
     assert (closed, end.lines) == ([], [])
     # What was kept for its evaluation alone is removed.
@@ -93,7 +93,7 @@ def test_nothing_is_waited_for_where_all_is_evaluated(
 def test_the_last_evaluation_is_waited_for(
     config: FittedConfig, tmp_path: Path, closed: list[str]
 ) -> None:
-    end = End(config, Location.of(tmp_path), due=True, failing=False)
+    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=False)
     assert end.finish() is True
     assert closed == ["FINISHED"]
     assert end.lines[0] == "all steps are done; waiting for the evaluation of step 50"
@@ -102,14 +102,14 @@ def test_the_last_evaluation_is_waited_for(
 def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again(
     config: FittedConfig, tmp_path: Path, closed: list[str]
 ) -> None:
-    end = End(config, Location.of(tmp_path), due=True, failing=True)
+    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
     with pytest.raises(TrainingFailed, match="step 50 is not evaluated; the same command tries it"):
         end.finish()
     assert closed == ["FINISHED"]
 
 
 def test_a_signal_ends_the_wait(config: FittedConfig, tmp_path: Path, closed: list[str]) -> None:
-    end = End(config, Location.of(tmp_path), due=True, failing=True)
+    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
     end.stop.set()
     with pytest.raises(Interrupted, match="the same command evaluates step 50"):
         end.finish()

@@ -21,8 +21,8 @@ from raytrain_gpt.train.memory_fit import (
     PROCESS_BYTES,
     cpu_limit_bytes,
     describe,
+    fit_from_checkpoint,
     fit_memory,
-    kept_fit,
 )
 from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemoryFit
 from tests.checkpoint.test_catalog import state
@@ -68,7 +68,7 @@ def test_a_run_keeps_what_its_checkpoint_had_while_the_same_fits(
     changes: dict[str, object], world_size: int, kept: MemoryFit | None
 ) -> None:
     before = replace(state(20), config=BEFORE.model_dump(), num_workers=2)
-    assert kept_fit(config(**changes), world_size, before) == kept
+    assert fit_from_checkpoint(config(**changes), world_size, before) == kept
 
 
 def test_numbers_stay_and_nobody_is_asked() -> None:

@@ -21,10 +21,10 @@ from raytrain_gpt.core.memory import MemoryModel
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.train import memory_search
 from raytrain_gpt.train.memory_search import (
-    ENOUGH_TOKENS,
+    MAX_CPU_TOKENS,
+    MAX_GPU_TOKENS,
+    MIN_EFFICIENT_TOKENS,
     MODES,
-    MOST_CPU_TOKENS,
-    MOST_GPU_TOKENS,
     NCCL_BYTES,
     MemoryFit,
     MemorySearch,
@@ -91,7 +91,7 @@ def test_candidates_are_the_divisors_of_a_ranks_share() -> None:
     assert sizes(huge.updated({"use_gpu": False}), 1)[-1] == 2048
 
 
-@pytest.mark.parametrize(("use_gpu", "most"), [(False, MOST_CPU_TOKENS), (True, MOST_GPU_TOKENS)])
+@pytest.mark.parametrize(("use_gpu", "most"), [(False, MAX_CPU_TOKENS), (True, MAX_GPU_TOKENS)])
 def test_a_device_gets_no_more_tokens_than_it_is_fast_with_but_a_whole_sequence(
     use_gpu: bool, most: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_gpus_together_need_memory_for_their_collectives() -> None:
 
 def auto(share: int, enough: int) -> Config:
     """A batch of so many sequences, of which so many are enough without recomputing."""
-    seq_len = ENOUGH_TOKENS // enough
+    seq_len = MIN_EFFICIENT_TOKENS // enough
     return config(
         seq_len=seq_len, global_batch_tokens=share * seq_len, activation_checkpointing="auto"
     )

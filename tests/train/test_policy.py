@@ -22,9 +22,9 @@ from raytrain_gpt.train.policy import (
     AttemptResult,
     Counters,
     GiveUp,
-    GoOn,
     Kind,
     ScaleUp,
+    StartAttempt,
     next_action,
     wait_for_workers,
 )
@@ -64,7 +64,7 @@ def test_failures_in_a_row_without_progress_end_the_run(kind: Kind, step: int) -
         failures = 1 if step > STARTED_AT else counters.failures + 1
         if failures <= LIMITS.max_failures:
             expected = replace(counters, failures=failures)
-            assert action == GoOn(step, expected, BACK_OFF_S[failures - 1])
+            assert action == StartAttempt(step, expected, BACK_OFF_S[failures - 1])
         else:
             assert action == GiveUp(
                 f"run a failed {failures} times without progress at step {step} (max_failures=2): it broke"
@@ -82,7 +82,7 @@ def test_pauses_grow_to_a_minute() -> None:
     counters, pauses = Counters(), []
     for _ in range(7):
         action = next_action(ended("failed", STARTED_AT), counters, many, "a")
-        assert isinstance(action, GoOn)
+        assert isinstance(action, StartAttempt)
         counters = action.counters
         pauses.append(action.pause_s)
     assert pauses == [0, 5, 15, 30, 60, 60, 60]
@@ -90,7 +90,7 @@ def test_pauses_grow_to_a_minute() -> None:
 
 def test_progress_resets_the_failures_in_a_row() -> None:
     action = next_action(ended("failed", 30), Counters(failures=2), LIMITS, "a")
-    assert action == GoOn(30, Counters(failures=1))
+    assert action == StartAttempt(30, Counters(failures=1))
 
 
 def test_a_failure_while_the_run_is_being_stopped_starts_no_other_attempt() -> None:
@@ -106,7 +106,7 @@ def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> 
         action = next_action(ended("preempted", step), counters, limits, "a")
         preemptions = counters.preemptions + 1
         if limit is None or preemptions <= limit:
-            assert action == GoOn(step, replace(counters, preemptions=preemptions))
+            assert action == StartAttempt(step, replace(counters, preemptions=preemptions))
         else:
             assert isinstance(action, GiveUp)
             assert (
@@ -118,7 +118,9 @@ def test_preemptions_are_counted_in_all_and_cost_no_pause(limit: int | None) -> 
 
 def test_a_resize_counts_as_nothing() -> None:
     for counters, step in product(COUNTERS, (20, 30)):
-        assert next_action(ended("resized", step), counters, LIMITS, "a") == GoOn(step, counters)
+        assert next_action(ended("resized", step), counters, LIMITS, "a") == StartAttempt(
+            step, counters
+        )
 
 
 def test_rollbacks_to_the_same_step_end_the_run_and_others_begin_a_new_row() -> None:
@@ -126,7 +128,7 @@ def test_rollbacks_to_the_same_step_end_the_run_and_others_begin_a_new_row() -> 
         action = next_action(ended("rolled_back", step), counters, LIMITS, "a")
         rollbacks = 1 if step > STARTED_AT else counters.rollbacks + 1
         if rollbacks <= MAX_ROLLBACKS:
-            assert action == GoOn(step, replace(counters, rollbacks=rollbacks))
+            assert action == StartAttempt(step, replace(counters, rollbacks=rollbacks))
         else:
             assert isinstance(action, GiveUp)
             assert f"rolled back to step {step} {rollbacks} times in a row" in action.message

@@ -17,9 +17,9 @@ from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.tracking.run_files import read_rows
-from raytrain_gpt.tracking.step_time import STEP_SPAN, TimeUse
+from raytrain_gpt.tracking.step_time import STEP_SPAN, StepTimeBreakdown
 from raytrain_gpt.train.launch import train
-from raytrain_gpt.train.profile import Profile, StepProfile, Take
+from raytrain_gpt.train.profile import OnProfile, Profile, StepProfile
 from tests.runs import MakeConfig, Straight, weights
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def tokens() -> Iterator[MicroBatch]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
+def trained(profile_steps: int, take: OnProfile) -> Iterator[tuple[StepResult, GPT]]:
     """Ten steps of a tiny model, with a profile of some of them."""
     model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
@@ -55,7 +55,7 @@ def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
     results = train_steps(
         model,
         build_optimizer(model, OptimSection()),
-        profile.marked(tokens()),
+        profile.mark_data_wait(tokens()),
         first_step=0,
         max_steps=MAX_STEPS,
         micro_batches_per_step=2,
@@ -65,7 +65,7 @@ def trained(profile_steps: int, take: Take) -> Iterator[tuple[StepResult, GPT]]:
         seed=1,
         rank=0,
     )
-    for result in profile.around(results):
+    for result in profile.record_steps(results):
         yield result, model
 
 
@@ -139,8 +139,8 @@ def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
     results: Iterator[StepResult] = iter(())
     micro_batches = tokens()
     for profile in (StepProfile(0, 0, 50, CPU, Taken().take), StepProfile(2, 0, 50, CPU, None)):
-        assert profile.around(results) is results
-        assert profile.marked(micro_batches) is micro_batches
+        assert profile.record_steps(results) is results
+        assert profile.mark_data_wait(micro_batches) is micro_batches
 
 
 @pytest.mark.models
@@ -157,7 +157,7 @@ def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Pa
     rows = read_rows(run_dir)
 
     (event,) = [row for row in rows if row.get("event") == "profile"]
-    use = TimeUse.of_row(event)
+    use = StepTimeBreakdown.of_row(event)
     assert (use.first_step, use.num_steps, event["step"]) == (6, 2, 7)
     trace = run_dir / event["trace"]
     assert len(spans(trace.read_bytes())) == 2

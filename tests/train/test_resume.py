@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.shards import Manifest, read_manifest
 from raytrain_gpt.errors import CheckpointError
@@ -221,7 +221,7 @@ def test_a_start_may_be_named_differently(made: Made, tmp_path: Path) -> None:
         keep_start(in_storage.updated({"branch_from": "other@11"}), forgotten)
 
 
-BAD = BadStretch(first_step=25, last_step=34, first_batch=24, last_batch=33)
+BAD = BadStreak(first_step=25, last_step=34, first_batch=24, last_batch=33)
 
 
 @pytest.fixture

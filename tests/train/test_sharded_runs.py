@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.tracking.run_files import read_samples
-from raytrain_gpt.tracking.step_time import TimeUse
+from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.runs import MakeConfig, evaluations, events, restarted_from, steps, weights
@@ -24,7 +24,7 @@ def unbroken(cluster: str, make_config: MakeConfig) -> RunSummary:
 
 def test_its_profile_has_its_communication(unbroken: RunSummary) -> None:
     (event,) = events(unbroken.run_dir.path, "profile")
-    assert TimeUse.of_row(event).kinds_s["communication"] > 0
+    assert StepTimeBreakdown.of_row(event).kinds_s["communication"] > 0
 
 
 def test_a_resumed_run_ends_with_the_same_bits(

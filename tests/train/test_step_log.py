@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.loop import StepResult
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.data.order import extend_order_hash, sequence_hashes, skip_past
 from raytrain_gpt.ingest.feed import TrainFeed, rank_chunks
@@ -36,7 +36,7 @@ class ThreadCollectives:
         self.rank, self.world_size = rank, len(values)
         self._barrier, self._values = barrier, values
 
-    def gathered_rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         self._values[self.rank] = row
         self._barrier.wait(WAIT_S)
         rows = torch.stack(list(self._values))
@@ -141,7 +141,7 @@ def test_time_that_is_left_out_is_no_step_time(config: Config) -> None:
     log.add(result(1))
     (row,) = log.flush()
     assert row["perf/step_time_s"] < 5
-    log.leave_out(-100.0)  # as if the step had begun 100 s before
+    log.exclude_time(-100.0)  # as if the step had begun 100 s before
     log.add(result(2))
     (row,) = log.flush()
     assert 100 <= row["perf/step_time_s"] < 105
@@ -154,7 +154,7 @@ def test_a_step_that_is_not_finite_is_marked_with_the_ranks_that_skipped_it(conf
     assert row["optim/grad_norm"] is None
     assert (event["event"], event["skipped_on_ranks"]) == ("nonfinite", 1)
     assert log.in_bad_stretch
-    assert log.bad_stretch is None
+    assert log.bad_streak is None
 
 
 def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Config) -> None:
@@ -165,7 +165,7 @@ def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Confi
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
     assert [row["event"] for row in rows if "event" in row] == ["spike"] * 3
     # Step 2 read batch 3; 4 and 5 are skipped; steps 3 and 4 read 6 and 7.
-    assert log.bad_stretch == BadStretch(first_step=2, last_step=4, first_batch=3, last_batch=7)
+    assert log.bad_streak == BadStreak(first_step=2, last_step=4, first_batch=3, last_batch=7)
 
 
 def test_all_ranks_report_the_same_means(config: Config) -> None:

@@ -11,13 +11,13 @@ import pytest
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.cluster.signals import StopSignals
 from raytrain_gpt.config.resolved import FittedConfig, decided
-from raytrain_gpt.core.spikes import BadStretch
+from raytrain_gpt.core.spikes import BadStreak
 from raytrain_gpt.data.locations import data_of
 from raytrain_gpt.errors import DataError, Interrupted, TrainingFailed
 from raytrain_gpt.storage import lease as lease_module
-from raytrain_gpt.storage.lease import LEASE_FILE, held_lease
+from raytrain_gpt.storage.lease import LEASE_FILE, hold_lease
 from raytrain_gpt.train import supervisor
-from raytrain_gpt.train.attempt import End
+from raytrain_gpt.train.attempt import AttemptEnd
 from raytrain_gpt.train.policy import Kind
 from raytrain_gpt.train.supervisor import BEFORE_FIRST_STEP, Run
 from tests.checkpoint.test_catalog import write
@@ -33,7 +33,9 @@ Attempts = Callable[..., tuple[Run, list[int], list[str]]]
 def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
     """A run whose attempts end as given: (end, checkpoints that it writes); where each began, lines."""
 
-    def make(*ends: tuple[End, list[int]], **values: object) -> tuple[Run, list[int], list[str]]:
+    def make(
+        *ends: tuple[AttemptEnd, list[int]], **values: object
+    ) -> tuple[Run, list[int], list[str]]:
         config = make_config(storage_path=str(tmp_path), max_failures=1, **values)
         fitted = decided(FittedConfig, config, use_gpu=False, num_workers=1)
         begun: list[int] = []
@@ -41,7 +43,7 @@ def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.Monkey
         run = Run(fitted, 1, data_of(fitted), StopSignals(""), lines.append, pytest.fail)
         left = list(ends)
 
-        def attempt(resumed: Checkpoint | None, lease: Any) -> End:
+        def attempt(resumed: Checkpoint | None, lease: Any) -> AttemptEnd:
             begun.append(resumed.state.step if resumed else 0)
             end, steps = left.pop(0)
             for step in steps:
@@ -60,10 +62,10 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
     attempts: Attempts,
 ) -> None:
     run, begun, lines = attempts(
-        (End("failed", ERROR), [10]),
-        (End("preempted"), [20, 30]),
-        (End("resized"), []),
-        (End("finished"), [40, 50]),
+        (AttemptEnd("failed", ERROR), [10]),
+        (AttemptEnd("preempted"), [20, 30]),
+        (AttemptEnd("resized"), []),
+        (AttemptEnd("finished"), [40, 50]),
     )
     summary = run._supervise(None, LEASE)
     assert begun == [0, 10, 30, 30]
@@ -88,7 +90,9 @@ def test_a_warm_up_that_does_not_end_is_told(
 
 
 def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
-    run, begun, lines = attempts((End("failed", ERROR), [10, 20]), (End("finished"), [50]))
+    run, begun, lines = attempts(
+        (AttemptEnd("failed", ERROR), [10, 20]), (AttemptEnd("finished"), [50])
+    )
     write(Catalog(run.run_dir), 30)
     model = Catalog(run.run_dir).complete()[-1].path / "model.safetensors"
     model.write_bytes(b"damaged")
@@ -98,14 +102,14 @@ def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts) -> None:
 
 
 def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
-    bad = BadStretch(first_step=12, last_step=21, first_batch=11, last_batch=20)
+    bad = BadStreak(first_step=12, last_step=21, first_batch=11, last_batch=20)
     run, begun, _ = attempts()
     write(Catalog(run.run_dir), 10)
     (back,) = Catalog(run.run_dir).complete()
     run, begun, lines = attempts(
-        (End("rolled_back", bad_stretch=bad, gone_back_to=back), [20]),
-        (End("rolled_back", bad_stretch=bad, gone_back_to=None), []),
-        (End("finished"), [50]),
+        (AttemptEnd("rolled_back", bad_streak=bad, gone_back_to=back), [20]),
+        (AttemptEnd("rolled_back", bad_streak=bad, gone_back_to=None), []),
+        (AttemptEnd("finished"), [50]),
     )
     run._supervise(back, LEASE)
     assert begun == [10, 10, 0]
@@ -113,13 +117,13 @@ def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
 
 
 def test_a_run_that_died_after_its_last_checkpoint_is_finished(attempts: Attempts) -> None:
-    run, begun, _ = attempts((End("failed", ERROR), [50]))
+    run, begun, _ = attempts((AttemptEnd("failed", ERROR), [50]))
     assert run._supervise(None, LEASE).step == 50
     assert begun == [0]
 
 
 def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attempts) -> None:
-    run, begun, _ = attempts(*[(End("failed", ERROR), [])] * 2)
+    run, begun, _ = attempts(*[(AttemptEnd("failed", ERROR), [])] * 2)
     with pytest.raises(TrainingFailed) as raised:
         run._supervise(None, LEASE)
     assert str(raised.value).endswith(
@@ -131,7 +135,7 @@ def test_failures_without_progress_end_the_run_with_their_reason(attempts: Attem
 
 def test_an_error_of_ours_inside_rays_is_raised_as_it_is(attempts: Attempts) -> None:
     known = DataError("a shard is missing")
-    run, begun, _ = attempts((End("failed", ERROR, user_error=known), []))
+    run, begun, _ = attempts((AttemptEnd("failed", ERROR, user_error=known), []))
     with pytest.raises(DataError) as raised:
         run._supervise(None, LEASE)
     assert raised.value is known
@@ -149,7 +153,7 @@ def test_an_error_of_ours_inside_rays_is_raised_as_it_is(attempts: Attempts) -> 
 def test_a_signal_ends_the_run_with_what_is_saved(
     attempts: Attempts, saved: list[int], words: str
 ) -> None:
-    run, _, _ = attempts((End("stopped"), saved[1:]))
+    run, _, _ = attempts((AttemptEnd("stopped"), saved[1:]))
     for step in saved[:1]:
         write(Catalog(run.run_dir), step)
     resumed = next(iter(Catalog(run.run_dir).complete()), None)
@@ -159,7 +163,7 @@ def test_a_signal_ends_the_run_with_what_is_saved(
 
 @pytest.mark.parametrize("kind", ["failed", "preempted", "resized"])
 def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind: Kind) -> None:
-    run, begun, _ = attempts((End(kind, ERROR if kind == "failed" else None), [10]))
+    run, begun, _ = attempts((AttemptEnd(kind, ERROR if kind == "failed" else None), [10]))
     run.signals.stop.set()
     with pytest.raises(TrainingFailed if kind == "failed" else Interrupted):
         run._supervise(None, LEASE)
@@ -174,15 +178,15 @@ class EndsWithoutItsDirectory:
     def __init__(self, directory: Path, away: Path) -> None:
         self._directory, self._away = directory, away
 
-    def run(self) -> End:
+    def run(self) -> AttemptEnd:
         """Train, so to say."""
         self._directory.rename(self._away)
-        return End("finished")
+        return AttemptEnd("finished")
 
-    def record_end(self, end: End, newest: Checkpoint | None) -> None:
+    def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """No recorder."""
 
-    def close(self, end: End, newest: Checkpoint | None) -> None:
+    def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
         """No recorder."""
 
 
@@ -197,7 +201,7 @@ def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(
     monkeypatch.setattr(supervisor, "fit_memory", lambda *_, **__: None)
     monkeypatch.setattr(run, "_new_attempt", lambda *_: EndsWithoutItsDirectory(directory, away))
     (newest,) = Catalog(run.run_dir).complete()
-    with held_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
+    with hold_lease(run.run_dir / LEASE_FILE, "run", pytest.fail) as lease:
         monkeypatch.setattr(lease_module.time, "sleep", lambda _: away.rename(directory))
         end = run._attempt(newest, lease)
     assert (end.kind, end.user_error, lines) == ("finished", None, [])

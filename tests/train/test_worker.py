@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_gpt.checkpoint.checkpoint_state import is_evaluated
-from raytrain_gpt.checkpoint.collectives import Agreement, Collectives
+from raytrain_gpt.checkpoint.collectives import Collectives, DelayedFlags
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.worker import (
@@ -97,7 +97,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker: Any = object.__new__(Worker)
     worker.done = []
     worker.collectives = Collectives(0, 1)
-    worker.agreement = Agreement(worker.collectives)
+    worker.agreement = DelayedFlags(worker.collectives)
     worker.recorder = SimpleNamespace(
         stop=threading.Event(), event=lambda *a, **k: worker.done.append(a[1])
     )
@@ -148,7 +148,7 @@ class OtherRank:
 
 def test_ray_is_asked_once_though_the_answer_comes_a_step_later(rank_0: Any) -> None:
     """A question is a barrier of all ranks."""
-    rank_0.agreement = Agreement(OtherRank())  # type: ignore[arg-type]
+    rank_0.agreement = DelayedFlags(OtherRank())  # type: ignore[arg-type]
     rank_0.checkpoints.writing = True
     asked = []
     for now in range(1, 16):
@@ -159,7 +159,7 @@ def test_ray_is_asked_once_though_the_answer_comes_a_step_later(rank_0: Any) -> 
 
 
 def test_what_was_agreed_before_a_checkpoint_begins_does_not_collect_it(rank_0: Any) -> None:
-    rank_0.agreement = Agreement(OtherRank())  # type: ignore[arg-type]
+    rank_0.agreement = DelayedFlags(OtherRank())  # type: ignore[arg-type]
     rank_0.should_stop()
     rank_0.done, rank_0._evaluated = [], {}
 

@@ -22,8 +22,8 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.launch import train
+from raytrain_gpt.train.provenance import RunProvenance
 from raytrain_gpt.train.step_log import StepLog
-from raytrain_gpt.train.trained_on import RunData
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
 from tests.runs import MakeConfig
@@ -75,7 +75,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(run: RunSummary) -> Given:
     """The same, told from the run's files."""
-    data = RunData(str(run.run_dir), run.run_dir)
+    data = RunProvenance(str(run.run_dir), run.run_dir)
     return {step: [one.id for one in data.step(step)] for step in range(1, data.last_step + 1)}
 
 
@@ -88,7 +88,7 @@ def test_of_a_plain_run_with_text_shard_row_and_document(
     assert len({i for ids in given.values() for i in ids}) < 60 * 12, "epochs, too"
 
     manifest, tokenizer = read_manifest(Location.of(stories)), read_tokenizer(stories)
-    for one in RunData("told", run.run_dir.parent).step(7, documents=True):
+    for one in RunProvenance("told", run.run_dir.parent).step(7, documents=True):
         tokens = pq.read_table(stories / one.shard)["tokens"].to_numpy()
         own = tokens[one.row : one.row + 33]
         assert one.text == tokenizer.decode(own.tolist())
@@ -100,7 +100,7 @@ def test_of_a_mixture(make_config: MakeConfig, stories: Path, dataset: Path, giv
     mixed = f"{stories}=0.3,{dataset}=0.7"
     run = train(make_config(run_name="told-mixed", data_path=mixed, **SMALL_DATA), print)
     assert told(run) == given
-    named = [one.dataset for one in RunData(str(run.run_dir), run.run_dir).step(5)]
+    named = [one.dataset for one in RunProvenance(str(run.run_dir), run.run_dir).step(5)]
     assert set(named) == {stories.name, dataset.name}
 
 
@@ -111,7 +111,7 @@ def test_after_a_rollback(make_config: MakeConfig, given: Given) -> None:
     )
     run = train(config, print, gated(Faults(spiked_batches=spiked)))
     assert told(run) == given
-    data = RunData(str(run.run_dir), run.run_dir)
+    data = RunProvenance(str(run.run_dir), run.run_dir)
     assert [data.batch_of(step) for step in (22, 23, 50)] == [21, 34, 61]
     skipped = data.batch(24)
     assert not {one.id for one in skipped} & {i for ids in given.values() for i in ids}
@@ -121,7 +121,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     make_config: MakeConfig, stories: Path, run_cli: RunCli
 ) -> None:
     run = train(make_config(run_name="planted", data_path=str(stories), **SMALL_DATA), print)
-    data = RunData(str(run.run_dir), run.run_dir)
+    data = RunProvenance(str(run.run_dir), run.run_dir)
     had = {
         step: {one.id for one in data.step(step) if PLANTED in one.text} for step in range(1, 61)
     }
@@ -190,4 +190,4 @@ def test_other_data_in_the_place_of_the_runs_is_refused(
     data.rename(tmp_path / "away")
     (tmp_path / "other").rename(data)
     with raises_line(DataError, "was trained on other data", "put the old dataset back"):
-        RunData(str(run.run_dir), run.run_dir)
+        RunProvenance(str(run.run_dir), run.run_dir)

@@ -20,7 +20,7 @@ from raytrain_gpt.data.locations import data_of, recorded, recorded_data
 from raytrain_gpt.data.mixture import WeightedDataset
 from raytrain_gpt.data.order import Ids, batches_to_read
 from raytrain_gpt.data.shards import read_row_group
-from raytrain_gpt.data.tokenizer import bytes_of, read_tokenizer, text_of
+from raytrain_gpt.data.tokenizer import decode_tokens, read_tokenizer, token_to_bytes
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.format import Log, amount, count, preview
 from raytrain_gpt.storage.location import Location
@@ -55,7 +55,7 @@ class TrainedSequence:
     document: int | None = None
 
 
-class RunData:
+class RunProvenance:
     """A run's steps and its data.
 
     Args:
@@ -91,7 +91,9 @@ class RunData:
         self._skipped = rollback.skipped
         self._branch = read_branch(self.dir)
         self._base = (self._branch.step, self._branch.next_batch) if self._branch else (0, 0)
-        counts = [p.manifest.row_group_sequences("train", self._seq_len) for p in self._data.parts]
+        counts = [
+            p.manifest.row_group_sequences("train", self._seq_len) for p in self._data.datasets
+        ]
         self._starts = [np.cumsum(own) - own for own in counts]
         rows = read_rows(sync.work_dir)
         self._attempts = read_attempts(rows)
@@ -153,7 +155,7 @@ class RunData:
         found = []
         for sequence, own in zip(ids.tolist(), tokens, strict=True):
             at = int(np.searchsorted(first_ids, sequence, side="right")) - 1
-            part, starts = self._data.parts[at], self._starts[at]
+            part, starts = self._data.datasets[at], self._starts[at]
             in_part = sequence - int(first_ids[at])
             group = int(np.searchsorted(starts, in_part, side="right")) - 1
             ((shard, index),) = part.manifest.find_row_groups("train", np.array([group]))
@@ -164,7 +166,7 @@ class RunData:
                     dataset=self._data.names[at],
                     shard=shard.path,
                     row=index * part.manifest.row_group_tokens + in_group,
-                    text=text_of(self._tokenizer, own.tolist()),
+                    text=decode_tokens(self._tokenizer, own.tolist()),
                     document=_documents_before(part, group, index, in_group) if documents else None,
                 )
             )
@@ -197,13 +199,13 @@ class RunData:
         tokenizer, size, said_at = self._tokenizer, self._seq_len, time.monotonic()
         special = set(tokenizer._special_tokens.values())
         table = [
-            _NO_TEXT if token in special else bytes_of(tokenizer, token)
+            _NO_TEXT if token in special else token_to_bytes(tokenizer, token)
             for token in range(self._data.vocab_size)
         ]
         lengths = np.array([len(one) for one in table])
         first_id = done = cut = 0
         ids: list[int] = []
-        for part in self._data.parts:
+        for part in self._data.datasets:
             counts = part.manifest.row_group_sequences("train", self._seq_len)
             groups = part.manifest.find_row_groups("train", np.arange(len(counts)))
             for (shard, index), num in zip(groups, counts.tolist(), strict=True):
@@ -250,7 +252,7 @@ def _documents_before(part: WeightedDataset, group: int, index: int, in_group: i
     return ended
 
 
-def described(sequence: TrainedSequence) -> str:
+def describe_sequence(sequence: TrainedSequence) -> str:
     """A sequence on one line, its text cut."""
     document = "" if sequence.document is None else f", document {sequence.document}"
     where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"

@@ -1,0 +1,111 @@
+"""The tables of docs/configuration.md are those of the configuration's fields and presets.
+
+python -m tests.config.test_configuration_page     # writes them into the page
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import raytrain_gpt
+from raytrain_gpt.commands.flags import _kind
+from raytrain_gpt.config.load import load_preset, preset_names
+from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config
+from raytrain_gpt.config.sections import SHAPE_FIELDS
+from raytrain_gpt.estimate.cost_model import Facts
+from raytrain_gpt.estimate.estimate import answer
+from raytrain_gpt.format import amount, count
+
+PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
+COMMAND = "python -m tests.config.test_configuration_page"
+IDS = {"data/fineweb-edu-10b": 50_257}
+"""Dataset of a preset -> ids of its tokenizer; of all others they are the 257 of `bytes`."""
+ELSEWHERE = {*SHAPE_FIELDS, "global_batch_tokens", "max_steps", "run_name"}
+"""Fields that the table of presets shows in other columns."""
+
+
+def test_tables_of_the_page_are_current() -> None:
+    page = PAGE.read_text("utf-8")
+    assert page == with_tables(page), f"regenerate docs/configuration.md: {COMMAND}"
+
+
+def test_every_key_and_every_preset_is_in_the_page() -> None:
+    page = PAGE.read_text("utf-8")
+    assert not [name for name in FIELDS if f"\n| `{name}`" not in page]
+    assert not [name for name in preset_names() if f"\n| `{name}` |" not in page]
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables between its markers made anew."""
+    for name, table in {"keys": keys_table(), "presets": presets_table()}.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        assert page.count(start) == page.count(end) == 1
+        before, after = page.split(start)[0], page.split(end)[1]
+        page = f"{before}{start}\n{table}\n{end}{after}"
+    return page
+
+
+def keys_table() -> str:
+    """A table of each section's keys."""
+    tables = []
+    for section, field in Config.model_fields.items():
+        lines = [f"### {section}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+        names = [name for name, (of_section, _) in FIELDS.items() if of_section == section]
+        is_safe = {*names} <= SAFE_ON_RESUME
+        for name in names:
+            info = FIELDS[name][1]
+            mark = " \\*" if name in SAFE_ON_RESUME and not is_safe else ""
+            values = ", ".join(f"`{kind}`" for kind in _kind(info.annotation).split("|"))
+            meaning = " ".join((info.description or "").split())
+            lines.append(
+                f"| `{name}`{mark} | {values} | `{plain(info.default)}` | {cell(meaning)} |"
+            )
+        if is_safe:
+            lines.insert(2, "All may change on resume.\n")
+        tables.append("\n".join(lines))
+        assert field.annotation is not None
+    return "\n\n".join(tables) + "\n"
+
+
+def presets_table() -> str:
+    """A table of the presets: size, work, and all other settings that differ from the defaults."""
+    lines = ["| preset | model | steps × tokens per step | other settings |", "|---|---|---|---|"]
+    defaults = Config().field_values()
+    for name in preset_names():
+        config = load_preset(name)
+        facts = Facts(vocab_size=IDS.get(config.data.data_path, 257), train_tokens=1)
+        num_parameters = answer(config, facts, print)[1].num_parameters
+        m, train = config.model, config.train
+        size = f"{m.architecture}, {count(m.num_layers, 'layer')}, {count(m.num_heads, 'head')}, "
+        size += f"{m.embd_size} channels" + ("" if m.tied_embeddings else ", separate head")
+        tokens = train.max_steps * train.global_batch_tokens
+        work = f"{train.max_steps:,} × {train.global_batch_tokens:,} = {amount(tokens)}"
+        values = config.field_values()
+        others = [
+            f"`{key}: {plain(value)}`"
+            for key, value in values.items()
+            if value != defaults[key] and key not in ELSEWHERE
+        ]
+        lines.append(
+            f"| `{name}` | {amount(num_parameters)}: {size} | {work} | {cell(', '.join(others))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plain(value: Any) -> str:
+    """A value as YAML has it, without the quotes that most strings need not have."""
+    if isinstance(value, float):
+        return f"{value:g}" if value >= 1e-3 or value == 0 else re.sub("e-0", "e-", f"{value:.1e}")
+    return json.dumps(value, ensure_ascii=False).strip('"')
+
+
+def cell(text: str) -> str:
+    """Text as a table's cell has it."""
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")

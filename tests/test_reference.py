@@ -1,0 +1,111 @@
+"""The tables of docs/reference.md match the code and the files of a run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import raytrain_gpt
+from raytrain_gpt.data.shards import Manifest, Shard
+from raytrain_gpt.evaluate.hellaswag import choice_metrics
+from raytrain_gpt.tracking.goodput import BAD_STEP_EVENTS, END_EVENTS, FIRST_STEP_EVENTS
+from raytrain_gpt.tracking.report import RunHistory
+from raytrain_gpt.tracking.summary import run_facts
+from raytrain_gpt.tracking.sync import RunSync
+from raytrain_gpt.train.policy import Kind
+
+from .runs import Straight
+
+PACKAGE = Path(raytrain_gpt.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "reference.md"
+METRIC = re.compile(r"(train|optim|perf|data|val|hellaswag)/[a-z_]+(/NAME)?|data/tokens/NAME")
+
+
+def rows(section: str) -> list[list[str]]:
+    """Cells of a section's table, without its header."""
+    text = PAGE.read_text("utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def quoted(text: str) -> set[str]:
+    """Names in backquotes."""
+    return {*re.findall(r"`([^`]+)`", text)}
+
+
+def first_column(section: str) -> set[str]:
+    """Names in the first column of a section's table."""
+    return set().union(*(quoted(row[0]) for row in rows(section)))
+
+
+def row_of(section: str, name: str) -> set[str]:
+    """Names in the second cell of the row that starts with a name."""
+    return next(quoted(row[1]) for row in rows(section) if name in quoted(row[0]))
+
+
+def nodes() -> Iterator[ast.AST]:
+    """Syntax nodes of all modules but the history of sweeps, whose events are no rows."""
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent.name != "sweep":
+            yield from ast.walk(ast.parse(file.read_text("utf-8")))
+
+
+def text_of(node: ast.expr | None) -> str:
+    """A constant string, `{…}` in an f-string as NAME; empty for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return "NAME"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def is_file_of(name: str, section: str) -> bool:
+    """Whether a section's table names a file or directory, digits aside."""
+    names = {re.sub(r"\d+|NNN", "0", one) for one in first_column(section)}
+    return bool({re.sub(r"\d+", "0", name), f"{name}/"} & names)
+
+
+def test_metric_keys() -> None:
+    written = {f"hellaswag/{name}" for name in choice_metrics(1, 1, 1)}
+    for node in nodes():
+        keys = node.keys if isinstance(node, ast.Dict) else []
+        keys = [node.key] if isinstance(node, ast.DictComp) else keys
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys = [node.slice]
+        written |= {key for key in map(text_of, keys) if METRIC.fullmatch(key)}
+    assert written == first_column("Metric keys")
+
+
+def test_events() -> None:
+    written = {*FIRST_STEP_EVENTS, *END_EVENTS, *BAD_STEP_EVENTS, "import"}
+    assert {*get_args(Kind)} == {*END_EVENTS}
+    for node in nodes():
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            written |= {text_of(value) for key, value in pairs if text_of(key) == "event"}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("event", "add_event") and len(node.args) > 1:
+                written.add(text_of(node.args[1]))
+            if node.func.attr == "ask" and text_of(node.args[0]) == "add_event":
+                written.add(text_of(node.args[2]))
+    assert written - {"", "no step", "killed"} == first_column("Events")
+
+
+def test_files_of_a_run_its_checkpoints_and_its_dataset(straight: Straight, dataset: Path) -> None:
+    run = straight(0)
+    for path in run.run_dir.path.iterdir():
+        assert is_file_of(path.name, "Run directory"), path
+    for path in (run.run_dir / "checkpoints").path.glob("step=*/*"):
+        assert is_file_of(path.name, "Checkpoint"), path
+    for path in dataset.iterdir():
+        assert is_file_of(path.name, "Dataset"), path
+
+
+def test_fields_of_a_manifest_and_a_run(straight: Straight) -> None:
+    assert row_of("Dataset", "manifest.json") == {*Manifest.model_fields}
+    assert {*Shard.model_fields} <= quoted(PAGE.read_text("utf-8").split("## Dataset")[1])
+    run = RunHistory(RunSync(straight(0).run_dir).pull(), print)
+    assert row_of("JSON output", "runs show") == {*run_facts(run), "speed", "goodput"}
