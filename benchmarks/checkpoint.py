@@ -1,25 +1,20 @@
-"""What a checkpoint costs the training: written at once, and in the background.
+"""Time that a checkpoint costs training: synchronous, and written in the background.
 
-A real GPT makes real optimizer steps, and its checkpoints go through `CheckpointWriter` to the disk,
-with hashes and fsync. Both ways are measured in turn, in pairs, so that a noisy machine disturbs both
-alike:
+A GPT makes real optimizer steps; checkpoints go through `CheckpointWriter` to disk, with hashes and
+fsync. Both ways run in turn:
 
-
-- synchronous: `begin` and `collect` at once; all of it is a stall.
-- asynchronous: `begin`, steps until the writing is done, `collect`. The stall is the time in `begin`
-  and `collect`; besides, the steps meanwhile are slower than those just before and just after.
+- synchronous: `begin` and `collect` at once, all of it a stall;
+- asynchronous: the stall is the time in `begin` and `collect`; steps meanwhile are slower than those around.
 
     python benchmarks/checkpoint.py [--pairs 7] [--workers 2] [--threads 2] [--directory DIR] …
 
-Several workers are processes over gloo, with DDP, each writing its part; of each time the slowest
-rank's counts. Prints one JSON object last: seconds of each pair, medians.
+Several workers are gloo processes with DDP; the slowest rank counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -30,6 +25,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from harness import VOCAB_SIZE, ratios, report
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_gpt.checkpoint.catalog import Catalog, CheckpointState
@@ -42,7 +38,6 @@ from raytrain_gpt.core.optim import build_optimizer, update
 from raytrain_gpt.format import amount
 from raytrain_gpt.storage.location import Location
 
-VOCAB_SIZE = 257
 STEPS_AROUND = 6
 """Steps without writing before and after each asynchronous checkpoint."""
 
@@ -58,7 +53,7 @@ def main() -> None:
     # One core stays for Ray's own processes, as in overhead.py; the writing can use it as well.
     parser.add_argument("--threads", type=int, help="of each worker")
     parser.add_argument("--directory", help="on the disk to measure")
-    parser.add_argument("--rank", type=int, help="be this worker (used inside)")
+    parser.add_argument("--rank", type=int, help="be this worker (internal)")
     args = parser.parse_args()
     if args.rank is not None:
         work(args)
@@ -122,12 +117,12 @@ class Training:
         self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
         update(self.optimizer, list(self.raw_model.parameters()), 1e-4, 1.0)
         self.step += 1
-        (self.writing,) = self.ranks.any(self.saver.writing)
+        (self.writing,) = self.ranks.any_later(self.saver.writing)()
         return time.perf_counter() - started
 
     def begin(self) -> float:
         """Seconds blocked in it."""
-        self.ranks.any(False)
+        self.ranks.any_later(False)()
         started = time.perf_counter()
         # Older checkpoints are removed between the measurements.
         self.saver.begin(made_state(self.step, self.ranks), {}, prune=False)
@@ -236,28 +231,22 @@ def measure(args: argparse.Namespace, threads: int, training: Training) -> None:
             f"{pair.steps} steps of {pair.step_s:.3f} s slower by {pair.slower_s:.2f} s",
             flush=True,
         )
-    sync_s = statistics.median(pair.sync_s for pair in pairs)
-    fractions = [pair.stall_s / pair.sync_s for pair in pairs]
-    cost_fractions = [(pair.stall_s + pair.slower_s) / pair.sync_s for pair in pairs]
-    print(
-        json.dumps(
-            {
-                "num_parameters": training.num_parameters,
-                "checkpoint_bytes": size_bytes,
-                "workers": args.workers,
-                "threads": threads,
-                "pairs": [{k: round(v, 4) for k, v in asdict(pair).items()} for pair in pairs],
-                "first_stall_s": round(first.stall_s, 4),
-                "stall_fractions": [round(fraction, 4) for fraction in fractions],
-                "median_stall_fraction": round(statistics.median(fractions), 4),
-                "median_sync_s": round(sync_s, 3),
-                "median_sync_mb_per_s": round(size_bytes / 1e6 / sync_s),
-                "median_stall_s": round(statistics.median(p.stall_s for p in pairs), 4),
-                "median_write_s": round(statistics.median(p.write_s for p in pairs), 3),
-                "median_slower_s": round(statistics.median(p.slower_s for p in pairs), 3),
-                "median_cost_fraction": round(statistics.median(cost_fractions), 4),
-            }
-        )
+    seconds = [{name: round(value, 4) for name, value in asdict(pair).items()} for pair in pairs]
+    medians = {
+        name: round(statistics.median(one[name] for one in seconds), 4) for name in seconds[0]
+    }
+    stalls, synchronous = [p.stall_s for p in pairs], [p.sync_s for p in pairs]
+    report(
+        num_parameters=training.num_parameters,
+        checkpoint_bytes=size_bytes,
+        workers=args.workers,
+        threads=threads,
+        pairs=seconds,
+        medians=medians,
+        first_stall_s=round(first.stall_s, 4),
+        sync_mb_per_s=round(size_bytes / 1e6 / medians["sync_s"]),
+        stall_fractions=ratios(stalls, synchronous),
+        cost_fractions=ratios([p.stall_s + p.slower_s for p in pairs], synchronous),
     )
 
 

@@ -367,8 +367,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 
     Its profile is of early steps, so at least these are left out with the first span.
     """
-    from made_data import made_dataset
-    from training import all_rows, data_wait_fraction, quiet_config
+    from harness import data_wait_fraction, made_dataset, quiet_config, run_rows
 
     device = best_device()
     shape, sequences = sizes(args)
@@ -397,7 +396,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         over = threading.Event()
         state = thread.submit(hardest_state, device, over)
         try:
-            rows = all_rows(config)
+            rows = run_rows(config)
         finally:
             over.set()
         traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
@@ -408,7 +407,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     return {
         **speed(args, device, [row["perf/tokens_per_s"] for row in counted]),
         "run_mfu": counted[-1]["perf/mfu"],
-        "data_wait_fraction": round(data_wait_fraction(trained, skipped), 5),
+        "data_wait_fraction": data_wait_fraction(trained[skipped:]),
         "eval_s": [round(row["perf/eval_s"], 2) for row in rows if "perf/eval_s" in row],
         "eval_tokens": eval_tokens,
         "peak_memory_mb": round(trained[-1]["perf/peak_memory_bytes"] / 1e6),

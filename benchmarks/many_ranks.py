@@ -13,15 +13,13 @@ Clients and consumers are threads of a few processes, which share the machine wi
     python benchmarks/many_ranks.py split --ranks 8 64 512 [--chunk_mb 128]
     python benchmarks/many_ranks.py agree --ranks 8 16 32
 
-Prints one JSON object last. (What the order costs: at_scale.py.)
+Prints one JSON object last. (Cost of the order: reading.py.)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import threading
@@ -38,8 +36,9 @@ import pyarrow as pa
 import ray
 import torch
 import torch.distributed as dist
-from at_scale import made_manifest
+from harness import report
 from ray.data import ExecutionOptions
+from reading import absent_shards
 
 from raytrain_gpt.cluster.connection import connected
 from raytrain_gpt.config.schema import Config
@@ -77,7 +76,7 @@ def main() -> None:
     }
     with nullcontext() if args.part == "agree" else connected(PROCESSES, print):
         found = [measures[args.part](num) for num in args.ranks]
-    print(json.dumps({"part": args.part, "cores": os.cpu_count(), "found": found}))
+    report(part=args.part, found=found)
 
 
 def record(num_ranks: int, seconds: float) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def row(step: int) -> dict[str, Any]:
 
 def split(num_ranks: int, chunk_mb: float, num_chunks: int) -> dict[str, Any]:
     """The sharded dataset with so many ranks; its first chunk is not counted."""
-    manifest, batch_tokens = made_manifest(100, 100_000_000), 2**26
+    manifest, batch_tokens = absent_shards(100, 100_000_000), 2**26
     config = Config().updated({"seq_len": 1024, "global_batch_tokens": batch_tokens})
     data = Mixture((WeightedDataset(Location.of(Path("made")), manifest, Fraction(1)),))
     spec = ray_dataset.IngestSpec(config, data, num_ranks)

@@ -1,17 +1,12 @@
-"""How long a run takes from its command to its first step, on a running cluster and without Ray.
+"""Seconds from the command of a run to its first step.
 
-- `run`: `raytrain-gpt train` with one worker, on a cluster that runs already;
-- `ray`: Ray alone on that cluster, the least that any run on Ray needs: a script with the same trainer, one
-  worker, a function that only takes the first batch of a small sharded dataset;
-- `local`: `raytrain-gpt train --num_workers 0`, which needs no cluster.
-
-All are commands of their own, in turn, so that a noisy machine disturbs all alike. The data is prepared.
+- `run`: `raytrain-gpt train` with one worker, on a running cluster;
+- `ray`: a bare Ray script on that cluster (same trainer, one worker, first batch of a small sharded dataset);
+- `local`: `raytrain-gpt train --num_workers 0`.
 
     python benchmarks/startup.py [--rounds 5] [--ways local] [--max_steps=10 …]
 
-What it does not know are flags of `raytrain-gpt train`. Prints one JSON object last: the seconds of every
-phase (medians), from the command to the first step of a run and to the first batch of Ray alone, and the
-ratios to Ray alone. A phase is called by what it ends with.
+Further flags are those of `raytrain-gpt train`. The JSON has medians of all phases, each named by its end.
 """
 
 from __future__ import annotations
@@ -37,12 +32,12 @@ PHASES = {
     "connected": "ray.init returns",
     "fit": "the trainer's fit() is called",
     "process": "the worker's process starts",
-    "function": "the train function is called in it",
-    "ready": "the model is built and the first rows of the dataset are there",
-    "batch": "the first batch is there",
+    "function": "the train function is called",
+    "ready": "model and first rows exist",
+    "batch": "the first batch exists",
     "step": "the first step is done",
 }
-"""Mark -> what happens there. Ray alone has no `ready` and no `step`, a local run none of Ray's."""
+"""Mark -> event. Bare Ray has no `ready` and `step`, local mode none of Ray's."""
 WAYS = ("run", "ray", "local")
 
 
@@ -52,14 +47,19 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--inside", choices=WAYS, help="be this command (used inside)")
-    parser.add_argument("--marks", type=Path, help="file for the times (used inside)")
+    parser.add_argument("--inside", choices=WAYS, help="be this command (internal)")
+    parser.add_argument("--marks", type=Path, help="file for the times (internal)")
     args, flags = parser.parse_known_args()
     if args.inside:
         mark(args.marks, "python")
         ray_alone(args.marks) if args.inside == "ray" else run(args.marks, flags, args.inside)
         return
-    from training import ratios, without_cluster  # torch: not in the commands that are timed
+    from harness import (
+        in_turn,
+        ratios,
+        report,
+        without_cluster,
+    )  # imports torch: not in timed commands
 
     cluster = contextlib.nullcontext() if args.ways == ["local"] else running_cluster()
     with tempfile.TemporaryDirectory(prefix="startup-") as work, cluster as address:
@@ -67,8 +67,7 @@ def main() -> None:
         subprocess.run([*prepared, f"--out={work}/data"], check=True, stdout=subprocess.DEVNULL)
         found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
         for i in range(args.rounds):
-            first = i % len(args.ways)
-            for way in (*args.ways[first:], *args.ways[:first]):
+            for way in in_turn(args.ways, i):
                 settings = {
                     "data_path": f"{work}/data",
                     "storage_path": work,
@@ -88,25 +87,21 @@ def main() -> None:
             print(" | ".join(told), flush=True)
     totals = {way: [total_s(one) for one in all_of] for way, all_of in found.items()}
     pairs = [(way, "ray") for way in ("run", "local") if {way, "ray"} <= set(args.ways)]
-    print(
-        json.dumps(
-            {
-                "phases_end_when": PHASES,
-                **{f"{way}_phases_s": medians(all_of) for way, all_of in found.items()},
-                **{f"{way}_s": [round(s, 2) for s in all_of] for way, all_of in totals.items()},
-                "ratios": {f"{a}/{b}": ratios(totals[a], totals[b]) for a, b in pairs},
-            }
-        )
+    report(
+        phases_end_when=PHASES,
+        phases_s={way: medians(all_of) for way, all_of in found.items()},
+        seconds={way: [round(one, 2) for one in all_of] for way, all_of in totals.items()},
+        ratios={f"{a}/{b}": ratios(totals[a], totals[b]) for a, b in pairs},
     )
 
 
 def total_s(phases: dict[str, float]) -> float:
-    """Seconds from the command to its last mark."""
+    """Seconds from the command to the last mark."""
     return sum(phases.values())
 
 
 def medians(all_phases: list[dict[str, float]]) -> dict[str, float]:
-    """Of each phase, over all commands."""
+    """Median of each phase."""
     return {
         name: round(statistics.median(phases[name] for phases in all_phases), 2)
         for name in all_phases[0]
@@ -137,13 +132,13 @@ def timed(
 
 
 def mark(file: Path, name: str, at: float | None = None) -> None:
-    """Write down that something happens now; the first time counts."""
+    """Record an event; the first time counts."""
     with file.open("a") as marks:
         marks.write(json.dumps([name, at or time.time()]) + "\n")
 
 
 def run(file: Path, flags: list[str], way: str) -> None:
-    """`raytrain-gpt train` with its times written down."""
+    """Run `raytrain-gpt train` with marks."""
     import functools
 
     from raytrain_gpt import cli
@@ -156,7 +151,7 @@ def run(file: Path, flags: list[str], way: str) -> None:
 
 
 def ray_alone(file: Path) -> None:
-    """The least that a run on Ray is."""
+    """Run a bare Ray Train script."""
     import ray
     import ray.data
     import ray.train.torch
@@ -203,7 +198,7 @@ def mark_driver(file: Path) -> None:
 
 
 def mark_worker(file: Path, way: str) -> None:
-    """Mark `process`, unless it is the command's own, and `function`."""
+    """Mark `process`, except in local mode, and `function`."""
     import psutil
 
     if way != "local":
@@ -243,7 +238,7 @@ def marked_train_loop(file: Path, way: str) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def running_cluster() -> Iterator[str]:
-    """The address of a cluster of this machine, which runs with Ray's own settings."""
+    """Address of a private cluster with Ray's default settings."""
     import ray
 
     cpus = max(2, os.cpu_count() or 1)

@@ -48,6 +48,9 @@ def test_a_pipe_or_device_is_no_file(tmp_path: Path) -> None:
     assert regular(tmp_path / "missing").name == "missing"
 
 
+@pytest.mark.fault(
+    "YAML with duplicate keys, deep nesting, aliases, huge values", "one-line error, exit code 2"
+)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

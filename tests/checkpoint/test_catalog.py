@@ -89,6 +89,7 @@ def files(path: Location) -> list[str]:
     return [name for name, _ in path.files()]
 
 
+@pytest.mark.fault("clock skew")
 def test_the_newest_is_the_largest_step_whatever_the_clock_says(run_dir: Location) -> None:
     newest = written(run_dir, 30, 10, 20).newest_good(pytest.fail)
     assert newest is not None
@@ -108,6 +109,9 @@ def test_a_run_without_checkpoints_has_no_newest(run_dir: Location) -> None:
     assert Catalog(run_dir).best() is None
 
 
+@pytest.mark.fault(
+    "checkpoint truncated or one bit flipped", "skipped with a warning; next older one used"
+)
 @pytest.mark.parametrize(
     "damage", ["flip", "truncate", "remove", "remove hashes", "remove state", "flip hashes"]
 )
@@ -143,6 +147,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
     assert "step=00000020" in lines[0]
 
 
+@pytest.mark.fault("unlisted files in a checkpoint")
 def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
     catalog = Catalog(Location.of(tmp_path))
     path = write(catalog, 10)
@@ -194,6 +199,7 @@ def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path, raises_line) -> 
         pass
 
 
+@pytest.mark.fault("all checkpoints damaged", "fails with a list, never restarts at step 0")
 def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) -> None:
     catalog = Catalog(run_dir)
     (write(catalog, 10) / "model.safetensors").write_bytes(b"")
@@ -272,6 +278,7 @@ def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     assert steps(catalog) == [10, 20]
 
 
+@pytest.mark.fault("death during a checkpoint")
 def test_unfinished_directories_are_never_read_and_are_cleaned(tmp_path: Path) -> None:
     run_dir = Location.of(tmp_path)
     catalog = Catalog(run_dir)
@@ -360,6 +367,7 @@ def test_pruning_keeps_the_newest_alone_where_it_is_the_best(tmp_path: Path) -> 
     assert steps(catalog) == [30]
 
 
+@pytest.mark.fault("checkpoint of a newer version", "asks for an upgrade")
 def test_a_newer_state_version_asks_for_an_upgrade(run_dir: Location) -> None:
     path = write(Catalog(run_dir), 10)
     newer = json.loads((path / "state.json").read_text()) | {"state_version": 99}
@@ -395,6 +403,7 @@ def test_no_checkpoint_names_the_way_out(run_dir: Location) -> None:
 # In an object store
 
 
+@pytest.mark.fault("checkpoint without hashes", "ignored as incomplete")
 def test_files_without_the_last_one_are_no_checkpoint(remote_dir: Location) -> None:
     catalog = Catalog(remote_dir)
     path = write(catalog, 20)
@@ -488,6 +497,7 @@ def check_only(run_dir: Path, step: int) -> None:
     assert names(Location.of(run_dir)) == [f"step={step:08d}"]
 
 
+@pytest.mark.fault("disk full at a checkpoint")
 def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(disk: Path) -> None:
     catalog = written(Location.of(disk), 10)
     filler = filled(disk)

@@ -77,6 +77,7 @@ def damaged(name: str, content: bytes, damage: Damage) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[end:]
 
 
+@pytest.mark.fault("files that claim impossible sizes")
 @given(name=st.sampled_from(FILES), damage=damages(), hostile=st.booleans())
 @bounded_work()
 def test_a_damaged_checkpoint_is_used_or_refused(

@@ -102,6 +102,7 @@ def test_a_cluster_of_ones_own_has_room_for_an_async_evaluation() -> None:
     assert cpus_to_start(with_async(**sizes)) == 3 * 3 + 2
 
 
+@pytest.mark.fault("too few CPUs or GPUs")
 def test_fewer_workers_start_where_that_is_allowed() -> None:
     small = given(Node(6, 0))
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)

@@ -97,6 +97,7 @@ def listening_as(uid: int) -> Iterator[str]:
         head.kill()
 
 
+@pytest.mark.fault("another user's cluster on the machine", "not joined; private cluster instead")
 @pytest.mark.skipif(os.geteuid() != 0, reason="files and processes of another user need root")
 @pytest.mark.parametrize("what", ["file", "session", "process"])
 def test_a_cluster_of_another_user_is_not_joined(started: tuple[Path, str], what: str) -> None:
@@ -124,6 +125,9 @@ def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
             check_head(ask_head(address))
 
 
+@pytest.mark.fault(
+    "`ray start` cluster with a different token or version", "one-line error or private cluster"
+)
 def test_what_keeps_a_driver_out(raises_line: RaisesLine) -> None:
     check_head(HEAD)
     check_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__))

@@ -67,6 +67,7 @@ def test_workers_are_no_nicer_than_other_processes_unless_asked(
     assert found == ["0", "7"]
 
 
+@pytest.mark.fault("worker dies while Ray starts", "start abandoned after 120 s")
 def test_a_start_that_takes_too_long_ends_with_a_line() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as starting:
         guard = [sys.executable, "-I", "-S", start_guard.__file__, str(starting.pid), "0.1", "late"]

@@ -357,6 +357,7 @@ def test_the_token_that_ray_makes_is_for_its_user_alone(seen: Seen) -> None:
     assert seen.token.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.fault("secrets in configuration or environment", "never printed or written")
 @pytest.mark.tools
 def test_no_secret_is_printed_or_written(seen: Seen) -> None:
     assert "not with someone:***" in seen.output

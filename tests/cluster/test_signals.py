@@ -43,6 +43,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
     pytest.fail(f"the command ended before it printed {words!r}: {process.communicate()[1]}")
 
 
+@pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)], ids=["TERM", "INT"]
@@ -97,6 +98,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
 
 
 @pytest.mark.slow
+@pytest.mark.fault("two runs with one name", "second refused; stale lease taken")
 def test_a_second_run_of_the_same_name_is_refused(
     make_config: Callable[..., Any],
     run_cli: Callable[..., tuple[int, str, str]],
@@ -157,6 +159,7 @@ with StopSignals("") as signals:
 """
 
 
+@pytest.mark.fault("Ctrl+C three times")
 def test_the_third_signal_ends_the_process_after_a_last_act() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LAST_ACT], cwd=ROOT, timeout=WITHIN_S, capture_output=True, text=True

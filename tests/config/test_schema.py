@@ -257,6 +257,9 @@ def ways_out(message: str) -> dict[str, list[int]]:
     return {name: [int(value) for value in values.split(", ")] for name, values in found}
 
 
+@pytest.mark.fault(
+    "worker count that does not divide the batch", "refused, with the nearest that do"
+)
 @given(
     sequences=st.integers(1, 400),
     micro=st.integers(1, 40),

@@ -210,6 +210,7 @@ def test_a_moment_that_is_missing_is_named(
         load_optimizer(tmp_path, model, build_optimizer(model, OptimSection()))
 
 
+@pytest.mark.fault("unlisted files in a checkpoint", "ignored; named on resume")
 def test_moments_of_a_file_that_is_not_listed_are_not_read(
     tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
 ) -> None:
@@ -224,6 +225,7 @@ def test_moments_of_a_file_that_is_not_listed_are_not_read(
             assert torch.equal(loaded.state[parameter][key], tensor), key
 
 
+@pytest.mark.fault("files that claim impossible sizes", "refused before allocation")
 @pytest.mark.parametrize(
     "sizes", [{"num_layers": 10**9}, {"embd_size": 10**9}, {"vocab_size": 10**12}, {"seq_len": 1}]
 )

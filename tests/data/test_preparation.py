@@ -225,6 +225,7 @@ def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, rai
     assert files(out) == left
 
 
+@pytest.mark.fault("torn result of a preparation task", "task repeated")
 @pytest.mark.parametrize("content", [b"", b'{"task": 0, "docu', b"5", b'{"shards": []}', b"\xff"])
 def test_a_task_with_a_torn_result_is_done_again(
     tmp_path: Path, source: str, content: bytes

@@ -67,6 +67,9 @@ def id_beyond_vocabulary(path: Path) -> None:
     put_in_place(path, pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 29, np.uint16)}))
 
 
+@pytest.mark.fault(
+    "shard truncated, empty, missing or mistyped", "refused, naming expected and found"
+)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -138,6 +141,7 @@ def test_reading_a_damaged_shard_is_refused(
         read_row_group(tmp_path / "d", manifest, manifest.shards[0], 0)
 
 
+@pytest.mark.fault("token id outside the vocabulary", "refused, naming shard, row and id")
 @pytest.mark.parametrize("statistics", [False, True])
 def test_reading_an_id_beyond_the_vocabulary_is_refused_with_its_place(
     tmp_path: Path, statistics: bool, raises_line

@@ -67,6 +67,7 @@ def test_what_the_configuration_asks_for_is_not_there(
     assert visit.statuses("SKIP") == RANK_CHECKS
 
 
+@pytest.mark.fault("`ray start` cluster with a different token or version")
 def test_a_wrong_token_is_said_at_once(
     head: Head, doctor: Doctor, make_config: MakeConfig, tmp_path: Path
 ) -> None:

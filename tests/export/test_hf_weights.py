@@ -236,6 +236,7 @@ class Code:
         return (print, ("this ran",))
 
 
+@pytest.mark.fault("pickle with code in imported weights", "refused, not run")
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(
     tmp_path: Path, raises_line: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -639,6 +639,7 @@ def test_a_configuration_of_impossible_values_is_refused(
     assert words in refused("import", hf)
 
 
+@pytest.mark.fault("files that claim impossible sizes")
 def test_weights_that_claim_a_large_model_are_refused_before_it_is_made(
     hf: Path, refused: Refused
 ) -> None:

@@ -136,6 +136,7 @@ def tensors(run_dir: Path, step: int) -> dict[str, str]:
     return {n: (path / n).sha256() for n in path.names() if n.endswith(".safetensors")}
 
 
+@pytest.mark.fault("death during a checkpoint")
 def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_checkpoint(
     tmp_path: Path, start_writer: StartWriter
 ) -> None:

@@ -107,6 +107,7 @@ def head(
     made.close()
 
 
+@pytest.mark.fault("`ray job stop`", "saves within the job's stop time")
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     head: Head,
     straight: Straight,
@@ -146,6 +147,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     assert_same(run_dir, straight(2))
 
 
+@pytest.mark.fault("node process stopped by SIGTERM", "exits after the run saved")
 def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     head: Head,
     straight: Straight,

@@ -52,6 +52,7 @@ def spiked(cluster: str, make_config: MakeConfig) -> Spiked:
     return summary, lines, config
 
 
+@pytest.mark.fault("NaN or infinite loss", "update skipped on all ranks; rollback after ten")
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
     spiked: Spiked,
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
             assert all(bool(torch.isfinite(t).all()) for t in load_file(file).values())
 
 
+@pytest.mark.fault("loss spikes", "logged; after ten, rollback and skipped batches")
 def test_ten_spikes_lead_back_and_their_batches_are_skipped(
     spiked: Spiked,
 ) -> None:

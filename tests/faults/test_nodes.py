@@ -58,6 +58,10 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.fault(
+    "node drained, rank 0's included (spot notice)",
+    "saves in time, loses no step, separate retry budget",
+)
 def test_two_workers_become_one_and_two_and_one_again(
     nodes: Cluster,
     straight: Straight,
@@ -104,6 +108,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     assert_same_order(run_dir, straight(2))
 
 
+@pytest.mark.fault("node lost, replaced later", "waits with a warning, then resumes")
 def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     nodes: Cluster,
     straight: Straight,

@@ -62,6 +62,7 @@ def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tupl
     return summary.run_dir.path, lines
 
 
+@pytest.mark.fault("worker killed between checkpoints", "restarts; same final bits")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_worker_killed_three_times_costs_no_step(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], optimizer: str
@@ -88,6 +89,9 @@ def test_a_worker_killed_three_times_costs_no_step(
     assert lost.lost_steps <= len(gates) * config.train.checkpoint_every_steps
 
 
+@pytest.mark.fault(
+    "Ray Train controller or recorder killed", "restarts; removes its placement group"
+)
 @pytest.mark.parametrize("actor", ["TrainController", "Recorder"])
 def test_a_killed_actor_of_the_run_is_replaced(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], actor: str
@@ -137,6 +141,7 @@ def without_rank_1_at_first(spec: WorkerSpec) -> None:
     train_worker(spec)
 
 
+@pytest.mark.fault("not all workers start", "abandoned after 300 s, retried")
 def test_a_start_without_all_workers_is_given_up_and_tried_again(
     straight: Straight, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +167,7 @@ def read_behind_a_gate(gate: Gate, table: pa.Table, spec: IngestSpec) -> pa.Tabl
     return _read_chunk(table, spec)
 
 
+@pytest.mark.fault("data task killed", "task repeated")
 def test_a_killed_data_task_is_done_again(
     straight: Straight,
     make_config: MakeConfig,
@@ -182,6 +188,7 @@ def test_a_killed_data_task_is_done_again(
     assert goodput(read_rows(run_dir)).restarts == 0, lines
 
 
+@pytest.mark.fault("death during a checkpoint", "unfinished files ignored and removed")
 def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate], storage: Path
 ) -> None:
@@ -208,6 +215,7 @@ def test_workers_killed_while_they_write_a_checkpoint_leave_the_one_before(
         checkpoint.verify()
 
 
+@pytest.mark.fault("rank frozen or hanging", "logs stacks of all ranks, restarts")
 def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     straight: Straight, make_config: MakeConfig, gate: Callable[..., Gate]
 ) -> None:
@@ -235,6 +243,10 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     assert_same(run_dir, straight(2))
 
 
+@pytest.mark.fault("driver killed", "same command resumes, takes the lease at once")
+@pytest.mark.fault(
+    "worker killed after a report to Ray; Ray's index lost", "resumes from our catalog"
+)
 def test_a_killed_driver_goes_on_by_the_same_command(
     cluster: str,
     straight: Straight,
@@ -294,6 +306,9 @@ def test_a_run_killed_again_and_again_goes_on_in_another_mode_each_time(
     assert_same(run_dir, train(make_config(**exact, run_name="modes-straight"), print))
 
 
+@pytest.mark.fault(
+    "head (GCS) killed", "driver exits within 60 s; same command resumes on a new cluster"
+)
 @pytest.mark.parametrize("what", ["gcs_server", "everything"])
 def test_a_dead_cluster_goes_on_by_the_same_command(
     cluster: str,
@@ -324,6 +339,7 @@ def test_a_dead_cluster_goes_on_by_the_same_command(
     assert_same(Path(config.run.storage_path, config.run.run_name), straight(2))
 
 
+@pytest.mark.fault("Ctrl+C three times", "exits unsaved; last checkpoint intact")
 def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
     cluster: str, make_config: MakeConfig, gate: Callable[..., Gate], start: Start
 ) -> None:

@@ -54,6 +54,7 @@ def in_bucket(bucket: Location, make_config: Callable[..., Any]) -> Callable[...
     return make
 
 
+@pytest.mark.fault("object store stalled or refusing", "retried; clean exit after `retry_for_s`")
 def test_an_outage_of_the_object_store_costs_nothing_but_time(
     cluster: str,
     s3: S3Server,
@@ -90,6 +91,7 @@ def test_an_outage_of_the_object_store_costs_nothing_but_time(
     assert {"config.yaml", "log.txt", "report.html", "tensorboard"} <= set(run.names())
 
 
+@pytest.mark.fault("object store stalled or refusing")
 def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_checkpoint(
     cluster: str,
     s3: S3Server,
@@ -128,6 +130,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     assert_same_order(tmp_path, straight(0))
 
 
+@pytest.mark.fault("run directory renamed or unmounted", "waits up to 60 s")
 def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
     straight: Straight,
     make_config: Callable[..., Any],
@@ -149,6 +152,7 @@ def test_a_run_directory_that_is_away_after_the_last_step_costs_no_run(
     assert not away.exists()
 
 
+@pytest.mark.fault("storage read-only", "refused before training")
 def test_a_place_that_cannot_be_written_is_refused_before_training(
     cluster: str, make_config: Callable[..., Any], disk: Path
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.fault("Ray's disk full", "refused before training")
 def test_a_node_without_room_for_ray_is_refused(disk: Path) -> None:
     with pytest.raises(ClusterError, match="Ray needs") as caught:
         check_ray_disk(disk, "192.0.2.1")
@@ -183,6 +188,7 @@ def fill(file: Path) -> None:
     assert shutil.disk_usage(file.parent).free == 0
 
 
+@pytest.mark.fault("disk full at a checkpoint", "older ones stay; resumes once there is space")
 def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room_was_made(
     cluster: str,
     straight: Straight,

@@ -300,6 +300,7 @@ for process in processes:
 """One interpreter that becomes ten: starting each would take a third of a second."""
 
 
+@pytest.mark.fault("two runs with one name")
 @pytest.mark.parametrize("left_behind", [False, True])
 def test_of_ten_processes_at_once_one_gets_it(location: Location, left_behind: bool) -> None:
     if left_behind:
@@ -351,6 +352,7 @@ def test_a_frozen_process_elsewhere_is_replaced_and_notices(
         assert line.startswith(f"run x was held by process {holder.pid} on elsewhere since")
 
 
+@pytest.mark.fault("clock skew", "ordered by step, never by time")
 @pytest.mark.parametrize("skew_s", [-1e6, 1e6])
 def test_clocks_do_not_matter(location: Location, skew_s: float) -> None:
     location.write_text(elsewhere(beat_at=time.time() + skew_s).to_text())
@@ -611,6 +613,7 @@ def test_an_outage_of_an_object_store_is_not_a_loss(s3: S3Server, object_lease: 
     assert not object_lease.exists()
 
 
+@pytest.mark.fault("run directory renamed or unmounted")
 def test_a_directory_that_is_away_for_a_moment_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,6 +350,7 @@ def test_a_long_outage_ends_in_one_line(
         uses(file)[use]()
 
 
+@pytest.mark.fault("secrets in configuration or environment")
 def test_no_secret_is_in_the_error(s3: S3Server, remote: Location) -> None:
     s3.stop()
     with pytest.raises(StorageError) as caught:
@@ -358,6 +359,7 @@ def test_no_secret_is_in_the_error(s3: S3Server, remote: Location) -> None:
     assert SECRET_KEY not in str(caught.value)
 
 
+@pytest.mark.fault("object store stalled or refusing")
 def test_a_stalled_store_costs_only_time(s3: S3Server, remote: Location, after: After) -> None:
     remote.write_text("x")
     s3.freeze()
@@ -439,6 +441,7 @@ def test_our_errors_come_out_of_arrow_as_they_are(
 # Access
 
 
+@pytest.mark.fault("wrong bucket or keys", "fails at once, naming bucket and variables")
 @pytest.mark.parametrize("use", sorted(set(USES) - {"remove"}))
 def test_a_missing_bucket_is_one_line_at_once(
     s3: S3Server, use: str, raises_line: RaisesLine
@@ -448,6 +451,7 @@ def test_a_missing_bucket_is_one_line_at_once(
         uses(file)[use]()
 
 
+@pytest.mark.fault("wrong bucket or keys")
 @pytest.mark.parametrize("use", USES)
 def test_wrong_keys_are_one_line_at_once_and_not_in_it(
     s3: S3Server, remote: Location, use: str

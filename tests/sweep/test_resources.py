@@ -55,6 +55,9 @@ def test_a_limit_of_the_file_holds() -> None:
     assert at_once(sweep(max_concurrent_trials=30), Node(4, 0)) == 2
 
 
+@pytest.mark.fault(
+    "sweep larger than the cluster", "fewer concurrent trials; impossible ones refused"
+)
 def test_a_trial_that_never_fits_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"1 worker × 4 CPUs do not fit"):
         at_once(sweep({"cpus_per_worker": 4}), Node(4, 0))

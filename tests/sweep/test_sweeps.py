@@ -122,6 +122,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert pictures | {"results.csv", "best.yaml"} <= artifacts
 
 
+@pytest.mark.fault("sweep larger than the cluster")
 def test_two_trials_run_at_once_and_queue_where_one_fits(
     make_sweep: MakeSweep, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def damaged(whole: Path, name: str, damage: Damage) -> Path:
     return run
 
 
+@pytest.mark.fault("metrics.jsonl, config.yaml or samples.txt damaged")
 @given(name=st.sampled_from(FILES), damage=damages())
 @bounded_work()
 def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> None:

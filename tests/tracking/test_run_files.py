@@ -227,6 +227,10 @@ DAMAGED_LINES = [
 ]
 
 
+@pytest.mark.fault(
+    "metrics.jsonl, config.yaml or samples.txt damaged",
+    "valid content read, rest named; checkpoints restore rows",
+)
 @pytest.mark.parametrize("line", DAMAGED_LINES, ids=range(len(DAMAGED_LINES)))
 def test_a_damaged_row_is_left_out_and_comes_back_from_a_checkpoint(
     tmp_path: Path, line: bytes
@@ -245,6 +249,7 @@ def test_a_damaged_row_is_left_out_and_comes_back_from_a_checkpoint(
     assert read_rows(tmp_path, pytest.fail) == [train_row(1), train_row(2), train_row(3)]
 
 
+@pytest.mark.fault("metrics.jsonl of a different run", "moved to `broken-1-metrics.jsonl`")
 def test_rows_of_a_different_run_are_moved_away(tmp_path: Path) -> None:
     RunFiles(tmp_path, 0, []).add_rows([train_row(step) for step in range(1, 9)])
     content = (tmp_path / METRICS_FILE).read_text()

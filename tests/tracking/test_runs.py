@@ -59,6 +59,7 @@ def test_a_misspelt_run_is_answered_with_its_name(
     assert (code, "did you mean" in errors) == (2, False), errors
 
 
+@pytest.mark.fault("metrics.jsonl, config.yaml or samples.txt damaged")
 @pytest.mark.parametrize("content", [b"model: \xef", b"- 1", b"model: 5", b"train: {max_steps: x}"])
 def test_a_damaged_configuration_is_told_and_the_run_is_shown(
     tmp_path: Path, content: bytes

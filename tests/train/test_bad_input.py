@@ -90,6 +90,7 @@ def changed_shard(dataset: Path, tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.fault("shard truncated, empty, missing or mistyped")
 def test_changed_shard(refused: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
     copy = changed_shard(dataset, tmp_path)
     assert "train-00000.parquet was changed" in refused(f"--data_path={copy}")
@@ -104,6 +105,7 @@ def test_changed_shard_that_a_task_finds(
     assert "train-00000.parquet was changed" in line
 
 
+@pytest.mark.fault("token id outside the vocabulary")
 def test_token_outside_the_vocabulary(
     refused: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_token_outside_the_vocabulary(
     assert "ends at 256" in line
 
 
+@pytest.mark.fault("too little data", "refused with the required size")
 def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_path: Path) -> None:
     text = tmp_path / "small.txt"
     text.write_text("a few words\n" * 20)
@@ -143,6 +146,7 @@ def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_
     assert line.strip().endswith("use more data or a smaller seq_len")
 
 
+@pytest.mark.fault("too few CPUs or GPUs", "refused at once, requested against present")
 @pytest.mark.ray
 def test_too_few_resources(cluster: str, refused: Callable[..., str]) -> None:
     line = refused("--num_workers=6", "--micro_batch_sequences=2")
@@ -152,6 +156,7 @@ def test_too_few_resources(cluster: str, refused: Callable[..., str]) -> None:
     assert "the cluster has 0 GPUs" in refused("--num_workers=1", "--use_gpu=true")
 
 
+@pytest.mark.fault("data or tokenizer changed")
 def test_another_tokenizer_than_the_models(
     refused: Callable[..., str],
     straight: Callable[[int], Any],
@@ -210,6 +215,7 @@ def test_data_that_took_the_place_of_what_was_trained_on(
         check_trained_on(checkpoint, data_of(Config(), str(tmp_path / "other")))
 
 
+@pytest.mark.fault("configuration changed")
 def test_changed_maths_on_resume(
     run_cli: RunCli, straight: Callable[[int], Any], make_config: Callable[..., Any]
 ) -> None:

@@ -40,6 +40,9 @@ def made(make_config: Callable[..., Config]) -> Made:
     return config, manifest, Checkpoint(Location.of("/runs/drift/checkpoints/step=20"), trained, 0)
 
 
+@pytest.mark.fault(
+    "configuration changed", "refused with key and both values; harmless changes logged"
+)
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [
@@ -64,6 +67,7 @@ def test_changed_maths_is_refused_with_the_key_and_both_values(
         check_changes(config.updated({leaf: value}), manifest, checkpoint, pytest.fail)
 
 
+@pytest.mark.fault("data or tokenizer changed", "refused by hash")
 def test_changed_data_and_tokenizer_are_refused(
     made: Made, raises_line: Callable[..., Any]
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert_same(copy, whole)
 
 
+@pytest.mark.fault("worker count changed", "same batches and order")
 @ON_RAY
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_world_size_goes_on_in_the_same_order(
@@ -95,6 +96,7 @@ def test_another_world_size_goes_on_in_the_same_order(
     assert_same_order(copy, straight(2))
 
 
+@pytest.mark.fault("checkpoint truncated or one bit flipped")
 def test_damaged_checkpoints_are_skipped_with_a_line_each(
     straight: Straight, make_config: Callable[..., object], storage: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_damaged_checkpoints_are_skipped_with_a_line_each(
     assert weights(copy) == weights(straight(0).run_dir)
 
 
+@pytest.mark.fault("MLflow down or slow")
 @pytest.mark.models
 def test_trackers_show_one_curve_after_a_resume(
     make_config: Callable[..., object], storage: Path
@@ -150,6 +153,7 @@ def test_trackers_show_one_curve_after_a_resume(
     assert files == {file.name for file in (storage / "tracked-hf").iterdir()}
 
 
+@pytest.mark.fault("name of a finished run", "reported with both ways out")
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
     straight: Straight, make_config: Callable[..., object], storage: Path
 ) -> None:
@@ -237,6 +241,7 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     assert evaluations(summary.run_dir)[-1]["val/loss"] <= 1.79
 
 
+@pytest.mark.fault("worker killed between checkpoints")
 @ON_RAY
 def test_a_killed_worker_costs_time_but_no_step(
     straight: Straight, make_config: Callable[..., object], storage: Path, tmp_path: Path
