@@ -52,7 +52,7 @@ class EstimatedSpeed:
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """Largest micro-batch of a model on a device, without and with activation checkpointing; 0 if none fits."""
+    """Largest micro-batch on a device, without and with activation checkpointing; 0 if none fits."""
 
     model: str
     num_parameters: int

@@ -112,9 +112,7 @@ def _device(text: str, log: Log) -> GpuSpec:
     sxm = [spec for spec in specs if spec.is_sxm]
     if len(specs) > 1 and len(sxm) == 1:
         others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in specs if not spec.is_sxm)
-        log(
-            f"device   using the SXM variant, {sxm[0].name}, for {text}; also in the table: {others}"
-        )
+        log(f"device   {text} is {sxm[0].name}, the SXM variant; also in the table: {others}")
         return sxm[0]
     if len(specs) != 1:
         names = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in specs or GPU_SPECS)
@@ -123,41 +121,41 @@ def _device(text: str, log: Log) -> GpuSpec:
     return specs[0]
 
 
-def lines(config: Config, estimate: Estimate) -> list[str]:
-    """Format the estimate."""
+def lines(config: Config, run: Estimate) -> list[str]:
+    """Format the run."""
     m, train, seq_len = config.model, config.train, config.data.seq_len
     num_checkpoints = train.keep_checkpoints + 2  # the best one, and one being written
     epochs = ""
-    if estimate.steps_per_epoch == 0:
+    if run.steps_per_epoch == 0:
         epochs = ", less than one step per epoch"
-    elif estimate.steps_per_epoch is not None:
-        epochs = f", {count(estimate.steps_per_epoch, 'step', form=',')} per epoch"
-        epochs += f", {estimate.max_steps / estimate.steps_per_epoch:.2f} epochs"
+    elif run.steps_per_epoch is not None:
+        epochs = f", {count(run.steps_per_epoch, 'step', form=',')} per epoch"
+        epochs += f", {run.max_steps / run.steps_per_epoch:.2f} epochs"
     out = [
-        f"model    {amount(estimate.num_parameters)} parameters: {count(m.num_layers, 'layer')}, "
+        f"model    {amount(run.num_parameters)} parameters: {count(m.num_layers, 'layer')}, "
         f"{count(m.num_heads, 'head')}, "
         f"{m.embd_size} channels, context {seq_len}",
-        f"batch    {train.global_batch_tokens:,} tokens per step = {count(estimate.num_workers, 'worker')} × "
-        f"{count(estimate.micro_batches_per_step, 'micro-batch', 'micro-batches')} × "
-        f"{estimate.micro_batch_sequences} × {seq_len}",
-        f"work     {count(estimate.max_steps, 'step', form=',')}, {amount(estimate.total_tokens)} tokens{epochs}, "
-        f"{estimate.flops_per_token / 1e6:,.1f} MFLOPs per token, {estimate.total_flops:.3g} FLOPs in total",
-        _memory_line(estimate),
-        f"disk     {size(estimate.checkpoint_bytes)} per checkpoint, up to "
-        f"{size(estimate.checkpoint_bytes * num_checkpoints)} in total",
+        f"batch    {train.global_batch_tokens:,} tokens per step = {count(run.num_workers, 'worker')} × "
+        f"{count(run.micro_batches_per_step, 'micro-batch', 'micro-batches')} × "
+        f"{run.micro_batch_sequences} × {seq_len}",
+        f"work     {count(run.max_steps, 'step', form=',')}, {amount(run.total_tokens)} tokens{epochs}, "
+        f"{run.flops_per_token / 1e6:,.1f} MFLOPs per token, {run.total_flops:.3g} FLOPs in total",
+        _memory_line(run),
+        f"disk     {size(run.checkpoint_bytes)} per checkpoint, up to "
+        f"{size(run.checkpoint_bytes * num_checkpoints)} in total",
     ]
-    if estimate.fits is False:
-        out.append(f"to fit   {estimate.remedy.way_out if estimate.remedy else NO_REMEDY}")
-    if estimate.device is not None:
+    if run.fits is False:
+        out.append(f"to fit   {run.remedy.way_out if run.remedy else NO_REMEDY}")
+    if run.device is not None:
         fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
-            for fit in estimate.largest
+            for fit in run.largest
         )
         out.append(
-            f"fits     {estimate.device.name}, largest micro_batch_sequences (with "
+            f"fits     {run.device.name}, largest micro_batch_sequences (with "
             f"activation_checkpointing full): {fits}"
         )
-    return out + _time_lines(estimate)
+    return out + _time_lines(run)
 
 
 def run_lines(config: Config, log: Log) -> list[str]:
@@ -183,32 +181,32 @@ def run_lines(config: Config, log: Log) -> list[str]:
     return [*out, f"data     {path} does not exist; {advice}"]
 
 
-def _memory_line(estimate: Estimate) -> str:
-    memory, mode = estimate.memory, estimate.activation_checkpointing
+def _memory_line(run: Estimate) -> str:
+    memory, mode = run.memory, run.activation_checkpointing
     recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
     line = (
         f"memory   {size(memory.total)} per device: weights {size(memory.weights)}, gradients "
         f"{size(memory.gradients)}, moments {size(memory.moments)}, activations "
         f"{size(memory.activations)}{recomputed}, logits {size(memory.logits)}"
     )
-    if estimate.device is None:
+    if run.device is None:
         return line
-    verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    return f"{line} | {verdict} {estimate.device.name} ({size(estimate.device.memory_bytes)})"
+    verdict = "fits" if run.fits else "DOES NOT FIT"
+    return f"{line} | {verdict} {run.device.name} ({size(run.device.memory_bytes)})"
 
 
-def _time_lines(estimate: Estimate) -> list[str]:
-    if estimate.speed is None or estimate.train_s is None:
-        advice = "name a --device" if estimate.device is None else "set --precision to bf16"
+def _time_lines(run: Estimate) -> list[str]:
+    if run.speed is None or run.train_s is None:
+        advice = "name a --device" if run.device is None else "set --precision to bf16"
         return [f"time     unknown: {advice}, set --step_time_s, or measure with --probe"]
-    speed = estimate.speed
+    speed = run.speed
     mfu = "" if speed.mfu is None else f", mfu {speed.mfu:.1%}"
     out = [
-        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {estimate.step_time_s:.3g} s per step{mfu} "
+        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {run.step_time_s:.3g} s per step{mfu} "
         f"({SPEED_SOURCES[speed.source]})",
-        f"time     {duration(estimate.train_s)} of steps ({estimate.train_s / 86400:.1f} days, "
-        f"{estimate.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
+        f"time     {duration(run.train_s)} of steps ({run.train_s / 86400:.1f} days, "
+        f"{run.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
     ]
-    prices = (("on demand", estimate.price), ("spot", estimate.spot_price))
+    prices = (("on demand", run.price), ("spot", run.spot_price))
     texts = ", ".join(f"{price:,.2f} {name}" for name, price in prices if price is not None)
     return [*out, f"price    {texts}"] if texts else out

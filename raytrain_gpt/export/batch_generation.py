@@ -1,8 +1,8 @@
 """`sample --batch`: continue the prompts of a file on a cluster.
 
 1. Every line is read and checked, then grouped into tasks of `TASK_PROMPTS`.
-2. A pool of actors, one per GPU or, without GPUs, per CPU, loads the checkpoint and processes tasks (Ray Data,
-   streaming).
+2. A pool of actors, one per GPU or, without GPUs, per CPU, loads the checkpoint and processes tasks
+   (Ray Data, streaming).
 3. Results are written in the order of the tasks; the file appears when it is complete.
 
 A task is one batch, and its random streams follow from its prompts' line numbers. So the file does not depend
@@ -162,8 +162,8 @@ def _mapped(
 ) -> Iterator[dict[str, Any]]:
     """Yield results of a pool of actors in the order of the tasks, until an actor dies."""
     with warnings.catch_warnings():
-        # Without max_restarts=0, a deprecated argument, Ray warns on stderr that it may not be able to restart
-        # dead actors (ray-project/ray#57733).
+        # Without max_restarts=0, a deprecated argument, Ray warns on stderr that it may not be able to
+        # restart dead actors (ray-project/ray#57733).
         warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
             Generator,

@@ -190,8 +190,8 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
         return model
     if not 1 <= seq_len < shape.seq_len:
         raise ConfigError(
-            f"seq_len={seq_len} must be between 1 and {shape.seq_len}, the positions of {where}; set --seq_len "
-            f"to at most {shape.seq_len}"
+            f"seq_len={seq_len} must be between 1 and {shape.seq_len}, the positions of {where}; set "
+            f"--seq_len to at most {shape.seq_len}"
         )
     cropped = new_model(dataclasses.replace(shape, seq_len=seq_len))
     weights = model.state_dict()

@@ -120,7 +120,7 @@ def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
     with raises_line(ClusterError, "127.0.0.1:1", "refused", "RAY_ADDRESS"):
         check_head(ask_head("127.0.0.1:1"))
     for address in ("head", "http://127.0.0.1:8265"):
-        with raises_line(ClusterError, address, "no HOST:PORT", "HOST:6379"):
+        with raises_line(ClusterError, address, "not HOST:PORT", "HOST:6379"):
             check_head(ask_head(address))
 
 

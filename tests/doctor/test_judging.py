@@ -251,7 +251,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
         judge_sequences(given(good, more), ingest, range(3)),
         "sequences",
         "0 of 12",
-        "1 not of it",
+        "1 unplanned",
     )
 
 
