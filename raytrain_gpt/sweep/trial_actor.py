@@ -1,12 +1,12 @@
-"""One trial: a whole run that pauses at every evaluation until the sweep has decided.
+"""One trial: a run that pauses at every evaluation for the sweep's decision.
 
-1. `TrialActor` is what Ray Tune runs: `step` lets the run continue to its next evaluation.
+1. Ray Tune runs `TrialActor`: `step` lets the run continue to its next evaluation.
 2. `TrialRun` is the run, in a thread of that actor, with the same supervisor as the `train` command.
 3. At an evaluation the state is saved, the ranks wait, and the report goes to Ray Tune. So a trial
    that is stopped has seen exactly the tokens of its report, and one that continues loses none.
-4. After a restart, evaluations that were already done are reported, not done again.
+4. After a restart, finished evaluations are reported, not repeated.
 
-A trial that Ray Tune moves to another trial's state (population-based training) continues as a new run
+A trial that Ray Tune moves to a different trial's state (population-based training) continues as a new run
 from that checkpoint: Tune's checkpoint is a pointer to ours.
 """
 
@@ -40,7 +40,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 STOP_TIMEOUT_S = 120.0
-"""How long a run may take to save and stop; then Ray Tune ends its processes."""
+"""Time for a run to save and stop before Ray Tune ends its processes."""
 POINTER_FILE = "pointer.json"
 OBJECTIVE = "objective"
 TOKENS_SEEN = "tokens_seen"
@@ -49,17 +49,17 @@ Report = dict[str, Any]
 
 
 def checkpoint_of(report: Report) -> str:
-    """URL of the checkpoint that was saved with a report."""
+    """Return the URL of a report's checkpoint."""
     return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
 
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What all trials of a sweep have in common."""
+    """Shared context of a sweep's trials."""
 
     sweep: Sweep
     base: FittedConfig
-    """Configuration of all trials, every `auto` decided and every path absolute."""
+    """Configuration of all trials, with every `auto` resolved and absolute paths."""
     mlflow_tags: dict[str, str]
     barrier: Any
     """Handle of the sweep's `ShutdownBarrier`."""
@@ -71,7 +71,7 @@ class SweepContext:
 
 @ray.remote(num_cpus=0, max_concurrency=10_000)
 class ShutdownBarrier:
-    """Tells all runs to stop, and knows which of them still have processes."""
+    """Actor that stops all runs and tracks which of them still have processes."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
@@ -79,7 +79,7 @@ class ShutdownBarrier:
         self._left = asyncio.Condition()
 
     async def enter(self, name: str) -> None:
-        """A run starts, after the earlier one of the same name has left."""
+        """Register a run, after the earlier one of the same name has ended."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: name not in self._inside)
@@ -87,21 +87,21 @@ class ShutdownBarrier:
             self._inside.add(name)
 
     async def leave(self, name: str) -> None:
-        """A run and all its processes have ended."""
+        """Unregister a run whose processes have all ended."""
         async with self._left:
             self._inside.discard(name)
             self._left.notify_all()
 
     async def stop_all(self) -> None:
-        """Tell all runs to save and stop."""
+        """Make all runs save and stop."""
         self._stop.set()
 
     async def wait_for_stop(self) -> None:
-        """Return when the runs are to stop."""
+        """Wait for `stop_all`."""
         await self._stop.wait()
 
     async def wait_until_empty(self) -> list[str]:
-        """Wait until all runs have left; names of those that take longer than STOP_TIMEOUT_S."""
+        """Wait until all runs have ended; return the names of those that exceed STOP_TIMEOUT_S."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: not self._inside)
@@ -110,12 +110,12 @@ class ShutdownBarrier:
 
 
 class TrialRun:
-    """A run in a thread that pauses at every evaluation.
+    """A run in a thread, paused at every evaluation.
 
     Args:
         config: The trial's configuration, with its run_name.
         origin: Checkpoint of another run to continue from, or None.
-        reported_tokens: The sweep knows the evaluations up to these tokens.
+        reported_tokens: Tokens up to which evaluations were reported.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TrialRun:
         """Wait for the next evaluation; the run pauses after it.
 
         Raises:
-            Interrupted: it was told to stop.
+            Interrupted: the run was stopped.
             Diverged: the objective is not finite.
             TrainingFailed: the run failed.
         """
@@ -155,7 +155,7 @@ class TrialRun:
         self._continue.release()
 
     def stop(self, *, killed: bool = False) -> None:
-        """Let the run save and stop, and wait until it has.
+        """Make the run save and stop, and wait for it.
 
         Args:
             killed: The sweep was interrupted: the trial is to go on later.

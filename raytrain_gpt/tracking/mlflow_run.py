@@ -52,7 +52,7 @@ def check_uri(uri: str) -> None:
 
 
 def mlflow_store(config: Config) -> tuple[str | None, str | None]:
-    """Return the tracking URI, or None, and the artifact location of a new experiment, or None for the server's.
+    """Return the tracking URI or None, and a new experiment's artifact location or None for the server's.
 
     An SQLite file cannot be in an object store, so `auto` means no tracking there.
     """
@@ -166,8 +166,8 @@ def _check_artifacts(uri: str, run: Any) -> None:
     inside = artifacts.resolve().is_relative_to(expected)
     if not inside or any(path.is_symlink() for path in artifacts.rglob("*")):
         raise ConfigError(
-            f"{uri} puts artifacts into {run.info.artifact_uri}, which is not in {expected}; set mlflow_uri and "
-            f"{URI_VARIABLE} to {uri} if that is intended, or mlflow_uri to null"
+            f"{uri} puts artifacts into {run.info.artifact_uri}, which is not in {expected}; set mlflow_uri "
+            f"and {URI_VARIABLE} to {uri} if that is intended, or mlflow_uri to null"
         )
 
 
