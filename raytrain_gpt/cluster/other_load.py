@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from raytrain_gpt.config.resolved import FittedConfig
 from raytrain_gpt.config.schema import Config
@@ -16,7 +16,7 @@ def busy_cores(config: Config) -> float:
     """Measure for 0.2 s how many cores are busy; 0 if `cpus_per_worker` is set."""
     if config.cluster.cpus_per_worker != "auto":
         return 0.0
-    return psutil.cpu_percent(_SAMPLE_S) / 100 * (os.cpu_count() or 1)
+    return float(psutil.cpu_percent(_SAMPLE_S)) / 100 * (os.cpu_count() or 1)
 
 
 def crowded_cores(fitted: FittedConfig, busy: float) -> str | None:

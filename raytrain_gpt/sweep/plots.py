@@ -304,7 +304,7 @@ def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
 
 
 def _curve(trial: Trial) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return a trial's tokens and objectives, with a gap where it continued from a different trial's weights."""
+    """Return a trial's tokens and objectives, with a gap where it copied a different trial's weights."""
     tokens = np.array([point[0] for point in trial.curve], np.float64)
     values = np.array([point[1] for point in trial.curve], np.float64)
     values[~np.isfinite(values)] = np.nan

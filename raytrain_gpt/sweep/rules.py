@@ -69,8 +69,8 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
             )
     elif not drawn and num_trials != points:
         raise ConfigError(
-            f"num_trials={num_trials}, but the grid has {count(points, 'point')} and nothing is drawn; remove "
-            "num_trials"
+            f"num_trials={num_trials}, but the grid has {count(points, 'point')} and nothing is drawn; "
+            "remove num_trials"
         )
     elif num_trials % points:
         raise ConfigError(

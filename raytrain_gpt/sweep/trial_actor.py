@@ -127,7 +127,7 @@ class TrialRun:
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens
         self.run_dir = run_location(config)
-        assert reported_tokens < self._all_tokens, "nothing is left of a trial that has ended"
+        assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
         self._signals = StopSignals("")
         self._killed = threading.Event()
@@ -158,7 +158,7 @@ class TrialRun:
         """Make the run save and stop, and wait for it.
 
         Args:
-            killed: The sweep was interrupted: the trial is to go on later.
+            killed: The sweep was interrupted, and will resume the trial.
         """
         if killed:
             self._killed.set()
@@ -191,7 +191,7 @@ class TrialRun:
         Run(config, world_size, data, self._signals, print, train_loop, trial).train()
 
     def _report_new(self) -> None:
-        """Report every evaluation that the sweep does not know, and pause after each but the last."""
+        """Report every unreported evaluation, and pause after each but the last."""
         rows = self._kept_rows()
         for row in rows:
             tokens = row["step"] * self._batch_tokens
@@ -213,7 +213,7 @@ class TrialRun:
                 return
 
     def _kept_rows(self) -> list[Row]:
-        """Rows up to the newest checkpoint: what the run does not repeat."""
+        """Return rows up to the newest checkpoint, which the run does not repeat."""
         complete = Catalog(self.run_dir).complete()
         if not complete:
             return []
@@ -238,16 +238,16 @@ class TrialRun:
 
 
 class TrialActor(tune.Trainable):  # type: ignore[misc]
-    """The trainable that Ray Tune drives; see the module."""
+    """Ray Tune's trainable; see the module."""
 
     def setup(self, config: dict[str, Any], context: SweepContext) -> None:
-        """Keep what the trial is to be; the run starts with the first step."""
+        """Store the trial's definition; the run starts with the first step."""
         self._context, self._values = context, config["values"]
         self._reported_tokens, self._origin = context.begun.get(self.trial_name, (0, None))
         self._run: TrialRun | None = None
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Continue from the checkpoint that a pointer names, of this trial or another one."""
+        """Continue from the checkpoint of a pointer, which may be a different trial's."""
         pointer = json.loads(Path(checkpoint_dir, POINTER_FILE).read_text("utf-8"))
         self._origin, self._reported_tokens = pointer["checkpoint"], pointer[TOKENS_SEEN]
 
@@ -267,7 +267,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return self._report
 
     def cleanup(self) -> None:
-        """The trial is over: its run saves and stops."""
+        """End the trial: its run saves and stops."""
         if self._run is not None:
             self._end(self._run)
 
@@ -284,14 +284,14 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return run
 
     def _name_and_origin(self, config: Config) -> tuple[str, str | None]:
-        """Name of the run, and the checkpoint of another run that it continues from."""
+        """Return the run's name, and the other run's checkpoint that it continues from."""
         name: str = self.trial_name
         if self._origin is None:
             return name, None
         origin_run = location(config, self._origin).parent.parent.name
         if origin_run == name or origin_run.startswith(f"{name}-from-"):
             return origin_run, None
-        # The same decision gets the same name, so that a restart finds the run.
+        # Equal decisions get equal names, so that a restart finds the run.
         decision = json.dumps([self._origin, self._values])
         digest = hashlib.sha256(decision.encode()).hexdigest()[:6]
         step = location(config, self._origin).name.removeprefix("step=")

@@ -79,7 +79,7 @@ def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
 
 
 def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
-    """Return the trial with the lowest objective among those with the most tokens, or None without a score."""
+    """Return the trial with the lowest objective among those with the most tokens, or None."""
     first = next(iter(ranking(trials, budget_tokens)), None)
     return None if first is None or first.score is None else first
 

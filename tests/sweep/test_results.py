@@ -116,7 +116,7 @@ def test_failed_trials_are_a_failure_and_other_ends_are_results() -> None:
     )
     assert text is not None
     assert len(text) < 300
-    assert text.endswith("start it with another --sweep_name")
+    assert text.endswith("start it with a new --sweep_name")
 
 
 def test_a_trial_is_compared_where_it_was_evaluated() -> None:

@@ -127,7 +127,7 @@ def test_flags_win_over_the_file(load: Load) -> None:
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
         ({"weight_decay": "much"}, ["weight_decay='much'", "must be a number"]),
         ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
-        ({"max_steps": "9"}, ["max_steps is decided by the sweep; set budget_tokens"]),
+        ({"max_steps": "9"}, ["max_steps is set by the sweep; set budget_tokens"]),
     ],
 )
 def test_a_wrong_flag_is_one_line(
@@ -210,7 +210,7 @@ def test_a_wrong_file_is_one_line(
 def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
     value = FIELDS[name][1].default
     entry = {name: value if place == "overrides" else {"grid": [value]}}
-    with raises_line(ConfigError, f"{name} is decided by the sweep; {SET_BY_SWEEP[name]}"):
+    with raises_line(ConfigError, f"{name} is set by the sweep; {SET_BY_SWEEP[name]}"):
         load(**{place: {**FILE.get(place, {}), **entry}})
 
 
@@ -229,7 +229,7 @@ def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, ra
 def test_resources_places_and_the_measure_are_the_same_in_all_trials(
     load: Load, name: str, values: list[Any], raises_line
 ) -> None:
-    with raises_line(ConfigError, f"{name} is the same in all trials; set it in overrides"):
+    with raises_line(ConfigError, f"{name} cannot vary between trials; move it"):
         load(space={name: {"grid": values}})
     assert load(overrides={name: values[0]}).overrides == {name: values[0]}
 

@@ -269,7 +269,7 @@ def test_single_rows_that_differ_are_those_of_the_checkpoints(tmp_path: Path) ->
     check_rows(tmp_path, saved, told.append)
     path = tmp_path / METRICS_FILE
     assert told == [
-        f"replaced: 1 row of {path}, from step 6, by those of the checkpoints, which differ"
+        f"replaced 1 row of {path}, from step 6, by those of the checkpoints, which differ"
     ]
     RunFiles(tmp_path, 7, saved)
     assert read_rows(tmp_path) == [*map(train_row, range(1, 5)), *saved, train_row(7)]
