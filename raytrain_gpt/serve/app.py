@@ -201,8 +201,8 @@ class _Interface:
         if longest + completion_request.max_tokens > context_tokens:
             raise ApiError(
                 400,
-                f"{longest} tokens of the prompt and max_tokens={completion_request.max_tokens} are above the "
-                f"context of {context_tokens} tokens; shorten one of them",
+                f"{longest} tokens of the prompt and max_tokens={completion_request.max_tokens} are above "
+                f"the context of {context_tokens} tokens; shorten one of them",
                 "prompt",
                 "context_length_exceeded",
             )

@@ -209,7 +209,7 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
     _, found = answer(CONFIG, Facts(), told.append, text)
     assert found.device is not None
     assert found.device.name == name
-    said = f"device   {text} means the SXM variant, {name}; also in the table: {others}"
+    said = f"device   {text} is {name}, the SXM variant; also in the table: {others}"
     assert told == ([said] if others else [])
 
 

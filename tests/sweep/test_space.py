@@ -291,7 +291,7 @@ def test_a_whole_number_is_rounded() -> None:
     ("texts", "words"),
     [
         ({"min_lr": "min_lr / 2"}, ["min_lr -> min_lr"]),
-        ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["circle", "min_lr", "peak_lr"]),
+        ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["cycle", "min_lr", "peak_lr"]),
     ],
 )
 def test_a_circle_of_expressions_is_one_line(

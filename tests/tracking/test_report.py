@@ -466,7 +466,7 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
     assert verdicts == [
         "yes",
         "yes",
-        "no, differs from step 10 on",
+        "no, differs from step 10",
         "no, same order of other data",
         "same order; dataset unknown before a checkpoint",
     ]
