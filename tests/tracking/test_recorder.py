@@ -154,7 +154,7 @@ def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
     writer = recorder(tmp_path)
     run(two_checkpoints())
     assert pushed == [tmp_path.name] * 2
-    assert [line for line in news(writer) if "not copied" in str(line)] == [
+    assert [line for line in news(writer) if "cannot copy" in str(line)] == [
         f"cannot copy metrics to {tmp_path} now: out of reach"
     ]
 
