@@ -31,7 +31,7 @@ from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 PROBE_S = 5.0
 """Duration of the speed measurement, which takes at least one forward and backward pass."""
 START_S = 35.0
-"""Time of a trial besides its steps (processes, imports, evaluations); 33 and 51 s in two sweeps on 2 cores."""
+"""Time of a trial besides its steps (processes, imports, evaluations); two sweeps on two cores: 33, 51 s."""
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
