@@ -1,4 +1,4 @@
-"""Which cluster RAY_ADDRESS asks for, told without importing Ray."""
+"""The cluster in RAY_ADDRESS, read without importing Ray."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from raytrain_gpt.errors import ConfigError
 
 
 def named_cluster() -> str | None:
-    """The cluster that RAY_ADDRESS names; None: none."""
-    named = os.environ.get("RAY_ADDRESS")
-    return None if named in ("", "local") else named
+    """Return the cluster that RAY_ADDRESS names, or None."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
 
 
 def check_no_cluster_named() -> None:
-    """Check that no cluster is asked for, in local mode.
-
-    Raises:
-        ConfigError: RAY_ADDRESS names one, as in a submitted job.
-    """
+    """Raise ConfigError in local mode if RAY_ADDRESS names a cluster, as in a submitted job."""
     if address := named_cluster():
         raise ConfigError(
             f"num_workers=0 trains in this process without Ray, but RAY_ADDRESS={address} names a cluster; "

@@ -1,4 +1,4 @@
-"""What fits a cluster: pure functions of its nodes' resources, without Ray."""
+"""Fit a configuration to a cluster: pure functions of its nodes' resources, without Ray."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.format import count
 
 DATA_CPUS = 1
-"""CPUs that must stay free for Ray Data's reading tasks. Workers hold theirs for the whole run, so without
-a free one no task is ever scheduled and the run waits for its first batch for ever."""
+"""CPUs reserved for Ray Data's reading tasks. Workers hold their CPUs until the run ends, so without a free
+one no task is scheduled and the run hangs before its first batch."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of the cluster has."""
+    """Resources of one node."""
 
     cpus: float
     gpus: float
     memory_bytes: float = math.inf
-    """Memory that Ray gives to processes, object store excluded; infinite: Ray does not know."""
+    """Memory that Ray schedules, without the object store; infinite if Ray reports none."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the cluster has, and whether this process started it."""
+    """Resources of the cluster, and whether this process started it."""
 
     nodes: tuple[Node, ...]
     ours: bool
 
     @property
     def cpus(self) -> float:
-        """CPUs of all nodes."""
+        """Total CPUs."""
         return sum(node.cpus for node in self.nodes)
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Total GPUs."""
         return int(sum(node.gpus for node in self.nodes))
 
     def room_for(self, cpus: int, gpus: float) -> int:
-        """How many workers of this size fit, with `DATA_CPUS` left free somewhere."""
+        """Count the workers of this size that fit, with `DATA_CPUS` to spare."""
         return min(self.places(cpus, gpus), max(0, int((self.cpus - DATA_CPUS) // cpus)))
 
     def places(self, cpus: int, gpus: float) -> int:
-        """How many workers of this size have a node to run on; a worker is never split over nodes."""
-        places = 0
+        """Count the workers of this size that fit on the nodes; a worker is never split over nodes."""
+        total = 0
         for node in self.nodes:
             by_cpu = int(node.cpus // cpus)
-            # Shares of a GPU do not add up exactly in floats: 1 / 0.1 is a little below 10.
-            places += min(by_cpu, int(node.gpus / gpus + 1e-9)) if gpus else by_cpu
-        return places
+            # Fractions of a GPU do not add up exactly in floats: 1 / 0.1 is a little below 10.
+            total += min(by_cpu, int(node.gpus / gpus + 1e-9)) if gpus else by_cpu
+        return total
 
 
 def cpus_to_start(config: Config) -> int:
-    """Logical CPUs of a cluster started for this run: workers, async evaluation, and two for data."""
+    """Return the logical CPUs to start a cluster with: workers, async evaluation, and two for data."""
     c, evaluations = config.cluster, num_async_evaluations(config)
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     num_workers = gpus - evaluations if c.num_workers == "auto" else c.num_workers
@@ -72,7 +72,7 @@ def cpus_to_start(config: Config) -> int:
 
 
 def num_async_evaluations(config: Config) -> int:
-    """Async evaluations that run at a time, each with the resources of a worker."""
+    """Return the number of concurrent async evaluations; each needs one worker's resources."""
     return int(config.eval.eval_mode == "async")
 
 
@@ -81,28 +81,28 @@ def _shared_cores(shares: int) -> int:
 
 
 def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> FittedConfig:
-    """The configuration with every `auto` of the cluster section decided, in local mode.
+    """Resolve every `auto` of the cluster section in local mode.
 
     Args:
-        world_size: Processes that were started together.
-        in_node: Those of this machine.
-        num_gpus: GPUs that they see.
+        world_size: Processes of the launch.
+        in_node: Processes on this machine.
+        num_gpus: GPUs visible to them.
 
     Raises:
-        ClusterError: there are fewer GPUs than processes that want one.
-        ConfigError: there are more, of which the rest would idle, or the batch does not divide.
+        ClusterError: there are fewer GPUs than processes that need one.
+        ConfigError: GPUs would idle, or the batch does not divide.
     """
     c = config.cluster
     use_gpu = num_gpus > 0 if c.use_gpu == "auto" else c.use_gpu
     if use_gpu and num_gpus < in_node:
         raise ClusterError(
-            f"num_workers=0 with {count(in_node, 'process', 'processes')} needs as many GPUs, this machine "
-            f"has {num_gpus}; start fewer, or set use_gpu to false"
+            f"{count(in_node, 'local-mode process', 'local-mode processes')} need{'s' * (in_node == 1)} "
+            f"{count(in_node, 'GPU')}, but this machine has {num_gpus}; start fewer, or set use_gpu to false"
         )
     if use_gpu and num_gpus > in_node:
         raise ConfigError(
-            f"num_workers=0 trains on {in_node} of {num_gpus} GPUs; set num_workers to {num_gpus}, start it "
-            f"by torchrun --nproc_per_node={num_gpus}, or choose with CUDA_VISIBLE_DEVICES"
+            f"num_workers=0 would use {in_node} of {num_gpus} GPUs; set num_workers to {num_gpus}, launch "
+            f"with torchrun --nproc_per_node={num_gpus}, or select GPUs with CUDA_VISIBLE_DEVICES"
         )
     cpus = _shared_cores(in_node) if c.cpus_per_worker == "auto" else c.cpus_per_worker
     fitted = decided(FittedConfig, config, use_gpu=use_gpu, cpus_per_worker=cpus)
@@ -111,9 +111,9 @@ def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int)
 
 
 def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, int]:
-    """The configuration with every `auto` of the cluster section decided, and the world size.
+    """Resolve every `auto` of the cluster section; also return the world size.
 
-    `num_workers=auto` is as many of the GPUs as share the batch equally.
+    `num_workers=auto` is the largest number of GPUs that divides the batch.
 
     Raises:
         ClusterError: the cluster has too few GPUs or CPUs.
@@ -125,7 +125,7 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     if use_gpu and resources.gpus == 0:
         raise ClusterError("use_gpu=true, but the cluster has 0 GPUs; set use_gpu to auto or false")
     evaluations = num_async_evaluations(config)
-    num_workers = c.num_workers or 1  # doctor and probe ask for local mode with one worker
+    num_workers = c.num_workers or 1  # doctor and probe treat local mode as one worker
     if num_workers == "auto":
         most = resources.gpus - evaluations if gpus == 1 else 1
         num_workers = _first_sharing(config, range(most, 0, -1)) or 1
@@ -146,8 +146,8 @@ def fit_to_cluster(config: Config, resources: Resources) -> tuple[FittedConfig, 
     if workers is not None:
         return fitted, workers
     raise ConfigError(
-        f"no number of workers from {least} to {room} divides the {config.batch_sequences} "
-        f"sequences of a global batch; set min_workers or global_batch_tokens"
+        f"no worker count from {least} to {room} divides the {config.batch_sequences} "
+        f"sequences of a global batch; change min_workers or global_batch_tokens"
     )
 
 
@@ -155,7 +155,7 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
     c, evaluations = config.cluster, num_async_evaluations(config)
     have = f"{count(resources.cpus, 'CPU', form='g')} and {count(resources.gpus, 'GPU')} on "
     have += count(len(resources.nodes), "node")
-    free = f"{DATA_CPUS} CPU must stay free for data"
+    free = f"{DATA_CPUS} CPU is reserved for data"
     ways = [f"set num_workers to at most {room}"] if room > 0 else []
     if evaluations:
         free += ", and the resources of one worker for eval_mode=async"
@@ -168,26 +168,26 @@ def _too_small(config: FittedConfig, resources: Resources, room: int) -> Cluster
 
 
 def largest_world_size(config: FittedConfig, resources: Resources) -> int | None:
-    """The most workers that fit and share the batch equally, None if `min_workers` do not."""
+    """Return the largest world size that fits and divides the batch, or None below `min_workers`."""
     c = config.cluster
     room = resources.room_for(c.cpus_per_worker, c.num_gpus) - num_async_evaluations(config)
     return _first_sharing(config, range(min(c.num_workers, room), c.least_workers - 1, -1))
 
 
 def _first_sharing(config: Config, numbers: Iterable[int]) -> int | None:
-    """The first of some numbers of workers that share the batch equally."""
+    """Return the first world size that divides the batch, or None."""
     return next((number for number in numbers if shares_equally(config, number)), None)
 
 
 def idle_gpus(config: Config, fitted: FittedConfig, resources: Resources) -> str | None:
-    """A line about GPUs that `num_workers=auto` leaves alone since the batch does not divide over all."""
+    """Return a warning if `num_workers=auto` idles GPUs because the batch does not divide, else None."""
     used, free = fitted.cluster.num_workers, resources.gpus - num_async_evaluations(config)
     if config.cluster.num_workers != "auto" or fitted.cluster.num_gpus != 1 or used >= free:
         return None
     tokens = config.train.global_batch_tokens
     unit = config.data.seq_len * sharing_unit(config, free)
     return (
-        f"num_workers auto: {used} of {count(free, 'GPU')}, since no more divide the "
-        f"{count(config.batch_sequences, 'sequence')} of a step; all would share "
-        f"global_batch_tokens {nearest_multiples(tokens, unit)}"
+        f"num_workers=auto uses {used} of {count(free, 'GPU')}, the most that divides "
+        f"{count(config.batch_sequences, 'sequence')} per step; to use all, set "
+        f"global_batch_tokens to {nearest_multiples(tokens, unit)}"
     )

@@ -1,7 +1,4 @@
-"""What `torch.compile` needs of a machine besides torch; without it the first step would die.
-
-On a GPU Triton builds its driver, and on a CPU Inductor its kernels, with a compiler and Python's headers.
-"""
+"""Check for the compiler and Python headers that `torch.compile` needs for Triton's driver or CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from raytrain_gpt.errors import ConfigError
 
 
 def fields_that_compile(config: Config, on_gpu: bool) -> list[str]:
-    """Names of the set fields for which something is compiled: on GPUs also a kernel for document masks."""
+    """Return the enabled fields that need a compiler; on GPUs, document masks also compile a kernel."""
     has_kernel = on_gpu and not config.model.dropout
     has_kernel &= config.train.activation_checkpointing != "selective"
     names = ("compile", "document_mask") if has_kernel else ("compile",)
@@ -23,7 +20,7 @@ def fields_that_compile(config: Config, on_gpu: bool) -> list[str]:
 
 
 def missing_compiler(on_gpu: bool) -> str:
-    """What this machine lacks, for people; empty: nothing."""
+    """Name the missing compiler or headers, or return an empty string."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
     if not os.environ.get(variable) and not any(map(shutil.which, names)):
         return "a C compiler" if on_gpu else "a C++ compiler"
@@ -32,14 +29,7 @@ def missing_compiler(on_gpu: bool) -> str:
 
 
 def check_compiler(config: Config, on_gpu: bool, where: str) -> None:
-    """Check that this machine can compile what a configuration needs.
-
-    Args:
-        where: Tells people which machine.
-
-    Raises:
-        ConfigError: it has no compiler, or no Python headers.
-    """
+    """Raise ConfigError if this machine (`where` in the message) cannot compile what `config` needs."""
     fields = fields_that_compile(config, on_gpu)
     missing = missing_compiler(on_gpu) if fields else ""
     if missing:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a command: the one that RAY_ADDRESS names, or one started on this machine."""
+"""Connect a command to the Ray cluster in RAY_ADDRESS, or to one started on this machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from raytrain_gpt.format import Log
 
 _ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    # The controller takes one report of a worker per poll, every 2 s by default. Training does not wait
-    # for it, but the end of a run does.
+    # The controller takes one report per worker and poll (default 2 s), and a run's end waits for it.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
-    # Ray waits 600 s for a frozen worker, and for ever in its own collectives (report, preemption info).
+    # Ray waits 600 s for a frozen worker, and without limit in its collectives (report, preemption info).
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
-    # Else workers run in a directory of Ray's session, where relative paths and imports break.
+    # Otherwise workers run in Ray's session directory, where relative paths and imports break.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -39,7 +38,7 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
     """Connect to the cluster of RAY_ADDRESS or `ray start`, or start one on this machine.
 
     Args:
-        num_cpus_needed: Logical CPUs of a cluster started here; it has at least one for each core.
+        num_cpus_needed: Minimum logical CPUs of a cluster started here, which has at least one per core.
 
     Raises:
         ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or none starts here.
@@ -62,7 +61,7 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
 
 @contextlib.contextmanager
 def connected(num_cpus_needed: int, log: Log) -> Iterator[Resources]:
-    """`connect`; at the end a cluster that was started by it is shut down."""
+    """Connect, and on exit shut down a cluster started here."""
     resources = connect(num_cpus_needed, log)
     try:
         yield resources
@@ -71,7 +70,7 @@ def connected(num_cpus_needed: int, log: Log) -> Iterator[Resources]:
 
 
 def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
-    """Connect to the cluster at the given address; False if there is none that could be joined."""
+    """Join the configured or a local cluster; return False if there is none to join."""
     address = given_address(log)
     if address is None:
         return False
@@ -80,20 +79,20 @@ def _join_given_cluster(quiet: dict[str, Any], log: Log) -> bool:
     except HeadRefuses as refusal:
         if os.environ.get("RAY_ADDRESS"):
             raise
-        log(f"{refusal}; starting a cluster for this command alone")
+        log(f"{refusal}; starting a private cluster for this command")
         return False
     try:
         ray.init(address, **quiet)
     except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
-            f"cannot join the Ray cluster at {address} ({root_cause(error)}); set RAY_ADDRESS=local to run "
-            "on this machine alone"
+            f"cannot join the Ray cluster at {address} ({root_cause(error)}); set RAY_ADDRESS=local to start "
+            "a private cluster on this machine"
         ) from None
     return True
 
 
 def cluster_resources(ours: bool = False) -> Resources:
-    """What the connected cluster has now, without nodes that are about to be taken away."""
+    """Return the cluster's current resources, without draining nodes."""
     draining = ray._private.state.state.get_draining_nodes()
     nodes = tuple(
         Node(has.get("CPU", 0.0), has.get("GPU", 0.0), has.get("memory", math.inf))
@@ -106,11 +105,10 @@ def cluster_resources(ours: bool = False) -> Resources:
 
 @contextlib.contextmanager
 def _sigterm_is_ours() -> Iterator[None]:
-    """Put our SIGTERM handler back after `ray.init`, which replaces it (ray #17308, #52898).
+    """Restore our SIGTERM handler after `ray.init`, which replaces it (ray #17308, #52898).
 
-    The signal is blocked meanwhile, so none is lost. Processes that Ray starts inside inherit the
-    block, as Ray itself arranges for SIGINT: a SIGTERM to the whole process group would otherwise end
-    Ray before the run has saved.
+    The signal is blocked inside, so none is lost. Ray's processes inherit the block, as they do for SIGINT:
+    a SIGTERM to the process group would otherwise end Ray before the run has saved.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     handler = signal.getsignal(signal.SIGTERM)

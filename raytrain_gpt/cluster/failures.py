@@ -1,4 +1,4 @@
-"""Find our own error inside what Ray raises."""
+"""Find this package's errors inside Ray's exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IN_TRACEBACK = re.compile(r"^raytrain_gpt\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def user_error_in(error: BaseException) -> RaytrainGptError | None:
-    """The first of our own errors that an exception was raised from, or None."""
+    """Return the first error of this package in an exception's chain, or None."""
     for cause in _causes(error):
         if type(cause).__module__ == errors.__name__ and isinstance(cause, RaytrainGptError):
             return cause
@@ -31,21 +31,21 @@ def user_error_in(error: BaseException) -> RaytrainGptError | None:
         )
     if any(_READ_ONLY.search(str(cause)) for cause in _causes(error)):
         return ClusterError(
-            f"a disk that the run writes to is read-only by now ({root_cause(error)}); older checkpoints are "
+            f"a disk that the run writes to became read-only ({root_cause(error)}); older checkpoints are "
             "intact: make it writable and run the same command again"
         )
     return None
 
 
 def root_cause(error: BaseException) -> str:
-    """The last line of the innermost exception's text, without Ray's wrapping and without secrets."""
+    """Return the last line of the innermost exception's message, with secrets redacted."""
     *_, innermost = _causes(error)
     lines = redacted(str(innermost)).strip().splitlines()
     return f"{type(innermost).__name__}: {lines[-1].strip()}" if lines else type(innermost).__name__
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and everything it was raised from, through Ray's wrappers too."""
+    """Yield an exception and its causes, also through Ray's wrappers."""
     seen: set[int] = set()
     waiting: list[object] = [error]
     while waiting:

@@ -1,7 +1,7 @@
-"""The head of a given cluster, asked before Ray is: where, whose, who answers, and whom it lets in.
+"""Probe the head of an existing cluster before Ray connects: address, owner, token and version.
 
-Ray itself tries a wrong token for 20 seconds and then says that it failed to connect. The head's own
-answer to one call without and one with the token comes at once and says which it is.
+Ray retries a wrong token for 20 seconds and then only reports that it failed to connect. One direct call
+without and one with the token names the problem at once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from raytrain_gpt.format import Log
 
 ANSWER_TIMEOUT_S = 5.0
 _LISTENS = "0A"
-"""The state in /proc/net/tcp."""
+"""Socket state in /proc/net/tcp."""
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What a head says to a call without a token, and to one as this process would make it.
+    """A head's responses to one call without and one with this process's token.
 
     Attributes:
-        error: Why there was no answer; empty: there was one.
-        asks_for_token: It refuses a call without a token.
-        sends_token: This process is set up to send one (RAY_AUTH_MODE=token).
-        token_from: File or variable of this process's token; empty: it has none.
-        ray_version: The head's version; empty: it does not let us in.
+        error: Why there was no response, or empty.
+        asks_for_token: Calls without a token are refused.
+        sends_token: This process is configured to send one (RAY_AUTH_MODE=token).
+        token_from: File or variable of this process's token, or empty.
+        ray_version: Version of the head, or empty if access was refused.
     """
 
     address: str
@@ -53,7 +53,7 @@ class HeadFacts:
 
 
 class HeadRefuses(ClusterError):
-    """Nobody could connect to this head; `about` is the name of the doctor's check."""
+    """A driver cannot connect to this head; `about` names the doctor's check."""
 
     def __init__(self, about: str, message: str) -> None:
         super().__init__(message)
@@ -61,32 +61,31 @@ class HeadRefuses(ClusterError):
 
 
 def given_address(log: Log) -> str | None:
-    """The address in RAY_ADDRESS, else that of a cluster of `ray start` that answers; None: neither.
+    """Return RAY_ADDRESS, else the address of a responding `ray start` cluster, else None.
 
-    Never the private cluster of another command on this machine, which ends with that command.
+    Private clusters of other commands on this machine are ignored.
 
     Raises:
         ClusterError: RAY_ADDRESS is `auto` and there is no such cluster.
     """
-    named = os.environ.get("RAY_ADDRESS")
-    if named == "local":
+    setting = os.environ.get("RAY_ADDRESS")
+    if setting == "local":
         return None
-    if named and named != "auto":
-        return named
-    found = _started_here(log)
-    if named and not found:
+    if setting and setting != "auto":
+        return setting
+    address = _started_here(log)
+    if setting and not address:
         raise ClusterError(
-            "RAY_ADDRESS=auto, but no cluster of `ray start` is on this machine; start one, or unset "
-            "RAY_ADDRESS to run on this machine alone"
+            "RAY_ADDRESS=auto, but this machine runs no `ray start` cluster; start one, or unset "
+            "RAY_ADDRESS to start a private cluster"
         )
-    return found
+    return address
 
 
 def _started_here(log: Log) -> str | None:
-    """HOST:PORT that `ray start` wrote on this machine, if it answers and is this user's or root's.
+    """Return the HOST:PORT that `ray start` wrote, if it responds and is this user's or root's, else None.
 
-    Everybody may write where Ray keeps the address, and whoever has a cluster runs code in those that
-    join it.
+    Any user can write that file, and a cluster's owner can run code in processes that join it.
     """
     directory = Path(get_default_ray_temp_dir())
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -95,30 +94,30 @@ def _started_here(log: Log) -> str | None:
             owners = {os.fstat(file.fileno()).st_uid, (directory / "session_latest").stat().st_uid}
             address = file.read(300).strip()
         is_here = knock(address)
-    except (OSError, ValueError):  # there is none, or it is dead, which the file outlives
+    except (OSError, ValueError):  # no file, or the cluster of an old file is dead
         return None
     if is_here:
         owners |= _listeners(int(address.rpartition(":")[2]))
     if strangers := owners - {0, os.getuid()}:
         log(
             f"not joining the Ray cluster at {address}: it belongs to "
-            f"{' and '.join(map(_user, sorted(strangers)))}, who could run code as you; set "
-            f"RAY_ADDRESS={address} to join it all the same"
+            f"{' and '.join(map(_user, sorted(strangers)))}, who could run code as you; to join it anyway, "
+            f"set RAY_ADDRESS={address}"
         )
         return None
     return address
 
 
 def _listeners(port: int) -> set[int]:
-    """Ids of the users whose processes listen on a TCP port of this machine (Linux)."""
-    found = set()
+    """Return the ids of the users whose processes listen on a TCP port of this machine (Linux)."""
+    users = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 local, state, user = (line.split()[n] for n in (1, 3, 7))
                 if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    found.add(int(user))
-    return found
+                    users.add(int(user))
+    return users
 
 
 def _user(uid: int) -> str:
@@ -129,14 +128,14 @@ def _user(uid: int) -> str:
 
 
 def knock(address: str) -> bool:
-    """Open and close a connection to HOST:PORT: it fails at once where Ray itself takes minutes.
+    """Open and close a connection to HOST:PORT, which fails at once where Ray takes minutes.
 
     Returns:
         Whether the host is this machine.
 
     Raises:
-        OSError: nobody answers.
-        ValueError: it is not HOST:PORT.
+        OSError: the host does not respond.
+        ValueError: the address is not HOST:PORT.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S) as connection:
@@ -144,15 +143,15 @@ def knock(address: str) -> bool:
 
 
 def ask_head(address: str) -> HeadFacts:
-    """The facts about the head at HOST:PORT; takes seconds at most."""
+    """Probe the head at HOST:PORT within seconds."""
     try:
         if "://" in address:
             raise ValueError(address)
         knock(address)
     except OSError as error:
         return HeadFacts(address, error=str(error))
-    except ValueError:  # also where the name is too long for the internet
-        return HeadFacts(address, error="that is no HOST:PORT, such as HOST:6379")
+    except ValueError:  # also for a host name that is too long
+        return HeadFacts(address, error="not HOST:PORT, such as HOST:6379")
     loader = AuthenticationTokenLoader.instance()
     token = loader.get_token_for_http_header(ignore_auth_mode=True).get("authorization", "")
     asks_for_token, takes_token, version = False, False, ""
@@ -180,7 +179,7 @@ def ask_head(address: str) -> HeadFacts:
 
 
 def _channel(address: str) -> grpc.Channel:
-    """A channel without Ray's interceptor, which would add the token to every call."""
+    """Open a channel without Ray's interceptor, which would add the token to every call."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return grpc.insecure_channel(address)
     certificate, key, authority = load_certs_from_env()
@@ -189,31 +188,26 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def check_head(head: HeadFacts) -> None:
-    """Check that a driver can connect to a head.
-
-    Raises:
-        HeadRefuses: why not, and what to do.
-    """
+    """Raise HeadRefuses, with the reason and the fix, unless a driver can connect."""
     if head.error:
         raise HeadRefuses(
             "cluster",
-            f"no cluster answers at {head.address} ({head.error}); start it, open the port to this "
-            "machine, correct RAY_ADDRESS, or unset it to run on this machine alone",
+            f"no cluster responds at {head.address} ({head.error}); start it, open the port to this "
+            "machine, correct RAY_ADDRESS, or unset it to start a private cluster",
         )
     wrong = ""
     if head.asks_for_token and not head.token_from:
         wrong = (
-            "asks for a token and there is none here; copy the head's (~/.ray/auth_token, mode 0600) to "
+            "requires a token, and this machine has none; copy the head's (~/.ray/auth_token, mode 0600) to "
             "this machine and set RAY_AUTH_MODE=token"
         )
     elif head.asks_for_token and not head.takes_token:
         wrong = (
-            f"refuses the token of {head.token_from}; check the token: it must be the one that the head "
-            "was started with"
+            f"refuses the token of {head.token_from}; use the token that the head was started with"
         )
     elif head.asks_for_token and not head.sends_token:
         wrong = (
-            f"asks for a token and takes the one of {head.token_from}, but Ray does not send it; set "
+            f"requires a token and accepts the one of {head.token_from}, but Ray does not send it; set "
             "RAY_AUTH_MODE=token"
         )
     if wrong:

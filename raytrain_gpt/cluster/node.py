@@ -1,19 +1,17 @@
-"""A worker node that shuts down gracefully: what `raytrain-gpt node` runs on a machine that may be preempted.
+"""Graceful worker node for preemptible machines, the `raytrain-gpt node` command.
 
-A raylet exits at once on SIGTERM, and all its workers with it, so nothing could be saved. Therefore:
+A raylet and its workers exit at once on SIGTERM, before anything is saved. Therefore:
 
-1. `ray start --block` runs as a child in a session of its own. SIGTERM and SIGINT are blocked in it and in
-   everything that it starts: it does not matter whether a signal is sent to this process alone (Kubernetes,
-   the hook of a spot notice), to its group (a terminal) or to every process (systemd, a shutdown). Only a
-   SIGKILL to all, when the sender's own patience ends, is stronger.
-2. On the signal the node is drained, as by `ray drain-node` with the reason preemption: Ray starts nothing
-   here any more, and runs save and leave.
-3. A drained node that is idle exits by itself. After that, or after `grace_s`, what is left in the session
-   is killed.
+1. `ray start --block` runs as a child in a separate session with SIGTERM and SIGINT blocked, also in its
+   children. So the signal may go to this process only (Kubernetes, a spot notice's hook), to its group
+   (a terminal) or to every process (systemd, a shutdown).
+2. On a signal the node is drained, like `ray drain-node` with the reason preemption: Ray schedules nothing
+   here, and runs save and move away.
+3. A drained node exits when idle. After that, or after `grace_s`, the rest of the session is killed.
 
-Ray 2.60's own `ray start --block` does 2 and 3 as well, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s),
-if it alone gets the SIGTERM. A program that ends its own children by SIGTERM cannot do so on this node; Ray
-uses SIGKILL.
+Ray 2.60's `ray start --block` also does 2 and 3, for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (30 s), but only
+if no other process gets the SIGTERM. Programs on this node cannot end their children by SIGTERM; Ray uses
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ POLL_S = 0.5
 
 
 def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> int:
-    """Be a node of a cluster until a signal comes, or until Ray exits by itself.
+    """Run a node of a cluster until a signal arrives or Ray exits.
 
     Args:
         address: HOST:PORT of the head.
-        grace_s: How long runs may take to save and leave; a third signal ends the wait.
+        grace_s: Time for runs to save and move away; a third signal ends it.
         flags: Further flags of `ray start`.
 
     Returns:
@@ -62,7 +60,7 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(
             f"no cluster answers at --address {address} ({error}); give HOST:PORT as the head's "
-            "`ray start` prints it, and check that this machine can connect to that port"
+            "`ray start` prints it, and check that this machine can reach that port"
         ) from None
     received: list[int] = []
     for number in SIGNALS:
@@ -76,20 +74,20 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
             time.sleep(POLL_S)
         try:
             _leave(address, name, grace_s, lambda: len(received) >= FORCED_AFTER, log)
-        except Exception as error:  # whatever it is, the node must stop
-            log(f"this node could not be drained, it stops at once: {error}")
+        except Exception as error:  # the node must stop in any case
+            log(f"cannot drain this node ({error}); stopping at once")
         return 0
     finally:
         _kill_session(child)
 
 
 def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-    # If --labels is given several times, Ray takes only the last one.
+    # Ray uses only the last of several --labels.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--labels", action="append", default=[f"{LABEL}={name}"])
-    own, others = parser.parse_known_args(flags)
+    parsed, others = parser.parse_known_args(flags)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    command += [f"--address={address}", f"--labels={','.join(own.labels)}", *others]
+    command += [f"--address={address}", f"--labels={','.join(parsed.labels)}", *others]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return subprocess.Popen(command, start_new_session=True)
@@ -98,40 +96,40 @@ def _start_ray(address: str, name: str, flags: Sequence[str]) -> subprocess.Pope
 
 
 def _leave(address: str, name: str, grace_s: float, forced: Callable[[], bool], log: Log) -> None:
-    """Drain the node, and wait until nothing runs here any more or the grace period is over."""
+    """Drain the node, and wait until it is idle or the grace period is over."""
     knock(address)
     gcs = ray._raylet.GcsClient(address=address)
-    began, told = time.time(), False
-    deadline = began + grace_s
+    started, is_draining = time.time(), False
+    deadline = started + grace_s
     why = "SIGTERM to raytrain-gpt node"
     drain = (DRAIN_NODE_REASON_PREEMPTION, why, int(deadline * 1000), ANSWER_TIMEOUT_S)
     while True:
         with contextlib.suppress(ray.exceptions.RayError):  # the head is slow: try again
             node_id = _node_id(gcs, name)
-            if node_id is None and told:
-                log(f"nothing runs on this node any more after {time.time() - began:.0f} s")
+            if node_id is None and is_draining:
+                log(f"node drained after {time.time() - started:.0f} s")
                 return
             if node_id is None:
-                log("leaving at once: the cluster does not know this node, or no longer")
+                log("exiting at once: this node is not, or no longer, part of the cluster")
                 return
-            if not told:
-                log(f"leaving: runs on this node have {grace_s:g} s to save")
-                told, _ = gcs.drain_node(node_id, *drain)
+            if not is_draining:
+                log(f"draining this node: runs have {grace_s:g} s to save")
+                is_draining, _ = gcs.drain_node(node_id, *drain)
         if time.time() >= deadline or forced():
-            log("the grace period is over: what still runs on this node is killed")
+            log("grace period over; killing remaining processes on this node")
             return
         time.sleep(POLL_S)
 
 
 def _node_id(gcs: Any, name: str) -> str | None:
-    """The id of the node with a name; None before it has joined and after it has left."""
+    """Return the id of the node labeled `name`, or None if it is not in the cluster."""
     nodes = gcs.get_all_node_info(timeout=ANSWER_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
-    found = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
-    return next(found, None)
+    ids = (node.node_id.hex() for node in nodes.values() if node.labels.get(LABEL) == name)
+    return next(ids, None)
 
 
 def _kill_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of a session, also those that they start meanwhile."""
+    """Kill all processes of a session, including those that they start during the kill."""
     leader.kill()
     leader.wait()
     until = time.monotonic() + ANSWER_TIMEOUT_S
@@ -145,7 +143,7 @@ def _kill_session(leader: subprocess.Popen[bytes]) -> None:
 def _running_in(session: int) -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # pid (name) state parent group session …, where the name may hold anything
+            # pid (name) state parent group session …; the name may contain any character
             state, _, _, of = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
             if int(of) == session and state not in "ZX":
                 yield int(path.parent.name)

@@ -1,4 +1,4 @@
-"""Ending what Ray Train holds: worker groups of dead controllers, and controllers that wait for ever."""
+"""Clean up after Ray Train: worker groups of dead controllers, and hanging controllers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_ACTOR = ray.ActorID.nil().binary()
 
 
 def remove_orphaned_groups() -> None:
-    """Remove the placement groups of this job that were made by an actor which has died.
+    """Remove this job's placement groups whose creating actor has died.
 
-    Ray keeps them, and with them their CPUs and GPUs, until the job ends. Ray Train has a cleaner, but it
-    asks the dashboard, which not every cluster has, and Ray's public table does not say who made a group.
+    Ray would hold their CPUs and GPUs until the job ends. Ray Train's cleaner needs the dashboard, which some
+    clusters lack, and Ray's public table does not name a group's creator.
     """
     job = ray.get_runtime_context().get_job_id()
     accessor = ray._private.state.state._connect_and_get_accessor()
@@ -34,9 +34,8 @@ def remove_orphaned_groups() -> None:
 def kill_controllers(grace_s: float = 0.0) -> None:
     """Kill the Ray Train controllers that this process started, which run on its node.
 
-    One that waits for ever ends its `fit()` so; one whose `fit()` has ended may hang in Ray's own
-    destructors and would stay behind, with 400 MB, when all else is gone. Of those that leave within
-    `grace_s` Ray prints no line about a worker that died.
+    This ends the `fit()` of a hanging controller. After `fit()`, a controller may hang in Ray's destructors
+    and outlive the command, with 400 MB. Ray prints no warning about those that exit within `grace_s`.
     """
     this_process = ray.get_runtime_context().get_worker_id()
     accessor = ray._private.state.state._connect_and_get_accessor()
@@ -45,7 +44,7 @@ def kill_controllers(grace_s: float = 0.0) -> None:
         actor = ActorTableData.FromString(entry)
         is_ours = actor.owner_address.worker_id.hex() == this_process
         if is_ours and actor.class_name == "TrainController" and actor.pid:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # it has exited
                 command, until = Path(f"/proc/{actor.pid}/cmdline"), time.monotonic() + grace_s
                 while command.read_bytes().startswith(b"ray::TrainContr"):
                     if time.monotonic() >= until:
@@ -55,10 +54,9 @@ def kill_controllers(grace_s: float = 0.0) -> None:
 
 
 def kill_process(node_id: str, pid: int) -> None:
-    """End a process at once, by a task on its node.
+    """SIGKILL a process by a task on its node.
 
-    `ray.kill` needs the actor's handle, which Ray Train keeps to itself, and a frozen (SIGSTOP) process
-    heeds nothing but SIGKILL.
+    `ray.kill` needs the actor's handle, which Ray Train hides; a stopped process reacts only to SIGKILL.
     """
     node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     _kill.options(scheduling_strategy=node).remote(pid)

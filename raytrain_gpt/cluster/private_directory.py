@@ -1,13 +1,13 @@
 """A private directory for one command below a shared one such as `/tmp`.
 
     rgpt-ab12cd34/               mode 0700
-    rgpt-ab12cd34/.raytrain-gpt  the marker: whose it is; locked as long as the command lives
+    rgpt-ab12cd34/.raytrain-gpt  the marker, which names the owner; locked while the command runs
     unfinished-rgpt-ab12cd34…/   being made or removed; 32 digits, so no other program has such a name
 
-A directory of a killed command is removed only if this program certainly made it. It has this user, such a
-name and mode 0700, is no link, and its marker is unlocked and names the directory, the marker's inode and
-this machine. So a copied or renamed directory stays. An unfinished one may lack the marker or its text if it
-is otherwise empty. The marker is removed last. Earlier versions remove every directory named `rtgpt-…`.
+A killed command's directory is removed only if this program certainly made it: it has this user, such a name
+and mode 0700, is no link, and its unlocked marker names the directory, the marker's inode and this machine.
+So copied and renamed directories stay. An unfinished one may lack the marker or its text if it is otherwise
+empty. The marker is removed last. Earlier versions remove every directory named `rtgpt-…`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r"(unfinished-)?rgpt-([0-9a-f]{8})([0-9a-f]{24})?")
 
 @contextlib.contextmanager
 def private_directory(base: Path) -> Iterator[Path]:
-    """A new directory that only this user enters, removed at the end.
+    """Create a directory that only this user can enter; remove it at the end.
 
     Raises:
         ClusterError: it cannot be made.
@@ -50,23 +50,23 @@ def private_directory(base: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError), _opened(directory) as descriptor:
                     _remove(directory, descriptor)
                 if not (directory / _MARKER).exists():
-                    # Made again by processes of this command that are about to end: no other knows the name.
+                    # Recreated by exiting processes of this command; no other process uses the name.
                     shutil.rmtree(directory, ignore_errors=True)
     finally:
         remove_dead(base)  # again: processes may have written there until now
 
 
 def remove_dead(base: Path) -> None:
-    """Remove what killed commands left; where there is any doubt, it stays."""
+    """Remove killed commands' directories, and none that is in doubt."""
     with contextlib.suppress(OSError):
         for name in _names(base):
-            with contextlib.suppress(OSError):  # it has another user, or is in use
-                if found := _NAME.fullmatch(name):
-                    _remove_if_dead(base / name, found)
+            with contextlib.suppress(OSError):  # another user's, or in use
+                if match := _NAME.fullmatch(name):
+                    _remove_if_dead(base / name, match)
 
 
 def _made(base: Path) -> tuple[Path, IO[str]]:
-    """A directory and its locked marker."""
+    """Create a directory and its locked marker."""
     while True:
         digits = secrets.token_hex(4)
         directory, unfinished = base / f"rgpt-{digits}", _unfinished(base, digits)
@@ -89,7 +89,7 @@ def _unfinished(base: Path, digits: str) -> Path:
 
 
 def _owner(digits: str, inode: int) -> str:
-    """The first two lines of a complete marker."""
+    """Return the first two lines of a complete marker."""
     return (
         "raytrain-gpt made this directory for one command; whatever is in it is removed\n"
         f"rgpt-{digits}, this file is inode {inode}, on {socket.gethostname()}\n"
@@ -97,7 +97,7 @@ def _owner(digits: str, inode: int) -> str:
 
 
 def _lock(marker: IO[str]) -> None:
-    """Lock a marker until it is closed; without locks (some network disks) nothing is ever dead.
+    """Lock a marker until it is closed; without locks (some network disks) no directory counts as dead.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -115,8 +115,8 @@ def _remove_if_dead(path: Path, name: re.Match[str]) -> None:
     if bool(unfinished) != bool(more_digits):
         return
     with _opened(path) as directory:
-        found = os.fstat(directory)
-        if found.st_uid != os.getuid() or found.st_mode & 0o777 != 0o700:
+        status = os.fstat(directory)
+        if status.st_uid != os.getuid() or status.st_mode & 0o777 != 0o700:
             return
         if unfinished and not _names(directory):
             path.rmdir()
@@ -124,13 +124,13 @@ def _remove_if_dead(path: Path, name: re.Match[str]) -> None:
         with open(_MARKER, "r+", opener=partial(_open_in, directory)) as marker:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             inode = os.stat(_MARKER, dir_fd=directory, follow_symlinks=False).st_ino
-            is_whole = marker.read(_MAX_MARKER_CHARS).startswith(_owner(digits, inode))
-            if is_whole or (unfinished and _names(directory) == [_MARKER]):
+            is_complete = marker.read(_MAX_MARKER_CHARS).startswith(_owner(digits, inode))
+            if is_complete or (unfinished and _names(directory) == [_MARKER]):
                 _remove(path, directory)
 
 
 def _remove(path: Path, directory: int) -> None:
-    """Remove a directory whose marker is locked; a process that still writes there may prevent it."""
+    """Remove a directory whose marker is locked, unless a process still writes to it."""
     with os.scandir(directory) as entries:
         content = [entry for entry in entries if entry.name != _MARKER]
     for entry in content:
@@ -140,7 +140,7 @@ def _remove(path: Path, directory: int) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.name, dir_fd=directory)
     if _names(directory) == [_MARKER]:
-        # From here on the rest is recognized by its name.
+        # From here on the name identifies an interrupted removal.
         if not path.name.startswith("unfinished-"):
             path = path.rename(_unfinished(path.parent, path.name.removeprefix("rgpt-")))
         os.unlink(_MARKER, dir_fd=directory)
@@ -154,7 +154,7 @@ def _names(directory: Path | int) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a directory: a directory that takes its name meanwhile is not emptied."""
+    """Open a directory, so that a different one that takes over its name is not emptied."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -163,5 +163,5 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _open_in(directory: int, name: str, flags: int) -> int:
-    # A pipe does not keep it waiting.
+    # O_NONBLOCK: opening a pipe must not wait.
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)

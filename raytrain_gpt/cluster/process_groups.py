@@ -1,14 +1,14 @@
-"""Process groups of torch that other users of the machine cannot join.
+"""torch process groups that other users of the machine cannot join.
 
-torch's usual store listens on all addresses without a password: whoever reaches it can put himself between
-two ranks. And gloo takes any connection that sends the expected number. So:
+torch's default store listens on all addresses without a password, so anyone who reaches it can get between
+two ranks. gloo accepts any connection that sends the expected number. Therefore:
 
-1. Ranks on one host meet by a file without a name, which only their own user can open, and gloo and NCCL
-   listen on the loopback interface.
-2. After a group is made and before anything is sent, each rank looks up in `/proc/net/tcp` which socket is
-   at the other end of its connections. If one is no rank's, all ranks refuse.
-3. Ranks on several hosts meet by a store that listens on the cluster's address only. Whoever reaches it, or
-   gloo, can still read and change gradients (docs/security.md).
+1. Ranks on one host meet by an unnamed file, which only their user can open, and gloo and NCCL listen on the
+   loopback interface.
+2. After a group is made and before anything is sent, each rank looks up the peers of its connections in
+   `/proc/net/tcp`. If a peer is not a rank, all ranks refuse.
+3. Ranks on several hosts meet by a store that listens on the cluster's address only. Anyone who reaches it,
+   or gloo, can still read and change gradients (docs/security.md).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 _FILE_NAME = "raytrain-gpt-ranks"
 _LISTEN = "0A"
-"""State of a socket in /proc/net/tcp."""
+"""Socket state in /proc/net/tcp."""
 _SIOCGIFADDR = 0x8915
 
 _open: list[socket.socket | int] = []
-"""Rank 0's socket or file, open from the meeting's start to the end of the process."""
+"""Rank 0's sockets or files, open until the process ends."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the ranks of a run find each other.
+    """Rendezvous of a run's ranks.
 
     Attributes:
         path: Rank 0's file, or None if the ranks are on several hosts.
@@ -51,10 +51,10 @@ class Meeting:
 
 
 def open_meeting(address: str | None = None) -> Meeting:
-    """Start a meeting on rank 0, which keeps it open until its process ends.
+    """Open a meeting on rank 0 until its process ends.
 
     Args:
-        address: This host's address in the cluster, or None if all ranks are on this host.
+        address: This host's cluster address, or None if all ranks are on this host.
     """
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
@@ -75,16 +75,16 @@ def join(
     timeout: timedelta | None = None,
     address: str | None = None,
 ) -> None:
-    """Make the default process group; all ranks call it.
+    """Create the default process group; all ranks call it.
 
     Args:
-        address: This host's in the cluster, if the ranks are on several.
+        address: This host's cluster address, if the ranks are on several hosts.
 
     Raises:
-        ConnectionError: another process has connected to a rank.
+        ConnectionError: a foreign process has connected to a rank.
     """
-    # The first makes gloo connect only when it sends, after the look at the connections. The second replaces
-    # the secret number by which NCCL's ranks know each other by one that everybody knows.
+    # The first makes gloo connect only when it sends, after the check of the connections. The second replaces
+    # the secret number by which NCCL's ranks recognize each other by a public one.
     for name in ("TORCH_GLOO_LAZY_INIT", "NCCL_COMM_ID"):
         os.environ.pop(name, None)
     if meeting.path is not None:
@@ -103,13 +103,13 @@ def join(
 
 
 def new_group(name: str, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A further group of all ranks, which all of them make in the same order.
+    """Create a further group of all ranks; all of them create their groups in the same order.
 
     Args:
-        name: Names the group among those of the run.
+        name: Unique name of the group in the run.
 
     Raises:
-        ConnectionError: another process has connected to a rank.
+        ConnectionError: a foreign process has connected to a rank.
     """
     with _refusing_strangers(name):
         group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
@@ -117,23 +117,23 @@ def new_group(name: str, backend: str, timeout: timedelta | None = None) -> dist
 
 
 def meet_on_one_host() -> None:
-    """Replace the default group, which `torchrun` made by a store on all addresses, by one of this module.
+    """Replace torchrun's default group, whose store listens on all addresses, by one of this module.
 
-    All ranks call it. The open store only names rank 0's file, and a rank opens none of another user.
+    All ranks call it. The open store only names rank 0's file, and a rank opens no other user's file.
 
     Raises:
-        ConnectionError: the file is not there or another user's, or another process has connected.
+        ConnectionError: the file is missing or another user's, or a foreign process has connected.
     """
     backend, rank, world_size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        opened = open_meeting()
-        assert opened.path is not None
-        _, _, pid, _, descriptor = opened.path.split("/")
+        meeting = open_meeting()
+        assert meeting.path is not None
+        _, _, pid, _, descriptor = meeting.path.split("/")
         store.set(_FILE_NAME, f"{pid} {descriptor}")
     numbers = store.get(_FILE_NAME).split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-        raise ConnectionError(f"rank 0 named no file to meet by, but {b' '.join(numbers)!r}")
+        raise ConnectionError(f"rank 0 named no meeting file, but {b' '.join(numbers)!r}")
     path = _file_path(*map(int, numbers))
     _check_own_file(path)
     store.set(f"{_FILE_NAME}/{rank}", "read")
@@ -144,7 +144,7 @@ def meet_on_one_host() -> None:
 
 
 def _file_path(pid: int, descriptor: int) -> str:
-    """Path to an open file of a process; only the user of the process can follow it."""
+    """Return the path to an open file of a process; only the process's user can follow it."""
     return f"/proc/{pid}/fd/{descriptor}"
 
 
@@ -152,9 +152,9 @@ def _check_own_file(path: str) -> None:
     try:
         name, owner = str(Path(path).readlink()), Path(path).stat().st_uid
     except OSError as error:
-        raise ConnectionError(f"rank 0's file to meet by cannot be opened: {error}") from None
+        raise ConnectionError(f"cannot open rank 0's meeting file: {error}") from None
     if not name.startswith(f"/memfd:{_FILE_NAME} ") or owner != os.getuid():
-        raise ConnectionError(f"the file to meet by is {name} of uid {owner}, not one of rank 0's")
+        raise ConnectionError(f"the meeting file is {name} of uid {owner}, not one of rank 0's")
 
 
 def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:
@@ -183,7 +183,7 @@ def _namespace(kind: str) -> str:
 
 
 def _interface_of(host: str) -> str | None:
-    """Name of the network interface with an IPv4 address, or None if there is none."""
+    """Return the name of the network interface with an IPv4 address, or None."""
     with socket.socket() as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -196,7 +196,7 @@ def _interface_of(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Connection:
-    """A row of /proc/net/tcp: addresses as there (`0100007F:1F90`), state, user and inode of its socket."""
+    """A row of /proc/net/tcp: raw addresses (`0100007F:1F90`), state, user and inode of its socket."""
 
     local: str
     remote: str
@@ -206,7 +206,7 @@ class Connection:
 
 
 def connections(table: str) -> list[Connection]:
-    """The rows of /proc/net/tcp or tcp6; IPv4 addresses in the latter are as in the former."""
+    """Parse /proc/net/tcp or tcp6; IPv4 addresses of the latter are normalized to the former."""
     rows = (line.split() for line in table.splitlines()[1:])
     return [Connection(_plain(row[1]), _plain(row[2]), row[3], int(row[7]), row[9]) for row in rows]
 
@@ -218,25 +218,25 @@ def _plain(address: str) -> str:
 def strangers(
     table: list[Connection], listeners: set[str], of_ranks: set[str], *, all_here: bool
 ) -> list[str]:
-    """The other ends of our listeners' connections that are no rank's, for people.
+    """Describe the peers of our listeners' connections that are not ranks.
 
     Args:
         table: All connections of this host.
         listeners: Addresses at which this rank listens.
         of_ranks: Inodes of all sockets of all ranks.
-        all_here: Whether all ranks are on this host. Then every other end is in the table.
+        all_here: Whether all ranks are on this host, so that every peer is in the table.
     """
     ends = {(row.local, row.remote): row for row in table if row.state != _LISTEN}
-    found = []
+    peers = []
     for (local, remote), _ in ends.items():
         other = ends.get((remote, local))
         if local not in listeners or (other is not None and other.inode in of_ranks):
             continue
         if other is not None:
-            found.append(f"a process of uid {other.uid}")
+            peers.append(f"a process of uid {other.uid}")
         elif all_here:
-            found.append("a process that has ended")
-    return sorted(found)
+            peers.append("a process that has ended")
+    return sorted(peers)
 
 
 def _table() -> list[Connection]:
@@ -248,7 +248,7 @@ def _own_sockets() -> set[str]:
     """Inodes of this process's sockets."""
     links = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # closed since the listing
             links.append(str(link.readlink()))
     return {link.removeprefix("socket:[").rstrip("]") for link in links if "socket:" in link}
 
@@ -259,9 +259,9 @@ def _listeners(table: list[Connection], sockets: set[str]) -> set[str]:
 
 @contextlib.contextmanager
 def _refusing_strangers(name: str) -> Iterator[None]:
-    """Inside, a group is made; refuse it, on all ranks, if another process has connected to one of them.
+    """Refuse a group made inside, on all ranks, if a foreign process has connected to one of them.
 
-    They agree by the store: gloo's connections are what is in doubt.
+    The ranks agree through the store, since gloo's connections are not yet trusted.
     """
     before = _listeners(_table(), _own_sockets())
     yield
@@ -274,15 +274,15 @@ def _refusing_strangers(name: str) -> Iterator[None]:
     sockets, network = _own_sockets(), _network()
     ranks = exchanged("sockets", [network, sorted(sockets)])
     table = _table()
-    found = strangers(
+    peers = strangers(
         table,
         _listeners(table, sockets) - before,
         {inode for rank_network, inodes in ranks if rank_network == network for inode in inodes},
         all_here=all(rank_network == network for rank_network, _ in ranks),
     )
-    for rank, others in enumerate(exchanged("found", found)):
+    for rank, others in enumerate(exchanged("found", peers)):
         if others:
             raise ConnectionError(
-                f"{others[0]}, which is no rank of this run, connected to rank {rank} while the ranks met; "
+                f"{others[0]}, which is not a rank of this run, connected to rank {rank} during setup; "
                 "nothing was sent"
             )

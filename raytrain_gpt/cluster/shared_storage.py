@@ -1,8 +1,7 @@
-"""Whether all nodes of the cluster share the run's storage, see its data, and have room for Ray's files.
+"""Check that all nodes share the run's storage, see its data, and have room for Ray's files.
 
-A run stops at the first node with a problem; the doctor uses the same judgements and lists all nodes.
-
-No torch here: a node answers from a process of its own, which starts in a fraction of the time without.
+A run stops at the first failing node; the doctor makes the same checks and lists all nodes.
+This module does not import torch, so that the checking processes start fast.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ RAY_FILES_BYTES = 2**27
 """Room for Ray's logs and sockets."""
 DRIVER_FILE = "driver"
 ON_ALL_NODES = "use a directory that all nodes mount, or s3://"
-MAKE_ROOM = "make room there, or start Ray with another --temp-dir"
+MAKE_ROOM = "free space there, or start Ray with a different --temp-dir"
 
 
 def check_storage(run_dir: Location, data: Sequence[Location]) -> None:
-    """Write a file, read it back from every node, and see the data from there.
+    """Write a file, then check on every node that it and the data are readable.
 
     Raises:
-        ClusterError: names the node that does not share the directory.
+        ClusterError: a node does not share the directory.
     """
     here = ray.get_runtime_context().get_node_id()
     others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {here}
     check_there: Any = ray.remote(num_cpus=0)(_check_node)
     with storage_probe(run_dir, run_dir.parent) as probe:
         try:
-            asked = [
+            pending = [
                 check_there.options(
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
                 ).remote(probe, data)
                 for node in others
             ]
             _check_node(probe, data)
-            ray.get(asked)
+            ray.get(pending)
         except Exception as error:
             raise user_error_in(error) or error from None
 
 
 @contextlib.contextmanager
 def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location]:
-    """A directory in `parent` (in `storage_path`) with a file for all nodes to read, removed at the end.
+    """Create a temporary directory in `parent` (in `storage_path`) with a file for all nodes to read.
 
     Raises:
-        ClusterError: this process cannot write there.
+        ClusterError: this process cannot write to it.
     """
     probe = parent / f".probe-{uuid.uuid4().hex}"
     advice = "; set storage_path to a directory that every node can write"
@@ -71,14 +70,14 @@ def storage_probe(parent: Location, storage_path: Location) -> Iterator[Location
 
 
 def storage_problem(probe: Location) -> str:
-    """Why this node cannot read and write beside what the driver wrote; empty: it can."""
+    """Return why this node cannot read the driver's file or write beside it, or an empty string."""
     try:
         if (probe / DRIVER_FILE).read_text() != probe.name:
-            return "it sees another file than the driver wrote"
+            return "it sees a different file than the driver wrote"
     except FileNotFoundError:
-        return "it does not see what the driver wrote"
+        return "it does not see the driver's file"
     except (OSError, RaytrainGptError) as error:
-        return f"it cannot read what the driver wrote: {error}"
+        return f"it cannot read the driver's file: {error}"
     try:
         (probe / f"node-{ray.get_runtime_context().get_node_id()}").write_text("")
     except (OSError, RaytrainGptError) as error:
@@ -87,22 +86,18 @@ def storage_problem(probe: Location) -> str:
 
 
 def ray_directory() -> Path:
-    """Where Ray keeps its own files on this node."""
+    """Return Ray's session directory on this node."""
     return Path(ray._private.worker.global_worker.node.get_session_dir_path())
 
 
 def check_ray_disk(directory: Path, node: str) -> None:
-    """Check that Ray has room for its own files on a node: a full disk there hangs a run.
-
-    Raises:
-        ClusterError: says what is needed and what is free.
-    """
+    """Raise ClusterError if the disk of Ray's files is full, which would hang a run."""
     if problem := ray_disk_problem(str(directory), shutil.disk_usage(directory).free):
         raise ClusterError(f"node {node} has {problem}; {MAKE_ROOM}")
 
 
 def ray_disk_problem(directory: str, free_bytes: int) -> str:
-    """Why Ray's own files have no room; empty: they have."""
+    """Return why Ray's files have no room, or an empty string."""
     if free_bytes >= RAY_FILES_BYTES:
         return ""
     return (

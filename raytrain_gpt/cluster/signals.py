@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM: before training they end the command at once, then they ask it to save."""
+"""Ctrl+C and SIGTERM: before training they end the command, during training they request a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LAST_ACT_S = 10.0
 
 
 class StopSignals:
-    """Takes both signals while it is entered; does nothing outside the main thread.
+    """Context manager that handles both signals; does nothing outside the main thread.
 
     Until `defer` is called, a signal raises KeyboardInterrupt in the main thread, which no
-    `except Exception` on the way swallows, and leaving the context turns it into `Interrupted` with the
-    given message. After that it only sets `stop`, and the third signal ends the process, after `last_act`
-    if that takes no longer than `LAST_ACT_S`; the fourth one does not wait for it.
+    `except Exception` swallows, and the context's exit turns it into `Interrupted(message)`. Afterward, a
+    signal only sets `stop`. The third signal runs `last_act` for at most `LAST_ACT_S` and ends the process;
+    the fourth does not wait.
     """
 
     def __init__(self, message: str) -> None:
@@ -40,13 +40,13 @@ class StopSignals:
         return self
 
     def defer(self, last_act: Callable[[], object] | None = None) -> None:
-        """From now on a signal asks for a checkpoint instead of raising; `last_act` may raise any error."""
+        """Make signals set `stop` instead of raising; `last_act` may raise any error."""
         self._last_act = last_act or self._last_act
         self._deferred = True
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Inside, a signal ends the process: in a wait for another one Python runs no handler."""
+        """Restore default handling inside, since Python runs no handler while it waits for a process."""
         handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
         try:
             yield
@@ -58,12 +58,12 @@ class StopSignals:
         self._count += 1
         if self._count >= FORCED_AFTER:
             if self._count == FORCED_AFTER and self._last_act is not None:
-                # In a thread, because what this one was doing may hold a lock for ever.
+                # In a thread, because the interrupted code may hold a lock.
                 last = threading.Thread(target=self._try, args=(self._last_act,), daemon=True)
                 last.start()
                 last.join(LAST_ACT_S)
             os._exit(Interrupted.exit_code)
-        if self._count == 1:  # a second one may come while this one is in set(), which holds a lock
+        if self._count == 1:  # a second signal may arrive during set(), which holds a lock
             self.stop.set()
         if not self._deferred:
             raise KeyboardInterrupt

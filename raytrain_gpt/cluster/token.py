@@ -1,4 +1,4 @@
-"""Ray's token: whoever has it runs code on the cluster, so it is for its user alone."""
+"""Ray's token, which lets its holder run code on the cluster; only its user may read it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ray._private.authentication.authentication_token_generator import (
 from raytrain_gpt.errors import ClusterError
 
 _DEFAULT = Path(".ray", "auth_token")
-"""Ray's, below the user's home."""
+"""Ray's default token file, relative to the home directory."""
 
 
 def make_token() -> None:
-    """Make the token that Ray would make, which Ray 2.60 writes with mode 0644.
+    """Create the token before Ray does, since Ray 2.60 writes it with mode 0644.
 
     Raises:
         ClusterError: it cannot be written.
     """
-    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    is_set = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     path = Path.home() / _DEFAULT
-    if named or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or path.exists():
+    if is_set or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or path.exists():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,18 +42,18 @@ def make_token() -> None:
 
 
 def keep_token_private() -> None:
-    """Take the rights of all others from Ray's token file, which Ray 2.60 creates with mode 0644."""
+    """Remove other users' access to Ray's token file, which Ray 2.60 creates with mode 0644."""
     path = token_file()
     if path is None:
         return
-    with contextlib.suppress(OSError):  # it belongs to somebody else
+    with contextlib.suppress(OSError):  # another user's file
         mode = path.stat().st_mode
         if mode & 0o077 and path.stat().st_uid == os.getuid():
             path.chmod(mode & 0o700)
 
 
 def token_file() -> Path | None:
-    """The file that Ray reads the token from in this process, None if there is none."""
+    """Return the file from which Ray reads this process's token, or None."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / _DEFAULT)

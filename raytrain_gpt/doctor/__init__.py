@@ -1,1 +1,1 @@
-"""`doctor`: what is wrong with a cluster, found before a run is paid for: facts are gathered, then judged."""
+"""`doctor`: gather facts about a cluster and check them before a run."""

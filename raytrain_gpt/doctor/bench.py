@@ -1,8 +1,8 @@
-"""A timed run of a configuration's own training loop: how fast it is, and when it would be done.
+"""Time a few steps of a configuration's training loop, and forecast the run's duration.
 
-If a step has so many micro-batches that a few steps would take minutes, shorter steps are timed: of one
-micro-batch and of several. A whole step is one of one micro-batch plus the difference for each further
-one, as only the last micro-batch of a step reduces gradients and updates weights.
+If a few full steps would take minutes, shorter steps of one and of several micro-batches are timed. A full
+step is extrapolated from a step of one micro-batch plus the difference per further one, since only the last
+micro-batch of a step reduces gradients and updates weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
 from raytrain_gpt.train.model_setup import exact_sum, gradient_group, prepare_model
 
 BENCH_S = 10.0
-"""What is timed takes about this long, unless its fewest steps take longer."""
+"""Target duration of the timed steps, unless MIN_STEPS take longer."""
 MIN_STEPS, MAX_STEPS = 3, 50
 
 
@@ -45,10 +45,10 @@ class BenchFacts:
     """One rank's times.
 
     Attributes:
-        timed_micro_batches: Micro-batches of the steps that were timed.
-        micro_batches: Micro-batches of a whole step.
-        peak_flops: Of the device; None: not known.
-        peak_memory_bytes: Most that was allocated on a GPU; 0 without one.
+        timed_micro_batches: Micro-batches per timed step.
+        micro_batches: Micro-batches per full step.
+        peak_flops: Peak FLOP/s of the device, or None if it is not listed.
+        peak_memory_bytes: Peak GPU allocation; 0 without a GPU.
     """
 
     step_time_s: float
@@ -69,24 +69,24 @@ def time_steps(
     """Time steps on one rank; all ranks call it.
 
     Args:
-        chunks: This rank's, used again and again.
-        group: What reduces gradients; None: the default group.
+        chunks: This rank's chunks, cycled.
+        group: Group that reduces gradients, or None for the default group.
     """
     precision = resolve_precision(plan.config.train.precision, device)
     seconds = _timer(plan, vocab_size, chunks, device, group, precision)
-    whole = plan.micro_batches_per_step
+    micro_batches = plan.micro_batches_per_step
     seconds(1, 1)  # compiles, and fills caches
     one_s = _slowest(seconds(1, 1))
-    several, steps = plan_of_timing(whole, one_s)
+    several, steps = plan_of_timing(micro_batches, one_s)
     step_time_s = seconds(steps, several) / steps
-    if several < whole:
+    if several < micro_batches:
         one_s = seconds(MIN_STEPS, 1) / MIN_STEPS
-        step_time_s = whole_step_s(one_s, step_time_s, several, whole)
+        step_time_s = full_step_s(one_s, step_time_s, several, micro_batches)
     cuda = device.type == "cuda"
     return BenchFacts(
         step_time_s=_slowest(step_time_s),
         timed_micro_batches=several,
-        micro_batches=whole,
+        micro_batches=micro_batches,
         timed_steps=steps,
         peak_flops=peak_flops(device_name(device), precision),
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
@@ -94,23 +94,25 @@ def time_steps(
 
 
 def _slowest(seconds: float) -> float:
-    """The largest of all ranks' values, the same on all of them."""
+    """Return the largest of all ranks' values."""
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
 
 
 def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
-    """Micro-batches of the steps to time, and how many steps: about `BENCH_S` of them.
+    """Return micro-batches per timed step and the number of steps, for about `BENCH_S` in total.
 
-    A whole step has `micro_batches`; a step of one takes `one_s`.
+    Args:
+        micro_batches: Micro-batches per full step.
+        one_s: Time of a step of one micro-batch.
     """
     several = min(micro_batches, max(2, int(BENCH_S / MIN_STEPS / one_s)))
     return several, max(MIN_STEPS, min(MAX_STEPS, int(BENCH_S / (several * one_s))))
 
 
-def whole_step_s(one_s: float, several_s: float, several: int, micro_batches: int) -> float:
-    """Time of a step, from those of steps of one and of several micro-batches."""
+def full_step_s(one_s: float, several_s: float, several: int, micro_batches: int) -> float:
+    """Extrapolate the time of a full step from steps of one and of several micro-batches."""
     return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
 
 
@@ -122,11 +124,11 @@ def _timer(
     group: dist.ProcessGroup | None,
     precision: str,
 ) -> Callable[[int, int], float]:
-    """What times a number of steps of a number of micro-batches of the run's model and loop."""
+    """Build the run's model and loop; return a function that times (steps, micro-batches per step)."""
     train, optim = plan.config.train, plan.config.optim
     seed_everything(train.seed, dist.get_rank())
     autocast, loss_scale = make_autocast(precision, device), loss_scale_for(precision, device)
-    # The last id closes documents in most vocabularies; another one would change the time a little.
+    # In most vocabularies the last id ends documents; a different one would change the time a little.
     raw_model = configured_model(
         plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing
     )
@@ -164,12 +166,12 @@ def _timer(
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the timed steps mean for a whole run.
+    """Forecast of a run from its timed steps.
 
     Attributes:
         tokens_per_s: Over all ranks.
-        mfu: Fraction of the devices' peak; None: that is not known.
-        peak_memory_bytes: On the rank that had most.
+        mfu: Fraction of the devices' peak, or None if that is not listed.
+        peak_memory_bytes: Maximum over ranks.
     """
 
     tokens_per_s: float
@@ -180,7 +182,7 @@ class Forecast:
 
 
 def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Forecast:
-    """The forecast from what all ranks timed; the slowest one counts."""
+    """Forecast a run from the slowest rank's times."""
     step_time_s = max(rank.step_time_s for rank in ranks)
     tokens_per_s = config.train.global_batch_tokens / step_time_s
     peaks = [rank.peak_flops for rank in ranks if rank.peak_flops]
@@ -194,19 +196,21 @@ def forecast(config: Config, vocab_size: int, ranks: list[BenchFacts]) -> Foreca
     )
 
 
-def describe(config: Config, ranks: list[BenchFacts], found: Forecast) -> str:
-    """The forecast, and how it was timed, for people."""
+def describe(config: Config, ranks: list[BenchFacts], forecast: Forecast) -> str:
+    """Format the forecast and how it was timed."""
     timed = ranks[0]
-    how = f"{count(timed.timed_steps, 'step')} timed"
+    method = f"{count(timed.timed_steps, 'step')} timed"
     if timed.timed_micro_batches < timed.micro_batches:
-        how += f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
-        how += "and extrapolated"
-    parts = [
-        f"{found.tokens_per_s:,.0f} tokens/s",
-        f"{found.step_time_s * 1000:.0f} ms a step on {count(len(ranks), 'worker')}",
-        *([] if found.mfu is None else [f"mfu {found.mfu:.1%}"]),
-        *([f"{size(found.peak_memory_bytes)} of GPU memory"] * bool(found.peak_memory_bytes)),
-        f"{count(config.train.max_steps, 'step')} in {duration(found.run_s)} "
+        method += (
+            f" with {timed.timed_micro_batches} instead of {timed.micro_batches} micro-batches, "
+        )
+        method += "and extrapolated"
+    texts = [
+        f"{forecast.tokens_per_s:,.0f} tokens/s",
+        f"{forecast.step_time_s * 1000:.0f} ms per step on {count(len(ranks), 'worker')}",
+        *([] if forecast.mfu is None else [f"mfu {forecast.mfu:.1%}"]),
+        *([f"{size(forecast.peak_memory_bytes)} of GPU memory"] * bool(forecast.peak_memory_bytes)),
+        f"{count(config.train.max_steps, 'step')} in {duration(forecast.run_s)} "
         "without evaluations and checkpoints",
     ]
-    return f"{', '.join(parts)} ({how})"
+    return f"{', '.join(texts)} ({method})"

@@ -1,4 +1,4 @@
-"""One finding of the doctor: a line with a name, what was seen and, if it is wrong, what to do."""
+"""One result of the doctor: name, status and text, with the fix if it failed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Check:
-    """What was found about one thing.
+    """Result of one check.
 
     Attributes:
-        status: PASS; FAIL: a run would stop, hang, be wrong, slow or open to others; SKIP: not looked at.
-        text: What was seen; for FAIL also what to do; for SKIP why.
+        status: PASS; FAIL if a run would stop, hang, be wrong, slow or open to others; SKIP if not checked.
+        text: Observation; with FAIL also the fix, with SKIP the reason.
     """
 
     name: str
@@ -27,35 +27,35 @@ class Check:
 
     @property
     def line(self) -> str:
-        """As it is printed."""
+        """Console line."""
         return f"{self.status} {self.name}: {' '.join(self.text.split())}"
 
 
 class Failed(RaytrainGptError):
-    """What is wrong, and what to do."""
+    """A failed check; the message has the problem and the fix."""
 
 
 class Skipped(RaytrainGptError):
-    """Why something was not looked at."""
+    """A skipped check; the message has the reason."""
 
 
 def named_check(name: str) -> Callable[[Callable[P, str]], Callable[P, Check]]:
-    """Make a function that returns what it saw return a `Check`.
+    """Make a function that returns a text return a `Check`.
 
-    An error that this package raises on purpose fails the check with its text: so the checks that a run
-    makes before it starts are the doctor's, too. `Skipped` skips it.
+    `Skipped` skips the check and every other error of this package fails it, so the doctor can reuse the
+    preflight checks of a run.
     """
 
-    def decorate(look: Callable[P, str]) -> Callable[P, Check]:
-        @functools.wraps(look)
-        def found(*args: P.args, **kwargs: P.kwargs) -> Check:
+    def decorate(judge: Callable[P, str]) -> Callable[P, Check]:
+        @functools.wraps(judge)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Check:
             try:
-                return Check(name, "PASS", look(*args, **kwargs))
+                return Check(name, "PASS", judge(*args, **kwargs))
             except Skipped as why:
                 return Check(name, "SKIP", str(why))
             except RaytrainGptError as error:
                 return Check(name, "FAIL", str(error))
 
-        return found
+        return checked
 
     return decorate

@@ -1,11 +1,11 @@
-"""All of the doctor's checks on the cluster that `train` would use, in the order in which they can fail.
+"""Run all of the doctor's checks on the cluster that `train` would use.
 
-1. The head is asked without Ray, then Ray connects.
-2. Every node reports on itself: versions, clock, storage, data, disk, token.
-3. The driver looks at what it alone sees: tokenizer, tracking, room for checkpoints.
-4. The run's own worker group looks at devices, all-reduce and the sequences that each rank gets.
+1. The head is probed without Ray, then Ray connects.
+2. Every node reports versions, clock, storage, data, disk and token.
+3. The driver checks tokenizer, tracking and room for checkpoints.
+4. The run's worker group checks devices, all-reduce and the sequences of each rank.
 
-A check that something before it makes impossible is skipped and says so.
+Checks that an earlier failure makes impossible are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from raytrain_gpt.train.launch import DEFAULT_DATA
 from raytrain_gpt.train.memory_fit import fit_memory
 
 RETRY_FOR_S = 10.0
-"""An object store out of reach is a finding, not something to wait for."""
+"""Short, because an unreachable object store is a result."""
 NODE_CHECKS = ("nodes", "versions", "clocks", "workers", "storage", "data", "compiler", "ray_disk")
 RANK_CHECKS = ("devices", "all_reduce", "sequences")
 FETCH_TIMEOUT_S = 30.0
-"""tiktoken's download has no limit of its own, and a firewall that drops packets gives no answer."""
+"""Limit for tiktoken's download, which has none and hangs behind a firewall that drops packets."""
 TRACKER_ENVIRONMENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 @dataclass
 class Examination:
-    """The doctor's findings, and what it has learned for the next ones.
+    """The doctor's checks, and the state that later checks need.
 
     Attributes:
-        config: With absolute paths; may hold `auto`.
-        all_reduce_bytes_per_s: Bytes of the tensor -> algorithm bandwidth.
-        forecast: What `bench` timed.
-        data: What is trained on; None: it is not there, or damaged.
-        fitted: Configuration and world size; None: the workers do not fit the cluster.
+        config: Configuration with absolute paths; may contain `auto`.
+        all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth.
+        forecast: Result of `bench`.
+        data: Training data, or None if it is missing or damaged.
+        fitted: Configuration and world size, or None if the workers do not fit the cluster.
     """
 
     config: Config
@@ -82,26 +82,26 @@ class Examination:
     fitted: tuple[FittedConfig, int] | None = None
 
     def add(self, *checks: Check) -> None:
-        """Record findings and print them."""
+        """Record checks and print them."""
         for check in checks:
             self.checks.append(check)
             self.log(check.line)
 
     def skip(self, why: str, *names: str) -> None:
-        """Record what was not looked at."""
+        """Record skipped checks."""
         self.add(*(Check(name, "SKIP", why) for name in names))
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check failed."""
         return all(check.status != "FAIL" for check in self.checks)
 
     def failed(self, name: str) -> bool:
-        """Whether a check failed."""
+        """Return whether a check failed."""
         return any(check.name == name and check.status == "FAIL" for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a program."""
+        """Return the `--json` object."""
         return {
             "ok": self.ok,
             "checks": [asdict(check) for check in self.checks],
@@ -111,63 +111,61 @@ class Examination:
 
 
 def examine(config: Config, tokenizer: str | None, bench: bool, log: Log) -> Examination:
-    """Look at everything that a run of this configuration needs.
+    """Check everything that a run of this configuration needs.
 
     Args:
-        tokenizer: One that data will be prepared with; None: none.
+        tokenizer: Tokenizer for a later `prepare`, or None.
 
     Raises:
-        ConfigError: the configuration itself is wrong.
+        ConfigError: the configuration is invalid.
         Interrupted: Ctrl+C or SIGTERM.
     """
     is_default = config.data.data_path == DEFAULT_DATA
     config = preflight.absolute_paths(config.updated({"retry_for_s": RETRY_FOR_S}))
-    found = Examination(config, log)
+    exam = Examination(config, log)
     with StopSignals("interrupted; nothing is left behind"), contextlib.ExitStack() as stack:
-        found.add(_connect(found))
+        exam.add(_connect(exam))
         stack.callback(end_own_cluster)
-        data_check = _read_data(found, is_default)
-        if found.resources is None:
-            found.skip("there is no cluster", *NODE_CHECKS)
+        data_check = _read_data(exam, is_default)
+        if exam.resources is None:
+            exam.skip("no cluster", *NODE_CHECKS)
         else:
-            found.add(_fit(found, found.resources))
-            _look_at_nodes(found, found.resources, data_check)
-        found.add(
-            check_tokenizer(tokenizer, found.data),
+            exam.add(_fit(exam, exam.resources))
+            _look_at_nodes(exam, exam.resources, data_check)
+        exam.add(
+            check_tokenizer(tokenizer, exam.data),
             check_tracking(config),
-            check_disk(config, found.data),
+            check_disk(config, exam.data),
         )
-        if found.fitted is None:
-            found.skip("no workers can be started", *RANK_CHECKS)
-        elif found.failed("nodes"):
-            found.skip("a node does not answer", *RANK_CHECKS)
+        if exam.fitted is None:
+            exam.skip("no workers can be started", *RANK_CHECKS)
+        elif exam.failed("nodes"):
+            exam.skip("a node does not respond", *RANK_CHECKS)
         else:
-            _look_at_ranks(found, *found.fitted, bench)
-    return found
+            _look_at_ranks(exam, *exam.fitted, bench)
+    return exam
 
 
-def _connect(found: Examination) -> Check:
+def _connect(exam: Examination) -> Check:
     try:
-        resources = connect(cpus_to_start(found.config), found.log)
+        resources = connect(cpus_to_start(exam.config), exam.log)
     except HeadRefuses as refusal:
         return Check(refusal.about, "FAIL", str(refusal))
     except (RaytrainGptError, ray.exceptions.RayError, RuntimeError, OSError) as error:
-        what = str(error) if isinstance(error, ClusterError) else root_cause(error)
-        return Check("cluster", "FAIL", f"{what}; run the doctor on a node of the cluster")
-    found.resources = resources
+        problem = str(error) if isinstance(error, ClusterError) else root_cause(error)
+        return Check("cluster", "FAIL", f"{problem}; run the doctor on a node of the cluster")
+    exam.resources = resources
     where = f"joined at {ray.get_runtime_context().gcs_address}"
-    whose = "started for this command alone" if resources.ours else where
+    origin = "private, started for this command" if resources.ours else where
     cores = f"{count(os.cpu_count() or 1, 'core')} counted as " if resources.ours else ""
-    has = (
-        f"{count(len(resources.nodes), 'node')}, {cores}{count(resources.cpus, 'CPU', form='g')}, "
-    )
-    has += count(resources.gpus, "GPU")
-    return Check("cluster", "PASS", f"{whose}: {has}")
+    cpus, gpus = count(resources.cpus, "CPU", form="g"), count(resources.gpus, "GPU")
+    text = f"{origin}: {count(len(resources.nodes), 'node')}, {cores}{cpus}, {gpus}"
+    return Check("cluster", "PASS", text)
 
 
 @named_check("workers")
-def _fit(found: Examination, resources: Resources) -> str:
-    found.fitted = fitted, world_size = fit_to_cluster(found.config, resources)
+def _fit(exam: Examination, resources: Resources) -> str:
+    exam.fitted = fitted, world_size = fit_to_cluster(exam.config, resources)
     c = fitted.cluster
     gpus = f" and {c.gpus_per_worker:g} GPU" if c.use_gpu else ""
     one_more = ", and one more for async evaluation," if num_async_evaluations(fitted) else ""
@@ -175,19 +173,19 @@ def _fit(found: Examination, resources: Resources) -> str:
 
 
 @named_check("data")
-def _read_data(found: Examination, is_default: bool) -> str:
-    """Whether the driver finds the data as its manifest says."""
-    config = found.config
+def _read_data(exam: Examination, is_default: bool) -> str:
+    """Check on the driver that the data matches its manifest."""
+    config = exam.config
     if is_default and not data_is_there(config):
-        raise Skipped(f"{config.data.data_path} is not there yet; the first train makes it")
+        raise Skipped(f"{config.data.data_path} does not exist yet; the first train prepares it")
     data = data_of(config)
     preflight.check_data(IngestSpec(config, data, world_size=1))
-    found.data = data
-    return f"{amount(data.split_tokens('train'))} train tokens, every shard as the manifest says"
+    exam.data = data
+    return f"{amount(data.split_tokens('train'))} train tokens, all shards match the manifest"
 
 
-def _look_at_nodes(found: Examination, resources: Resources, data_check: Check) -> None:
-    config, data = found.config, found.data
+def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -> None:
+    config, data = exam.config, exam.data
     use_gpu = resources.gpus > 0 if config.cluster.use_gpu == "auto" else config.cluster.use_gpu
     storage, driver_error = location(config, config.run.storage_path), ""
     with contextlib.ExitStack() as stack:
@@ -197,17 +195,17 @@ def _look_at_nodes(found: Examination, resources: Resources, data_check: Check) 
         except RaytrainGptError as error:
             driver_error = str(error)
         nodes = ask_nodes(config, probe, data, use_gpu)
-    found.add(node_probe.judge_answers(nodes))
+    exam.add(node_probe.judge_answers(nodes))
     there = [node for node in nodes if not node.error]
     if not there:
         rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
-        found.skip("no node answers", "token", *rest)
+        exam.skip("no node responds", "token", *rest)
         return
     token_files = [(n.name, n.token_path, n.token_mode) for n in there if n.token_path]
     head = ask_head(ray.get_runtime_context().gcs_address)
     if data is not None:
         data_check = node_probe.judge_data(there, config.data.data_path, data_check.text)
-    found.add(
+    exam.add(
         judge_token(head, token_files, resources.ours),
         node_probe.judge_versions(there, node_probe.local_versions()),
         node_probe.judge_clocks(there),
@@ -218,46 +216,46 @@ def _look_at_nodes(found: Examination, resources: Resources, data_check: Check) 
     )
 
 
-def _look_at_ranks(found: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
+def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, bench: bool) -> None:
     ingest = plan = None
-    if found.data is not None and not found.failed("data"):
-        ingest = IngestSpec(config, found.data, world_size)
+    if exam.data is not None and not exam.failed("data"):
+        ingest = IngestSpec(config, exam.data, world_size)
     if bench and ingest is not None:
         try:
-            plan = fit_memory(config, world_size, ingest.data.vocab_size, found.log)
+            plan = fit_memory(config, world_size, ingest.data.vocab_size, exam.log)
         except (ClusterError, ray.exceptions.RayError) as error:
-            found.add(Check("bench", "FAIL", str(user_error_in(error) or root_cause(error))))
+            exam.add(Check("bench", "FAIL", str(user_error_in(error) or root_cause(error))))
             bench = False
     group = rank_probe.ask_ranks(config, world_size, ingest, plan)
-    found.add(
+    exam.add(
         rank_findings.judge_devices(group),
         rank_findings.judge_all_reduce(group),
         rank_findings.judge_sequences(group, ingest, range(rank_probe.NUM_BATCHES)),
     )
-    found.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
+    exam.all_reduce_bytes_per_s = rank_findings.all_reduce_bytes_per_s(group.all_reduce or [])
     if bench:
-        found.add(_bench(found, config, group))
+        exam.add(_bench(exam, config, group))
 
 
 @named_check("bench")
-def _bench(found: Examination, config: FittedConfig, group: GroupFacts) -> str:
-    """When the run would be done."""
+def _bench(exam: Examination, config: FittedConfig, group: GroupFacts) -> str:
+    """Forecast the run's duration."""
     if group.bench is None and (group.sequences is None or not group.has_devices):
-        raise Skipped("it needs data, and a device for each rank")
-    if group.bench is None or found.data is None:
+        raise Skipped("needs data, and a device for each rank")
+    if group.bench is None or exam.data is None:
         raise Failed(f"{group.error}; set micro_batch_sequences to auto if memory is short")
-    found.forecast = forecast(config, found.data.vocab_size, group.bench)
-    return describe(config, group.bench, found.forecast)
+    exam.forecast = forecast(config, exam.data.vocab_size, group.bench)
+    return describe(config, group.bench, exam.forecast)
 
 
 @named_check("tokenizer")
 def check_tokenizer(name: str | None, data: Mixture | None) -> str:
-    """Whether `prepare --tokenizer NAME` would find its tokenizer, in the cache or by the network."""
+    """Check that `prepare --tokenizer NAME` can load its tokenizer, cached or over the network."""
     if name is None:
         if data is None:
             raise Skipped("no data, and no --tokenizer NAME for prepare")
-        return f"the data carries its own, {data.tokenizer}"
-    problem = [f"it was not there within {FETCH_TIMEOUT_S:g} s"]
+        return f"stored with the data: {data.tokenizer}"
+    problem = [f"not loaded within {FETCH_TIMEOUT_S:g} s"]
 
     def fetch() -> None:
         try:
@@ -270,19 +268,19 @@ def check_tokenizer(name: str | None, data: Mixture | None) -> str:
     thread.start()
     thread.join(FETCH_TIMEOUT_S)
     if not problem:
-        return f"{name} is there for prepare"
-    way = "" if "TIKTOKEN_CACHE_DIR" in problem[0] else "; fill TIKTOKEN_CACHE_DIR, or use bytes"
-    raise Failed(f"{name}: {problem[0]}{way}")
+        return f"{name} is available for prepare"
+    advice = "" if "TIKTOKEN_CACHE_DIR" in problem[0] else "; fill TIKTOKEN_CACHE_DIR, or use bytes"
+    raise Failed(f"{name}: {problem[0]}{advice}")
 
 
 @named_check("tracking")
 def check_tracking(config: Config) -> str:
-    """Whether MLflow takes what a run would send it."""
+    """Check that the run can log to MLflow."""
     uri = config.tracking.mlflow_uri
     if uri is None:
         raise Skipped("mlflow_uri is null: no MLflow")
     if uri == "auto" and location(config, config.run.storage_path).is_local:
-        return "MLflow's SQLite file goes into storage_path"
+        return "MLflow writes an SQLite file in storage_path"
     if uri == "auto":
         raise Skipped(mlflow_run.OFF)
     if "://" not in uri or uri.startswith(mlflow_run.SQLITE):
@@ -291,30 +289,30 @@ def check_tracking(config: Config) -> str:
             raise Failed(
                 f"mlflow_uri {uri}: cannot write in {directory}; create it, or set mlflow_uri"
             )
-        return f"{directory} can be written"
-    os.environ.update(TRACKER_ENVIRONMENT)  # a finding, not something to wait for
+        return f"{directory} is writable"
+    os.environ.update(TRACKER_ENVIRONMENT)
     from mlflow import MlflowClient
 
     try:
         MlflowClient(uri).search_experiments(max_results=1)
     except Exception as error:
         raise Failed(
-            f"MLflow does not answer at {uri} ({root_cause(error)}); start it, open its port to the "
+            f"MLflow does not respond at {uri} ({root_cause(error)}); start it, open its port to the "
             "driver, or set mlflow_uri (null: no MLflow)"
         ) from None
-    return f"MLflow answers at {uri}"
+    return f"MLflow responds at {uri}"
 
 
 @named_check("disk")
 def check_disk(config: Config, data: Mixture | None) -> str:
-    """Whether the checkpoints of the run have room."""
+    """Check that the run's checkpoints have room."""
     storage = location(config, config.run.storage_path)
     if data is None:
-        raise Skipped("without data the model's size is not known")
+        raise Skipped("the model's size is unknown without data")
     if storage.is_local and not storage.exists():
-        raise Skipped("there is no storage_path")
+        raise Skipped("storage_path does not exist")
     existing = len(Catalog(run_location(config)).complete())
     preflight.check_disk(config, storage, data.vocab_size, existing)
     free = storage.free_bytes()
     room = "an object store, which has room" if free is None else f"{size(free)} free"
-    return f"{storage}: {room}, enough for the checkpoints that are kept"
+    return f"{storage}: {room}, enough for the run's checkpoints"

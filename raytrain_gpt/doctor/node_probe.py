@@ -1,7 +1,7 @@
-"""What every node of the cluster says about itself, and what that means for a run.
+"""Probe every node of the cluster, and check the facts.
 
-One actor per node, which needs no CPU, reads and writes what a run would from there, and tells its time.
-No torch here, so that it answers soon.
+One actor per node, which reserves no CPU, reads and writes like a run and returns its time. This module does
+not import torch, so that the actors start fast.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from raytrain_gpt.format import count, size
 from raytrain_gpt.storage.location import Location
 
 NODE_TIMEOUT_S = 60.0
-"""A worker process on a busy node starts in seconds; one that takes a minute is as good as gone."""
+"""Timeout of a node; even on a busy one, a worker process starts in seconds."""
 CLOCK_CALLS = 5
 MAX_CLOCK_SKEW_S = 1.0
-"""With NTP clocks differ by milliseconds, so a second means that it does not run. Rows of a run are in the
-order of their times, and a lease counts as given up 60 s after its holder's last time."""
+"""NTP keeps clocks within milliseconds, so a second means that it is off. A run's rows are ordered by time,
+and a lease expires 60 s after its holder's last timestamp."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node found; `error` alone if it did not answer.
+    """Facts of one node, or only `error` if it did not respond; errors are empty if there is none.
 
     Attributes:
-        name: Address, with a part of the node's id if several nodes have the same.
-        storage_error: Why it cannot use `storage_path` with the driver; empty: it can.
-        data_error: Why it cannot read the data; empty: it can, or there is none.
-        compiler_error: What it lacks to compile what the run needs; empty: nothing.
-        token_path: The token's file; empty: there is none.
+        name: Address, with the start of the node's id if several nodes share it.
+        storage_error: Why it cannot share `storage_path` with the driver.
+        data_error: Why it cannot read the data.
+        compiler_error: Missing compiler or headers.
+        token_path: The token's file, or empty.
         clock_offset_s: The node's clock minus the driver's.
-        clock_uncertainty_s: Half the round trip of the call that asked for it.
+        clock_uncertainty_s: Half the round trip of the call for the time.
     """
 
     name: str
@@ -80,7 +80,7 @@ class NodeFacts:
 def ask_nodes(
     config: Config, storage: Location | None, data: Mixture | None, use_gpu: bool
 ) -> list[NodeFacts]:
-    """The facts of all nodes, gathered at once; without a `storage_probe` the driver cannot write."""
+    """Gather all nodes' facts in parallel; `storage` is a `storage_probe`, or None if there is none."""
     gpus = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}
     compiles = bool(fields_that_compile(config, use_gpu))
     witnesses: dict[str, Any] = {}
@@ -89,28 +89,28 @@ def ask_nodes(
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         witnesses[name] = NodeWitness.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
         compiles_here = compiles and (not use_gpu or gpus[node] > 0)
-        asked = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
-        answers[name] = witnesses[name].facts.remote(*asked)
+        arguments = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
+        answers[name] = witnesses[name].facts.remote(*arguments)
     deadline = time.monotonic() + NODE_TIMEOUT_S
-    found = []
+    nodes = []
     for name, witness in witnesses.items():
         try:
             facts = ray.get(answers[name], timeout=max(1.0, deadline - time.monotonic()))
             offset_s, uncertainty_s = _clock_offset(witness)
         except ray.exceptions.GetTimeoutError:
-            found.append(NodeFacts(name, error=f"no answer within {NODE_TIMEOUT_S:g} s"))
+            nodes.append(NodeFacts(name, error=f"no response within {NODE_TIMEOUT_S:g} s"))
         except Exception as error:
-            found.append(NodeFacts(name, error=root_cause(error)))
+            nodes.append(NodeFacts(name, error=root_cause(error)))
         else:
             clock = {"clock_offset_s": offset_s, "clock_uncertainty_s": uncertainty_s}
-            found.append(replace(facts, **clock))
+            nodes.append(replace(facts, **clock))
     for witness in witnesses.values():
         ray.kill(witness)
-    return found
+    return nodes
 
 
 def node_names() -> dict[str, str]:
-    """Node id -> name of every node that is alive, the same address only once."""
+    """Return node id -> unique name of every live node."""
     addresses = {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]}
     count = Counter(addresses.values())
     return {
@@ -120,18 +120,18 @@ def node_names() -> dict[str, str]:
 
 
 def _clock_offset(witness: Any) -> tuple[float, float]:
-    """The node's clock minus ours and half the round trip, from the fastest of a few calls."""
-    found = []
+    """Return the node's clock minus ours and half the round trip, from the fastest of a few calls."""
+    samples = []
     for _ in range(CLOCK_CALLS):
         before = time.time()
         there = ray.get(witness.clock.remote(), timeout=NODE_TIMEOUT_S)
         after = time.time()
-        found.append((there - (before + after) / 2, (after - before) / 2))
-    return min(found, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
+        samples.append((there - (before + after) / 2, (after - before) / 2))
+    return min(samples, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
 
 
 def local_versions() -> dict[str, str]:
-    """Versions on this machine of what must be the same everywhere."""
+    """Return this machine's versions of all software that must match."""
     return {
         "Python": platform.python_version(),
         "ray": metadata.version("ray"),
@@ -141,7 +141,7 @@ def local_versions() -> dict[str, str]:
 
 
 def _code_hash() -> str:
-    """A hash of this package's source: two checkouts may have the same version."""
+    """Hash this package's source, since two checkouts may have the same version."""
     root = Path(raytrain_gpt.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -151,7 +151,7 @@ def _code_hash() -> str:
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class NodeWitness:
-    """Runs on one node."""
+    """Actor on one node."""
 
     def facts(
         self,
@@ -161,7 +161,7 @@ class NodeWitness:
         seq_len: int,
         compiles_on_gpu: bool | None,
     ) -> NodeFacts:
-        """All facts except the clock; `compiles_on_gpu` is None where nothing is compiled."""
+        """Gather all facts except the clock; `compiles_on_gpu` is None if nothing is compiled."""
         ray_dir, token = ray_directory(), token_file()
         return NodeFacts(
             name=name,
@@ -176,16 +176,16 @@ class NodeWitness:
         )
 
     def clock(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the epoch."""
         return time.time()
 
 
 def data_problem(data: Mixture, seq_len: int) -> str:
-    """Why the first and the last sequence of a split cannot be read here; empty: they can."""
+    """Return why a split's first or last sequence cannot be read here, or an empty string."""
     try:
-        for part in data.datasets:
-            if read_manifest(part.directory).hash != part.manifest.hash:
-                return f"it sees another dataset than the driver in {part.directory}"
+        for dataset in data.datasets:
+            if read_manifest(dataset.directory).hash != dataset.manifest.hash:
+                return f"it sees a different dataset than the driver in {dataset.directory}"
         for split in SPLITS:
             ends = np.cumsum(data.num_sequences(split, seq_len))
             first_and_last = np.unique([0, *ends[:-1], *(ends - 1)])
@@ -197,61 +197,61 @@ def data_problem(data: Mixture, seq_len: int) -> str:
 
 @named_check("nodes")
 def judge_answers(nodes: Sequence[NodeFacts]) -> str:
-    """Whether every node runs this package at all."""
+    """Check that every node can run this package."""
     silent = [f"{node.name} ({node.error})" for node in nodes if node.error]
     if silent:
         raise Failed(
-            f"{len(silent)} of {count(len(nodes), 'node')} did not answer: {', '.join(silent)}; install this "
-            "package and its dependencies there, or take the node away"
+            f"{len(silent)} of {count(len(nodes), 'node')} did not respond: {', '.join(silent)}; install "
+            "this package and its dependencies there, or remove the node"
         )
-    return f"{len(nodes)} answer: {', '.join(node.name for node in nodes)}"
+    return f"{len(nodes)} responded: {', '.join(node.name for node in nodes)}"
 
 
 @named_check("token")
 def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> str:
-    """Whether the cluster refuses strangers, and nobody else reads the token.
+    """Check that the cluster requires a token, and that only this user can read it.
 
     Args:
-        files: (node, path, permission bits) of the token file of every node that has one.
+        files: (node, path, permission bits) of every node's token file.
     """
     if head.error:
-        raise Skipped(f"{head.address} did not answer: {head.error}")
+        raise Skipped(f"{head.address} did not respond: {head.error}")
     if not head.asks_for_token:
         start = "stop it and start every node with RAY_AUTH_MODE=token and the same token"
         raise Failed(
-            f"the cluster at {head.address} takes calls without a token: whoever reaches it runs code "
-            f"on it; {'unset RAY_AUTH_MODE' if ours else start}"
+            f"the cluster at {head.address} accepts calls without a token, so anyone who reaches it can run "
+            f"code on it; {'unset RAY_AUTH_MODE' if ours else start}"
         )
     too_open = [
         f"{path} on {node} has mode {mode:04o}" for node, path, mode in files if mode & 0o077
     ]
     if too_open:
-        raise Failed(f"{', '.join(too_open)}: others can read it; chmod 600 it there")
+        raise Failed(f"{', '.join(too_open)}: other users can read it; chmod 600 it there")
     where = f", {len(files)} token files are private" if files else ""
     return f"calls without a token are refused{where}"
 
 
 @named_check("versions")
 def judge_versions(nodes: Sequence[NodeFacts], driver: Mapping[str, str]) -> str:
-    """Whether Python, Ray, torch and this package are the same on all nodes and the driver."""
-    everywhere = {"the driver": driver, **{n.name: n.versions or {} for n in nodes}}
+    """Check that Python, Ray, torch and this package match on all nodes and the driver."""
+    machines = {"the driver": driver, **{n.name: n.versions or {} for n in nodes}}
     differences = []
-    for what in driver:
-        found: dict[str, list[str]] = {}
-        for place, versions in everywhere.items():
-            found.setdefault(versions.get(what, "missing"), []).append(place)
-        if len(found) > 1:
-            places = [f"{version} on {', '.join(where)}" for version, where in found.items()]
-            differences.append(f"{what} {' but '.join(places)}")
+    for package in driver:
+        by_version: dict[str, list[str]] = {}
+        for machine, versions in machines.items():
+            by_version.setdefault(versions.get(package, "missing"), []).append(machine)
+        if len(by_version) > 1:
+            texts = [f"{version} on {', '.join(names)}" for version, names in by_version.items()]
+            differences.append(f"{package} {' but '.join(texts)}")
     if differences:
         raise Failed(f"{'; '.join(differences)}; install the same version on every node")
-    return ", ".join(f"{what} {version}" for what, version in driver.items())
+    return ", ".join(f"{package} {version}" for package, version in driver.items())
 
 
 @named_check("clocks")
 def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
-    """Whether all clocks, the driver's too, show the same time within `MAX_CLOCK_SKEW_S`."""
-    # A clock is somewhere within its uncertainty: only what is surely apart is wrong.
+    """Check that all clocks, including the driver's, agree within `MAX_CLOCK_SKEW_S`."""
+    # Fail only for a skew that exceeds the clocks' uncertainties.
     lowest = min([0.0, *(n.clock_offset_s + n.clock_uncertainty_s for n in nodes)])
     highest = max([0.0, *(n.clock_offset_s - n.clock_uncertainty_s for n in nodes)])
     each = ", ".join(
@@ -259,35 +259,35 @@ def judge_clocks(nodes: Sequence[NodeFacts]) -> str:
     )
     if highest - lowest > MAX_CLOCK_SKEW_S:
         raise Failed(
-            f"they differ by {highest - lowest:.1f} s, more than {MAX_CLOCK_SKEW_S:g} s; against the "
-            f"driver's: {each}; run NTP (chrony, systemd-timesyncd) on every node"
+            f"they differ by {highest - lowest:.1f} s, more than {MAX_CLOCK_SKEW_S:g} s; relative to the "
+            f"driver: {each}; run NTP (chrony, systemd-timesyncd) on every node"
         )
-    return f"against the driver's: {each}"
+    return f"relative to the driver: {each}"
 
 
 @named_check("storage")
 def judge_storage(nodes: Sequence[NodeFacts], storage: str, driver_error: str) -> str:
-    """Whether all nodes write where the driver does, and the driver itself can (`driver_error`)."""
+    """Check that the driver (`driver_error`) and all nodes can write the same storage."""
     if driver_error:
         raise Failed(driver_error)
     wrong = ", ".join(f"{n.name}: {n.storage_error}" for n in nodes if n.storage_error)
     if wrong:
         raise Failed(f"storage_path {storage} is not shared by all nodes: {wrong}; {ON_ALL_NODES}")
-    return f"{storage} is written and read by {count(len(nodes), 'node')}"
+    return f"{storage} is readable and writable on {count(len(nodes), 'node')}"
 
 
 @named_check("data")
 def judge_data(nodes: Sequence[NodeFacts], data_path: str, seen: str) -> str:
-    """Whether all nodes read the dataset that the driver has `seen`."""
+    """Check that all nodes can read the driver's dataset, which it has `seen`."""
     wrong = ", ".join(f"{n.name}: {n.data_error}" for n in nodes if n.data_error)
     if wrong:
         raise Failed(f"data_path {data_path} cannot be read on all nodes: {wrong}; {ON_ALL_NODES}")
-    return f"{data_path} is read by {count(len(nodes), 'node')}: {seen}"
+    return f"{data_path} is readable on {count(len(nodes), 'node')}: {seen}"
 
 
 @named_check("compiler")
 def judge_compilers(nodes: Sequence[NodeFacts], fields: Sequence[str]) -> str:
-    """Whether all nodes that train can compile what some `fields` of the configuration need."""
+    """Check that all training nodes can compile for the given configuration `fields`."""
     if not fields:
         return "nothing is compiled"
     wrong = ", ".join(f"{n.name} lacks {n.compiler_error}" for n in nodes if n.compiler_error)
@@ -299,7 +299,7 @@ def judge_compilers(nodes: Sequence[NodeFacts], fields: Sequence[str]) -> str:
 
 @named_check("ray_disk")
 def judge_ray_disk(nodes: Sequence[NodeFacts]) -> str:
-    """Whether Ray has room for its own files on every node: a full disk there hangs a run."""
+    """Check that every node has room for Ray's files, since a full disk hangs a run."""
     problems = {n.name: ray_disk_problem(n.ray_dir, n.ray_dir_free_bytes) for n in nodes}
     full = [f"{name} has {problem}" for name, problem in problems.items() if problem]
     if full:

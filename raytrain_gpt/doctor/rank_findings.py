@@ -1,4 +1,4 @@
-"""What the facts of the ranks mean for a run: devices, links between them, and the order of the data."""
+"""Checks of the ranks' facts: devices, links between them, and the order of the data."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from raytrain_gpt.format import count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
 BETWEEN_NODES = (
-    "let all nodes reach each other on all ports, and name the interface by GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME where a node has several"
+    "let all nodes reach each other on all ports, and if a node has several interfaces, set "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
 SLOWEST_LINK_BYTES_PER_S = {("gloo", 1): 1e8, ("gloo", 2): 1e8, ("nccl", 1): 2e9, ("nccl", 2): 1e9}
-"""(backend, 1 node or 2 for more) -> what a rank's link must carry, by the links that it may be:
+"""(backend, 1 node or 2 for more) -> minimum bandwidth of a rank's link:
 
-- gloo: 80 % of gigabit Ethernet (125 MB/s); slower is Wi-Fi, a VPN, or a wrong interface.
+- gloo: 80% of gigabit Ethernet (125 MB/s); slower is Wi-Fi, a VPN, or a wrong interface.
 - nccl in one node: half of four lanes of PCIe 3.0 (3.9 GB/s); any GPU slot has more.
-- nccl between nodes: 80 % of 10-gigabit Ethernet (1.25 GB/s); below, GPUs mostly wait.
+- nccl between nodes: 80% of 10-gigabit Ethernet (1.25 GB/s); below, GPUs mostly wait.
 """
 
 
 @named_check("devices")
 def judge_devices(group: GroupFacts) -> str:
-    """Whether each rank has a GPU of its own, if GPUs are asked for."""
+    """Check that each rank has a separate GPU if GPUs are requested."""
     devices = group.devices
     if devices is None:
         raise Failed(
-            f"the workers did not connect to each other: {group.error}; see that no other job holds the "
+            f"the workers did not connect to each other: {group.error}; check that no other job holds the "
             f"cluster's resources, and {BETWEEN_NODES}"
         )
     if not group.use_gpu:
-        places = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
-        return f"CPUs, as the configuration says: {places}"
+        ranks = ", ".join(f"rank {d.rank} on {d.node}" for d in devices)
+        return f"CPUs, as configured: {ranks}"
     missing = [
         f"rank {d.rank} on {d.node} ({d.error}, CUDA_VISIBLE_DEVICES="
         f"{'not set' if d.visible is None else d.visible})"
@@ -45,8 +45,8 @@ def judge_devices(group: GroupFacts) -> str:
     ]
     if missing:
         raise Failed(
-            f"no GPU for {', '.join(missing)}; see that nvidia-smi works there, that torch is a CUDA "
-            "build, and that Ray was started with no more --num-gpus than there are"
+            f"no GPU for {', '.join(missing)}; check that nvidia-smi works there, that torch is a CUDA "
+            "build, and that Ray's --num-gpus does not exceed the node's GPUs"
         )
     ranks_of: dict[str, list[str]] = {}
     for device in devices:
@@ -58,25 +58,25 @@ def judge_devices(group: GroupFacts) -> str:
     ]
     if shared:
         raise Failed(
-            f"{'; '.join(shared)}; start Ray with no more --num-gpus than there are, and let Ray set "
+            f"{'; '.join(shared)}; start Ray with --num-gpus of at most the node's GPUs, and let Ray set "
             "CUDA_VISIBLE_DEVICES"
         )
-    places = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
-    return f"a GPU for each rank: {places}"
+    ranks = ", ".join(f"rank {d.rank} {d.device} on {d.node}" for d in devices)
+    return f"a GPU for each rank: {ranks}"
 
 
 def all_reduce_bytes_per_s(ranks: Sequence[AllReduceFacts]) -> dict[int, float]:
-    """Bytes of the tensor -> algorithm bandwidth: these bytes by the time on the slowest rank."""
+    """Return tensor bytes -> algorithm bandwidth (bytes/s), by the slowest rank's time."""
     sizes = ranks[0].seconds if ranks else ()
     return {size: size / max(rank.seconds[size] for rank in ranks) for size in sizes}
 
 
 @named_check("all_reduce")
 def judge_all_reduce(group: GroupFacts) -> str:
-    """Whether sums over all ranks are right, and over what kind of link they go.
+    """Check that all-reduce sums are correct and the links fast enough.
 
-    A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor
-    is what the link carries, whatever the number of ranks ("bus bandwidth" of nccl-tests).
+    A ring sends 2·(n−1)/n of the tensor's bytes over every rank's link, so bandwidth times that factor is the
+    link's load for any number of ranks ("bus bandwidth" of nccl-tests).
     """
     ranks, n = group.all_reduce, group.world_size
     if n == 1:
@@ -84,61 +84,62 @@ def judge_all_reduce(group: GroupFacts) -> str:
     if group.devices is None or not group.has_devices:
         raise Skipped("not all ranks have a device")
     if ranks is None:
-        raise Failed(f"it did not finish: {group.error}; {BETWEEN_NODES}")
+        raise Failed(f"did not finish: {group.error}; {BETWEEN_NODES}")
     backend, num_nodes = ranks[0].backend, len({device.node for device in group.devices})
     wrong = sum(rank.wrong for rank in ranks)
     speeds = all_reduce_bytes_per_s(ranks)
     each = ", ".join(f"{size / 1e6:g} MB {speed / 1e9:.2f} GB/s" for size, speed in speeds.items())
-    seen = f"{count(n, 'rank')} over {backend}, bytes of the tensor / time: {each}"
+    seen = f"{count(n, 'rank')} over {backend}, tensor bytes / time: {each}"
     if wrong:
         raise Failed(
-            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: leave "
-            "nodes out one by one to find it"
+            f"{wrong} sums are wrong ({seen}); a device, its driver or a network card is broken: remove "
+            "nodes one by one to find it"
         )
     link = speeds[max(speeds)] * 2 * (n - 1) / n
     least = SLOWEST_LINK_BYTES_PER_S[(backend, min(num_nodes, 2))]
     carried = f"{link / 1e9:.2f} GB/s on each link (× 2·(n−1)/n)"
     if link < least:
         raise Failed(
-            f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; name the fast interface by "
-            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME, or use nodes nearer to each other"
+            f"slow: {carried} at 100 MB, below {least / 1e9:g} GB/s; {seen}; set "
+            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME to the fast interface, or use nodes "
+            "with a faster network"
         )
-    return f"sums are right; {seen}, {carried}"
+    return f"sums are correct; {seen}, {carried}"
 
 
 @named_check("sequences")
 def judge_sequences(group: GroupFacts, ingest: IngestSpec | None, batches: Sequence[int]) -> str:
-    """Whether the ranks together were given each sequence of the plan once, and in its step."""
+    """Check that the ranks together read each planned sequence once, in its step."""
     ranks = group.sequences
     if ingest is None:
-        raise Skipped("there is no data that all nodes can read")
+        raise Skipped("no data that all nodes can read")
     if ranks is None and not (group.has_devices and (group.all_reduce or group.world_size == 1)):
-        raise Skipped("the ranks did not get that far")
+        raise Skipped("an earlier check of the ranks failed")
     if ranks is None:
         raise Failed(f"reading did not finish: {group.error}")
     order, val, none = ingest.order(), ingest.eval_ids()[0], np.zeros(0, np.int64)
     plans = {"the validation": val[val >= 0]}
-    given = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
+    actual = {"the validation": [rank.val[rank.val >= 0] for rank in ranks]}
     for batch in batches:
         plans[f"global batch {batch}"] = order.batch_ids(batch)
-        given[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
-    report = "do not train like this: compare the installed versions with constraints.txt"
-    for what, plan in plans.items():
-        # A batch of a mixture may have a sequence twice, where a small dataset's epochs meet.
+        actual[f"global batch {batch}"] = [rank.train.get(batch, none) for rank in ranks]
+    advice = "do not train with this setup: compare the installed versions with constraints.txt"
+    for name, plan in plans.items():
+        # A mixture's batch may repeat a sequence where a small dataset's epochs meet.
         planned = Counter(plan.tolist())
-        found = Counter(np.concatenate(given[what]).tolist())
-        too_often = sorted(id_ for id_, n in found.items() if n > max(1, planned[id_]))
+        read = Counter(np.concatenate(actual[name]).tolist())
+        too_often = sorted(id_ for id_, n in read.items() if n > max(1, planned[id_]))
         if too_often:
-            sharing = [str(r) for r, own in enumerate(given[what]) if np.isin(too_often[0], own)]
+            readers = [str(r) for r, ids in enumerate(actual[name]) if np.isin(too_often[0], ids)]
             raise Failed(
-                f"{count(len(too_often), 'sequence')} of {what} read more than once: {too_often[0]} by ranks "
-                f"{', '.join(sharing)}; {report}"
+                f"{count(len(too_often), 'sequence')} of {name} read more than once: {too_often[0]} by ranks "
+                f"{', '.join(readers)}; {advice}"
             )
-        missing, others = (planned - found).total(), (found - planned).total()
-        if missing or others:
+        missing, extra = (planned - read).total(), (read - planned).total()
+        if missing or extra:
             raise Failed(
-                f"{missing} of {count(len(plan), 'sequence')} of {what} read by no rank, and "
-                f"{others} not of it; {report}"
+                f"{missing} of {count(len(plan), 'sequence')} of {name} read by no rank, and "
+                f"{extra} unplanned; {advice}"
             )
     total = sum(len(plan) for plan in plans.values())
     return (

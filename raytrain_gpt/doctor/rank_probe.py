@@ -1,12 +1,12 @@
-"""What the ranks of a run would find: a worker group that starts like a run's own and trains nothing.
+"""Probe a run's ranks: a worker group that starts like a run's and trains nothing.
 
-    devices     each rank's device, told to all
-    all_reduce  a sum over all ranks that is known in advance, and its time, on the path of gradients
-    sequences   the ids of the first global batches and of validation, through the run's own reading
-    bench       steps of the run's own loop, if asked for
+    devices     each rank's device
+    all_reduce  sums with known results, and their time, through the group that reduces gradients
+    sequences   the ids of the first global batches and of validation, read as a run reads them
+    bench       steps of the run's training loop, if requested
 
-Rank 0 sends what all ranks found after each stage, so it is known how far a group came that fails. The
-process group that binds them is gloo even on GPUs: it works where a GPU is missing.
+Rank 0 sends all ranks' facts after each stage, so a failing group shows where it failed. The default process
+group is gloo even on GPUs, so that it works if a GPU is missing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.worker_group import TorchConfig, start_fit, worker_group
 
 GROUP_TIMEOUT_S = 60
-"""For the ranks to connect, and for every collective."""
+"""Timeout of the ranks' connections and of every collective."""
 CONTROLLER_TIMEOUT_S = 10.0
-"""For Ray Train's controller to leave; a hanging one would stay behind."""
+"""Time for Ray Train's controller to exit before it is killed."""
 NUM_BATCHES = 4
-"""Global batches that are read."""
+"""Number of global batches to read."""
 ALL_REDUCE_BYTES = (1_000_000, 100_000_000)
 REPEATS = 3
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class DeviceFacts:
 
     Attributes:
         device: Name of the GPU, or `cpu`.
-        uuid: UUID of the GPU; empty: the rank has none.
-        visible: CUDA_VISIBLE_DEVICES; None: not set.
-        error: Why there is no GPU that can be used.
+        uuid: UUID of the GPU, or empty without one.
+        visible: CUDA_VISIBLE_DEVICES, or None if unset.
+        error: Why no GPU can be used.
     """
 
     rank: int
@@ -76,8 +76,8 @@ class AllReduceFacts:
 
     Attributes:
         backend: gloo or nccl.
-        wrong: Sums that were not what they must be.
-        seconds: Bytes of the tensor -> median time of an all-reduce.
+        wrong: Number of wrong sums.
+        seconds: Tensor bytes -> median time of an all-reduce.
     """
 
     backend: str
@@ -87,10 +87,10 @@ class AllReduceFacts:
 
 @dataclass(frozen=True)
 class RankIds:
-    """The ids that one rank was given.
+    """Sequence ids that one rank read.
 
     Attributes:
-        val: int64 (n,), −1 where there is no sequence.
+        val: int64 (n,), −1 for padding.
         train: Global batch -> int64 (share,).
     """
 
@@ -100,11 +100,11 @@ class RankIds:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What all ranks found, in rank order; None where they did not get that far.
+    """Facts of all ranks in rank order, or None for stages that were not reached.
 
     Attributes:
         use_gpu: Whether each rank should have a GPU.
-        error: What ended the group; empty: it did everything.
+        error: Error that ended the group, or empty.
     """
 
     world_size: int
@@ -117,15 +117,15 @@ class GroupFacts:
 
     @property
     def has_devices(self) -> bool:
-        """Whether every rank has a device of its own."""
+        """Whether every rank has a separate device."""
         uuids = [device.uuid for device in self.devices or ()]
-        own_gpus = all(uuids) and len(set(uuids)) == len(uuids)
-        return self.devices is not None and (own_gpus or not self.use_gpu)
+        separate_gpus = all(uuids) and len(set(uuids)) == len(uuids)
+        return self.devices is not None and (separate_gpus or not self.use_gpu)
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What every rank is to do; `results` takes (stage, facts of all ranks)."""
+    """Input of every rank; `results` takes (stage, facts of all ranks)."""
 
     config: FittedConfig
     ingest: IngestSpec | None
@@ -136,15 +136,15 @@ class RankSpec:
 def ask_ranks(
     config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
 ) -> GroupFacts:
-    """Start the workers of a run, and gather what they find.
+    """Start the workers of a run, and gather their facts.
 
     Args:
-        ingest: What is read; None: there is no data that all nodes can read.
-        plan: Steps to time; None: none.
+        ingest: Data to read, or None if not all nodes can read it.
+        plan: Steps to time, or None.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-    # A directory of this node alone, for only Ray's controller uses it, which runs here.
+    # Only Ray's controller uses the directory, and it runs on this node.
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             probe_rank,
@@ -159,31 +159,33 @@ def ask_ranks(
         thread, raised = start_fit(trainer)
         thread.join()
         kill_controllers(CONTROLLER_TIMEOUT_S)
-    found: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
+    stages: dict[str, list[Any]] = dict(results.get_nowait_batch(results.qsize()))
     results.shutdown(force=True)
-    return GroupFacts(world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **found)
+    return GroupFacts(
+        world_size, config.cluster.use_gpu, "".join(map(root_cause, raised)), **stages
+    )
 
 
 def probe_rank(spec: RankSpec) -> None:
-    """All stages of one rank; `train_loop_per_worker` of Ray Train."""
+    """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
     context = ray.train.get_context()
     rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
     torch.set_num_threads(spec.config.cluster.cpus_per_worker)
 
-    def tell(stage: str, own: T) -> list[T]:
-        found = all_gather_values(own, type(own))
+    def share(stage: str, facts: T) -> list[T]:
+        of_all_ranks = all_gather_values(facts, type(facts))
         if rank == 0:
-            spec.results.put((stage, found))
-        return found
+            spec.results.put((stage, of_all_ranks))
+        return of_all_ranks
 
-    devices = tell("devices", _device(rank, use_gpu))
+    devices = share("devices", _device(rank, use_gpu))
     usable = GroupFacts(len(devices), use_gpu, devices=devices).has_devices
     group, device = None, torch.device("cpu")
     if use_gpu and usable:
         device = ray.train.torch.get_device()
         group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
     if usable and context.get_world_size() > 1:
-        tell("all_reduce", time_all_reduce(device, group))
+        share("all_reduce", time_all_reduce(device, group))
     if spec.ingest is None:
         return
     tables = ray.train.get_dataset_shard("train").iter_batches(
@@ -191,10 +193,10 @@ def probe_rank(spec: RankSpec) -> None:
     )
     val, *chunks = rank_chunks(tables, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
-    tell("sequences", RankIds(val.ids[0], train))
+    share("sequences", RankIds(val.ids[0], train))
     if spec.plan is not None and usable:
         vocab_size = spec.ingest.data.vocab_size
-        tell("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
+        share("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
@@ -215,11 +217,11 @@ def _device(rank: int, use_gpu: bool) -> DeviceFacts:
 
 
 def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> AllReduceFacts:
-    """Sums of known values, compared, and the times of further ones; None: the default group."""
+    """Check all-reduces of known values and time further ones, in `group` or the default group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     wrong, seconds = 0, {}
     for num_bytes in ALL_REDUCE_BYTES:
-        # Small whole numbers, whose sums are exact in float32 in any order.
+        # Small integers, whose float32 sums are exact in any order.
         pattern = torch.arange(num_bytes // 4, device=device) % 251
         values = (pattern + rank).float()
         dist.all_reduce(values, group=group)

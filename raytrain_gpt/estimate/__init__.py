@@ -1,1 +1,1 @@
-"""What a run will take, before anybody pays for it."""
+"""Estimates of a run's memory, time and price."""

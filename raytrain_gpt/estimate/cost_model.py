@@ -1,8 +1,8 @@
-"""The arithmetic of an estimate, from a configuration and a few facts; no cluster is asked.
+"""Estimate a run from its configuration and a few facts, without a cluster.
 
 1. The shape gives parameters and FLOPs per token; the configuration gives steps and tokens.
 2. A rank's memory is predicted (`core/memory`) and compared with the device's.
-3. Tokens/s are those of a probe, of a given step time, or the device's peak times an assumed MFU.
+3. Tokens/s come from a probe, a given step time, or the device's peak times an assumed MFU.
 4. Steps times seconds give the training time, times workers and rates the price.
 """
 
@@ -23,9 +23,9 @@ from raytrain_gpt.core.muon import newton_schulz_flops
 from raytrain_gpt.train.memory_search import MemorySearch, Remedy, gpu_limit_bytes
 
 ASSUMED_MFU = 0.4
-"""Of a compiled GPT-2 in bf16 if nothing was measured: what good loops reach on A100 and H100."""
+"""MFU of a compiled bf16 GPT-2 without a measurement; good loops reach it on A100 and H100."""
 MAX_SEARCHED_SEQUENCES = 2**20
-"""In a micro-batch; no device has memory for so many."""
+"""Upper bound of micro-batches in sequences; no device has memory for it."""
 GPT2_SIZES = {
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
@@ -37,13 +37,12 @@ GPT2_SIZES = {
 
 @dataclass(frozen=True)
 class EstimatedSpeed:
-    """How fast training goes, and how that is known.
+    """Training speed and its source.
 
     Attributes:
         tokens_per_s: Over all workers.
         source: `probe`, `given` or `table`.
-        mfu: Fraction of the devices' peak, of the model's FLOPs without the optimizer's; None: the peak is
-            not known.
+        mfu: Model FLOPs, without the optimizer's, per peak FLOPs, or None if the peak is not listed.
     """
 
     tokens_per_s: float
@@ -53,7 +52,7 @@ class EstimatedSpeed:
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """The most sequences of a model that fit a device, with and without activation checkpointing; 0: none."""
+    """Largest micro-batch on a device, without and with activation checkpointing; 0 if none fits."""
 
     model: str
     num_parameters: int
@@ -63,20 +62,18 @@ class LargestMicroBatch:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take.
+    """Estimate of a run; fields are None where their inputs are missing.
 
     Attributes:
-        num_parameters: The tied embedding once, its padding included.
-        steps_per_epoch: None: the data is not known.
-        memory: Needed on one device.
-        fits: Whether the device has enough memory; None: the device is not known.
-        remedy: Cheapest changes with which it would fit, or None if it fits or no change is enough.
-        largest: For each of GPT-2's sizes; empty: the device is not known.
-        speed: None: neither measured, nor given, nor in the table.
-        train_s: All steps, without evaluations, checkpoints and restarts.
+        num_parameters: Counts a tied embedding once, with its padding.
+        memory: Memory of one device.
+        fits: Whether the device has enough memory.
+        remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
+        largest: One entry per GPT-2 size, empty without a device.
+        train_s: Time of all steps, without evaluations, checkpoints and restarts.
         device_hours: Over all workers.
-        price: On demand; None: no rate was given.
-        spot_price: At the rate of spot machines, if no time is lost.
+        price: At the on-demand rate.
+        spot_price: At the spot rate, if no time is lost.
     """
 
     num_parameters: int
@@ -103,21 +100,21 @@ class Estimate:
     spot_price: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a program."""
+        """Return the `--json` object."""
         return asdict(self) | {"memory": asdict(self.memory) | {"total": self.memory.total}}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known besides the configuration; None: not known.
+    """Inputs besides the configuration, or None if unknown.
 
     Attributes:
-        vocab_size: Vocabulary of the tokenizer; None: GPT-2's.
+        vocab_size: Vocabulary of the tokenizer, GPT-2's if None.
         bf16: Whether it trains in 16 bits.
-        step_time_s: As the user knows it.
-        tokens_per_s: As a probe measured it.
-        mfu: Used if the speed comes from the table, for Muon's FLOPs as well; None: `ASSUMED_MFU`.
-        price_per_hour: For one device, on demand.
+        step_time_s: Step time given by the user.
+        tokens_per_s: Measured by a probe.
+        mfu: MFU for a speed from the table, also of Muon's FLOPs; `ASSUMED_MFU` if None.
+        price_per_hour: On-demand rate of one device.
     """
 
     vocab_size: int | None = None
@@ -133,7 +130,7 @@ class Facts:
 
 
 def estimate(config: Config, facts: Facts) -> Estimate:
-    """What a run takes; what its configuration leaves to the memory is predicted for the device.
+    """Estimate a run; fields that are `auto` are resolved for the device's memory.
 
     Raises:
         ConfigError: the batch does not divide over the workers.
@@ -198,8 +195,8 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | No
         tokens_per_s, source = config.train.global_batch_tokens / facts.step_time_s, "given"
     elif peak_tokens_per_s is not None:
         model_flops = shape.flops_per_token * config.train.global_batch_tokens
-        of_model = model_flops / (model_flops + _optimizer_flops(config, shape))
-        tokens_per_s = peak_tokens_per_s * of_model * (facts.mfu or ASSUMED_MFU)
+        model_share = model_flops / (model_flops + _optimizer_flops(config, shape))
+        tokens_per_s = peak_tokens_per_s * model_share * (facts.mfu or ASSUMED_MFU)
         source = "table"
     else:
         return None
@@ -208,23 +205,23 @@ def _speed(config: Config, shape: GPTShape, facts: Facts) -> EstimatedSpeed | No
 
 
 def _optimizer_flops(config: Config, shape: GPTShape) -> int:
-    """Of an update, over all workers; AdamW's do not count."""
+    """Return the FLOPs of one Muon update over all workers; AdamW's are ignored."""
     if config.optim.optimizer == "adamw":
         return 0
     return shape.num_layers * sum(newton_schulz_flops(*matrix) for matrix in shape.block_matrices)
 
 
 def _largest_micro_batches(memory: MemoryModel, limit_bytes: float) -> list[LargestMicroBatch]:
-    """What fits of GPT-2's sizes, with the context and vocabulary of the run's own model."""
+    """Return each GPT-2 size's largest micro-batch, with the run's context and vocabulary."""
 
     def largest(model: MemoryModel, mode: ActivationCheckpointing) -> int:
         sizes = range(1, MAX_SEARCHED_SEQUENCES)
         return bisect_right(sizes, limit_bytes, key=lambda n: model.predict(n, mode).total)
 
-    found = []
+    micro_batches = []
     for name, sizes in GPT2_SIZES.items():
         shape = GPTShape(*sizes, memory.shape.seq_len, memory.shape.vocab_size)
         model = replace(memory, shape=shape)
-        kept, recomputed = largest(model, "none"), largest(model, "full")
-        found.append(LargestMicroBatch(name, shape.num_parameters, kept, recomputed))
-    return found
+        counts = largest(model, "none"), largest(model, "full")
+        micro_batches.append(LargestMicroBatch(name, shape.num_parameters, *counts))
+    return micro_batches

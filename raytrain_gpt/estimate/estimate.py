@@ -1,4 +1,4 @@
-"""The `estimate` command: facts are gathered or measured, and the estimate is printed as lines."""
+"""The `estimate` command: gather or measure the facts, and print the estimate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from raytrain_gpt.train.memory_search import NO_REMEDY
 
 SPEED_SOURCES = {
     "probe": "measured by the probe",
-    "given": "from the step time given",
+    "given": "from the given step time",
     "table": "from the device's peak and an assumed MFU, not measured",
 }
 
@@ -40,14 +40,14 @@ SPEED_SOURCES = {
 def answer(
     config: Config, given: Facts, log: Log, device: str | None = None, probe: bool = False
 ) -> tuple[Config, Estimate]:
-    """The configuration, fitted to the cluster if that was probed, and the estimate.
+    """Return the estimate and its configuration, fitted to the cluster if that was probed.
 
     Args:
-        given: What the user says; it goes before what is found.
-        device: Part of the name of a GPU in the table.
+        given: The user's facts, which override detected ones.
+        device: GPU in the table, by a substring of its name.
 
     Raises:
-        UserError: the configuration is not possible, or the device is not in the table.
+        UserError: the configuration is impossible, or the device is not in the table.
     """
     gpu = None if device is None else _device(device, log)
     vocab_size = given.vocab_size or expected_vocab_size(config)
@@ -62,7 +62,7 @@ def answer(
     if train_tokens is None and data_is_there(config):
         train_tokens = data_of(config).split_tokens("train")
     precision, use_gpu = config.train.precision, config.cluster.use_gpu
-    # A probe has decided use_gpu, on a device that need not be in the table.
+    # A probe resolves use_gpu, even on a device that is not in the table.
     on_gpu = use_gpu is True if probe else gpu is not None and use_gpu is not False
     native_bf16 = on_gpu or (use_gpu is False and bf16_is_faster(torch.device("cpu")))
     facts = replace(
@@ -78,10 +78,10 @@ def answer(
 
 
 def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
-    """Time steps of a configuration's own loop on its own data; nothing trained is kept.
+    """Time steps of the configuration's training loop on its data, and discard the model.
 
     Returns:
-        The plan that was timed, tokens/s over all workers, and the name of rank 0's device.
+        The timed plan, tokens/s over all workers, and the name of rank 0's device.
 
     Raises:
         UserError: the configuration, data or cluster cannot be used.
@@ -93,120 +93,120 @@ def _probe_speed(config: Config, log: Log) -> tuple[RunPlan, float, str]:
         plan = fit_memory(fitted, world_size, data.vocab_size, log)
         ingest = IngestSpec(fitted, data, world_size)
         preflight.check_data(ingest)
-        if not fitted.cluster.use_gpu:  # the workers of GPUs look themselves
+        if not fitted.cluster.use_gpu:  # GPU workers check this themselves
             check_compiler(fitted, on_gpu=False, where="a CPU")
         log(f"timing steps on {count(world_size, 'worker')}")
         group = ask_ranks(fitted, world_size, ingest, plan)
     if group.bench is None or group.devices is None:
         raise TrainingFailed(
             f"no step was timed: {group.error}; set micro_batch_sequences to auto if memory is short, or "
-            "see: raytrain-gpt doctor"
+            "run: raytrain-gpt doctor"
         )
     tokens_per_s = forecast(fitted, data.vocab_size, group.bench).tokens_per_s
     return plan, tokens_per_s, group.devices[0].device
 
 
 def _device(text: str, log: Log) -> GpuSpec:
-    """Find the GPU of a name; among several variants it is the SXM one."""
-    found = gpu_specs_matching(text)
-    sxm = [spec for spec in found if spec.is_sxm]
-    if len(found) > 1 and len(sxm) == 1:
-        others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found if not spec.is_sxm)
-        log(f"device   {text} means the SXM variant, {sxm[0].name}; also in the table: {others}")
+    """Return the GPU with `text` in its name, the SXM one of several variants."""
+    specs = gpu_specs_matching(text)
+    sxm = [spec for spec in specs if spec.is_sxm]
+    if len(specs) > 1 and len(sxm) == 1:
+        others = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in specs if not spec.is_sxm)
+        log(f"device   {text} is {sxm[0].name}, the SXM variant; also in the table: {others}")
         return sxm[0]
-    if len(found) != 1:
-        known = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in found or GPU_SPECS)
-        what = "is not in the table" if not found else "may be several"
-        raise ConfigError(f"device {text} {what}; name one of: {known}; or use --probe on it")
-    return found[0]
+    if len(specs) != 1:
+        names = ", ".join(spec.name.removeprefix("NVIDIA ") for spec in specs or GPU_SPECS)
+        problem = "is ambiguous" if specs else "is not in the table"
+        raise ConfigError(f"device {text} {problem}; name one of: {names}; or use --probe on it")
+    return specs[0]
 
 
-def lines(config: Config, found: Estimate) -> list[str]:
-    """The estimate for people."""
+def lines(config: Config, run: Estimate) -> list[str]:
+    """Format the run."""
     m, train, seq_len = config.model, config.train, config.data.seq_len
-    num_checkpoints = train.keep_checkpoints + 2  # the best one, and one that is being written
+    num_checkpoints = train.keep_checkpoints + 2  # the best one, and one being written
     epochs = ""
-    if found.steps_per_epoch == 0:
-        epochs = ", an epoch has less than one step"
-    elif found.steps_per_epoch is not None:
-        epochs = f", {count(found.steps_per_epoch, 'step', form=',')} an epoch"
-        epochs += f", {found.max_steps / found.steps_per_epoch:.2f} epochs"
+    if run.steps_per_epoch == 0:
+        epochs = ", less than one step per epoch"
+    elif run.steps_per_epoch is not None:
+        epochs = f", {count(run.steps_per_epoch, 'step', form=',')} per epoch"
+        epochs += f", {run.max_steps / run.steps_per_epoch:.2f} epochs"
     out = [
-        f"model    {amount(found.num_parameters)} parameters: {count(m.num_layers, 'layer')}, "
+        f"model    {amount(run.num_parameters)} parameters: {count(m.num_layers, 'layer')}, "
         f"{count(m.num_heads, 'head')}, "
         f"{m.embd_size} channels, context {seq_len}",
-        f"batch    {train.global_batch_tokens:,} tokens a step = {count(found.num_workers, 'worker')} × "
-        f"{count(found.micro_batches_per_step, 'micro-batch', 'micro-batches')} × "
-        f"{found.micro_batch_sequences} × {seq_len}",
-        f"work     {count(found.max_steps, 'step', form=',')}, {amount(found.total_tokens)} tokens{epochs}, "
-        f"{found.flops_per_token / 1e6:,.1f} MFLOPs a token, {found.total_flops:.3g} FLOPs in all",
-        _memory_line(found),
-        f"disk     {size(found.checkpoint_bytes)} a checkpoint, up to "
-        f"{size(found.checkpoint_bytes * num_checkpoints)} of them",
+        f"batch    {train.global_batch_tokens:,} tokens per step = {count(run.num_workers, 'worker')} × "
+        f"{count(run.micro_batches_per_step, 'micro-batch', 'micro-batches')} × "
+        f"{run.micro_batch_sequences} × {seq_len}",
+        f"work     {count(run.max_steps, 'step', form=',')}, {amount(run.total_tokens)} tokens{epochs}, "
+        f"{run.flops_per_token / 1e6:,.1f} MFLOPs per token, {run.total_flops:.3g} FLOPs in total",
+        _memory_line(run),
+        f"disk     {size(run.checkpoint_bytes)} per checkpoint, up to "
+        f"{size(run.checkpoint_bytes * num_checkpoints)} in total",
     ]
-    if found.fits is False:
-        out.append(f"to fit   {found.remedy.way_out if found.remedy else NO_REMEDY}")
-    if found.device is not None:
+    if run.fits is False:
+        out.append(f"to fit   {run.remedy.way_out if run.remedy else NO_REMEDY}")
+    if run.device is not None:
         fits = ", ".join(
             f"{fit.model} {fit.sequences or '-'} ({fit.sequences_recomputing or '-'})"
-            for fit in found.largest
+            for fit in run.largest
         )
         out.append(
-            f"fits     {found.device.name}, largest micro_batch_sequences (with "
+            f"fits     {run.device.name}, largest micro_batch_sequences (with "
             f"activation_checkpointing full): {fits}"
         )
-    return out + _time_lines(found)
+    return out + _time_lines(run)
 
 
 def run_lines(config: Config, log: Log) -> list[str]:
-    """Parameters, batch, steps and workers of a run, its warnings, and whether its data exists.
+    """Format parameters, batch, steps and workers of a run, its warnings, and whether its data exists.
 
-    No cluster is asked.
+    Needs no cluster.
 
     Raises:
-        UserError: the configuration is not possible, or the data is damaged.
+        UserError: the configuration is impossible, or the data is damaged.
     """
-    found = answer(config, Facts(), log)
-    change = micro_batch_change(config, found[1].num_workers)
+    config_and_estimate = answer(config, Facts(), log)
+    change = micro_batch_change(config, config_and_estimate[1].num_workers)
     warnings = [*preflight.warnings(config), *([change] if change else [])]
-    out = [*lines(*found)[:3], *(f"warning  {line}" for line in warnings)]
+    out = [*lines(*config_and_estimate)[:3], *(f"warning  {line}" for line in warnings)]
     if config.cluster.num_workers == "auto":
-        out.append("workers  auto: one for each GPU found, 1 without; the batch is shown for 1")
+        out.append("workers  auto: one per GPU, or 1 without GPUs; the batch is shown for 1")
     if data_is_there(config):
         data = data_of(config)
         tokens = amount(data.split_tokens("train"))
         return [*out, f"data     {config.data.data_path}: {tokens} train tokens ({data.tokenizer})"]
     path = config.data.data_path
-    way = "train prepares it" if path == DEFAULT_DATA else "make it with raytrain-gpt prepare"
-    return [*out, f"data     {path} is not there; {way}"]
+    advice = "train prepares it" if path == DEFAULT_DATA else "create it with raytrain-gpt prepare"
+    return [*out, f"data     {path} does not exist; {advice}"]
 
 
-def _memory_line(found: Estimate) -> str:
-    memory, mode = found.memory, found.activation_checkpointing
+def _memory_line(run: Estimate) -> str:
+    memory, mode = run.memory, run.activation_checkpointing
     recomputed = "" if mode == "none" else f" with activation_checkpointing {mode}"
     line = (
-        f"memory   {size(memory.total)} a device: weights {size(memory.weights)}, gradients "
+        f"memory   {size(memory.total)} per device: weights {size(memory.weights)}, gradients "
         f"{size(memory.gradients)}, moments {size(memory.moments)}, activations "
         f"{size(memory.activations)}{recomputed}, logits {size(memory.logits)}"
     )
-    if found.device is None:
+    if run.device is None:
         return line
-    verdict = "fits" if found.fits else "DOES NOT FIT"
-    return f"{line} | {verdict} {found.device.name} ({size(found.device.memory_bytes)})"
+    verdict = "fits" if run.fits else "DOES NOT FIT"
+    return f"{line} | {verdict} {run.device.name} ({size(run.device.memory_bytes)})"
 
 
-def _time_lines(found: Estimate) -> list[str]:
-    if found.speed is None or found.train_s is None:
-        way = "name a --device" if found.device is None else "set --precision to bf16"
-        return [f"time     not known: {way}, give --step_time_s, or measure with --probe"]
-    speed = found.speed
+def _time_lines(run: Estimate) -> list[str]:
+    if run.speed is None or run.train_s is None:
+        advice = "name a --device" if run.device is None else "set --precision to bf16"
+        return [f"time     unknown: {advice}, set --step_time_s, or measure with --probe"]
+    speed = run.speed
     mfu = "" if speed.mfu is None else f", mfu {speed.mfu:.1%}"
     out = [
-        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {found.step_time_s:.3g} s a step{mfu} "
+        f"speed    {speed.tokens_per_s:,.0f} tokens/s, {run.step_time_s:.3g} s per step{mfu} "
         f"({SPEED_SOURCES[speed.source]})",
-        f"time     {duration(found.train_s)} of steps ({found.train_s / 86400:.1f} days, "
-        f"{found.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
+        f"time     {duration(run.train_s)} of steps ({run.train_s / 86400:.1f} days, "
+        f"{run.device_hours:,.1f} device hours), without evaluations, checkpoints and restarts",
     ]
-    prices = (("on demand", found.price), ("spot", found.spot_price))
-    told = ", ".join(f"{price:,.2f} {name}" for name, price in prices if price is not None)
-    return [*out, f"price    {told}"] if told else out
+    prices = (("on demand", run.price), ("spot", run.spot_price))
+    texts = ", ".join(f"{price:,.2f} {name}" for name, price in prices if price is not None)
+    return [*out, f"price    {texts}"] if texts else out

@@ -1,12 +1,12 @@
-"""`sample --batch`: continue the prompts of a file on a whole cluster.
+"""`sample --batch`: continue the prompts of a file on a cluster.
 
 1. Every line is read and checked, then grouped into tasks of `TASK_PROMPTS`.
-2. A pool of actors, one per GPU, or one per CPU where there are none, loads the checkpoint and takes task
-   after task (Ray Data, streaming).
-3. Results are written in the order of the tasks, into a file that appears when it is complete.
+2. A pool of actors, one per GPU or, without GPUs, per CPU, loads the checkpoint and processes tasks
+   (Ray Data, streaming).
+3. Results are written in the order of the tasks; the file appears when it is complete.
 
-A task is one batch, and its random streams follow from the line numbers of its prompts. The file is
-therefore the same for any number of actors on the same kind of machine.
+A task is one batch, and its random streams follow from its prompts' line numbers. So the file does not depend
+on the number of actors of the same kind of machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLik
 TASK_PROMPTS = 32
 PROGRESS_EVERY_S = 2.0
 ADDED = ("continuations", "finish_reasons")
-"""Fields that are added to each line."""
+"""Fields added to each line."""
 
 
 def sample_batch(
@@ -56,38 +56,38 @@ def sample_batch(
     num_samples: int,
     **options: Any,
 ) -> None:
-    """Continue each prompt of a file of JSON lines.
+    """Continue each prompt of a JSON lines file.
 
     Args:
         checkpoint: A checkpoint or a run.
         prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
-        out: Receives the same lines in the same order, with `continuations` (texts without the prompt) and
-            their `finish_reasons` (`stop` or `length`); it appears when it is complete.
+        out: The same lines in the same order, with `continuations` (texts without the prompt) and
+            their `finish_reasons` (`stop` or `length`); appears when it is complete.
         num_samples: Continuations per prompt, at least 1.
-        options: Those of `sampling_options`.
+        options: Options of `sampling_options`.
 
     Raises:
         ConfigError: an option is out of range.
         DataError: a line is not a prompt, or `out` cannot be written.
         CheckpointError: there is no checkpoint, or it is damaged.
         ClusterError: the cluster has no free CPU.
-        Interrupted: Ctrl+C or SIGTERM; nothing is written.
+        Interrupted: Ctrl+C or SIGTERM, before anything is written.
     """
     source, out = Location.of(prompts), Location.of(out)
     _check_out(out, source)
     lines = list(_prompt_lines(source))
     if not lines:
         raise DataError(f'{source} has no prompts; write lines {{"prompt": TEXT}}')
-    found = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
-    sampling = sampling_options(parse_config(found.state.config, str(found.path)), options)
+    resolved = resolve_checkpoint(Location.of(checkpoint, retry_for_s=COMMAND_RETRY_S), log)
+    sampling = sampling_options(parse_config(resolved.state.config, str(resolved.path)), options)
     stopped = StopSignals(f"interrupted; {out} was not written")
     with stopped, connected(0, log) as resources:
-        results = _results(lines, resources, log, (found.path, num_samples, sampling))
+        results = _results(lines, resources, log, (resolved.path, num_samples, sampling))
         _write(out, results, len(lines), log)
 
 
 def _check_out(out: Location, source: Location) -> None:
-    """Fail now rather than hours later, when the result is written."""
+    """Fail before the work rather than when the result is written."""
     if out == source:
         raise DataError(f"--out is the same file as --batch, {source}; choose another --out")
     if not out.is_local:
@@ -101,7 +101,7 @@ def _check_out(out: Location, source: Location) -> None:
 
 
 def _prompt_lines(source: Location) -> Iterator[str]:
-    """The lines with prompts; raises a DataError for the first line that is not one."""
+    """Yield the lines with prompts; raise DataError for the first invalid line."""
     with damage_as(DataError, source):
         content = source.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -120,7 +120,7 @@ def _prompt_lines(source: Location) -> Iterator[str]:
 
 
 def _wrong(content: object) -> str | None:
-    """What is wrong with the content of a line; None if nothing is."""
+    """Return the problem with a line's content, or None."""
     if not isinstance(content, dict):
         return f"{type(content).__name__} instead of an object"
     if not isinstance(content.get("prompt"), str):
@@ -132,7 +132,7 @@ def _wrong(content: object) -> str | None:
 def _results(
     lines: list[str], resources: Resources, log: Log, generator: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
-    """The result of each task, in order; tasks of an actor that died are run again."""
+    """Yield the result of each task in order; tasks of a dead actor are run again."""
     tasks = [
         {"first": first, "lines": lines[first : first + TASK_PROMPTS]}
         for first in range(0, len(lines), TASK_PROMPTS)
@@ -160,15 +160,15 @@ def _results(
 def _mapped(
     tasks: list[dict[str, Any]], replicas: int, gpus: int, generator: tuple[Any, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Results of a pool of actors in the order of the tasks, until one of them dies."""
+    """Yield results of a pool of actors in the order of the tasks, until an actor dies."""
     with warnings.catch_warnings():
-        # If Ray restarted dead actors itself, it would warn on stderr that it may not be able to
-        # (ray-project/ray#57733). Only this deprecated argument, max_restarts, turns that off.
+        # Without max_restarts=0, a deprecated argument, Ray warns on stderr that it may not be able to
+        # restart dead actors (ray-project/ray#57733).
         warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
             Generator,
             fn_constructor_args=generator,
-            # min_size 1: where others hold CPUs, start with as many actors as there is room for.
+            # min_size 1: if CPUs are taken, start with as many actors as fit.
             compute=ActorPoolStrategy(min_size=1, initial_size=replicas, max_size=replicas),
             num_cpus=1,
             num_gpus=gpus,
@@ -179,7 +179,7 @@ def _mapped(
 
 
 class Generator:
-    """An actor that loads a checkpoint once and continues the prompts of a task."""
+    """Actor that loads a checkpoint once and continues the prompts of tasks."""
 
     def __init__(self, checkpoint: Location, num_samples: int, options: SamplingOptions) -> None:
         _, _, self._model, self._tokenizer, device = open_checkpoint(checkpoint)
@@ -188,12 +188,12 @@ class Generator:
         self._num_samples, self._options = num_samples, options
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The lines of a task with their continuations, and counts for the console."""
+        """Return the lines of a task with their continuations, and counts for the console."""
         rows = [json.loads(line) for line in task["lines"]]
         prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for row in rows]
         num = self._num_samples
         with inference_autocast(self._model.device):
-            drawn = sample_tokens(
+            samples = sample_tokens(
                 self._model,
                 self._tokenizer.eot_token,
                 [prompt for prompt in prompts for _ in range(num)],
@@ -201,20 +201,21 @@ class Generator:
                 first_stream=int(task["first"]) * num,
             )
         for i, row in enumerate(rows):
-            own = drawn[i * num : (i + 1) * num]
-            texts = [decode_tokens(self._tokenizer, one.tokens) for one in own]
-            row |= dict(zip(ADDED, (texts, [one.finish_reason for one in own]), strict=True))
+            of_prompt = samples[i * num : (i + 1) * num]
+            texts = [decode_tokens(self._tokenizer, sample.tokens) for sample in of_prompt]
+            reasons = [sample.finish_reason for sample in of_prompt]
+            row |= dict(zip(ADDED, (texts, reasons), strict=True))
         seq_len = self._model.shape.seq_len
         return {
             "lines": [json.dumps(row) for row in rows],
-            "num_tokens": sum(len(one.tokens) for one in drawn),
+            "num_tokens": sum(len(sample.tokens) for sample in samples),
             "num_cut": sum(len(prompt) > seq_len for prompt in prompts),
             "seq_len": seq_len,
         }
 
 
 def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, log: Log) -> None:
-    """Write all results to a temporary file, then put it in place."""
+    """Write all results to a temporary file, then upload or move it to `out`."""
     started = shown = time.monotonic()
     done = tokens = cut = seq_len = 0
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
@@ -232,7 +233,7 @@ def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, l
             out.upload(unfinished)
     if cut:
         log(
-            f"{count(cut, 'prompt')} longer than {count(seq_len, 'token')}; the model saw the last {seq_len}"
+            f"cut {count(cut, 'prompt')} longer than {count(seq_len, 'token')} to the last {seq_len}"
         )
     log(f"{count(done, 'prompt')}, {amount(tokens)} tokens generated: {out}")
 

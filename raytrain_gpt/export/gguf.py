@@ -1,7 +1,7 @@
-"""Export to one GGUF file, which llama.cpp and the programs built on it load.
+"""Export to one GGUF file for llama.cpp and programs built on it.
 
-Names and types are those that llama.cpp reads; its package `gguf` knows the format, and llama.cpp's names for
-those of transformers. `Linear` stores (out, in) as llama.cpp does, and a file without a head has a tied one.
+llama.cpp's package `gguf` implements the format and maps transformers' names to llama.cpp's. `Linear` stores
+(out, in) like llama.cpp, and a file without a head has a tied one.
 Source: ggml, "GGUF", and llama.cpp's `llama-vocab.cpp`.
 """
 
@@ -31,17 +31,17 @@ SUFFIX = ".gguf"
 
 
 def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
-    """Write and return a file that llama.cpp loads, with the tokenizer in it.
+    """Write a file that llama.cpp loads, including the tokenizer; return its path.
 
     Args:
         path: A checkpoint or a run.
-        out: A new local file that ends in .gguf, or a directory for RUN_NAME.gguf.
-        dtype: Of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
+        out: A new local file with suffix .gguf, or a directory for RUN_NAME.gguf.
+        dtype: Type of the matrices; vectors and learned positions are fp32, as llama.cpp expects.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the file exists.
         ConfigError: `out` is a URL.
-        DataError: llama.cpp would read texts as other tokens.
+        DataError: llama.cpp would tokenize texts differently.
     """
     if is_url(str(out)):
         raise ConfigError(f"{out} is a URL; export to a local file and copy it there")
@@ -65,7 +65,7 @@ def export_gguf(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Pa
         writer.write_tensors_to_file()
         writer.close()
         force_to_disk(file)
-        _check_new(place)  # again: a rename would replace a file that came meanwhile
+        _check_new(place)  # again, since a rename would replace a new file
         file.rename(place.path)
     log(
         f"exported {checkpoint.path}: {shape_line(model.shape)}, {dtype}, tokenizer {encoding.name}"
@@ -95,18 +95,18 @@ def _add_sizes(writer: GGUFWriter, shape: GPTShape) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, encoding: tiktoken.Encoding) -> None:
-    """The tokenizer, as byte pairs that are merged in words cut by GPT-2's pattern.
+    """Add the tokenizer as GPT-2 style BPE.
 
-    llama.cpp refuses a vocabulary without merges, as `bytes` is; the one that it gets then never applies,
-    since words are cut into single bytes first.
+    llama.cpp refuses a vocabulary without merges such as `bytes`, so add one that never applies, since words
+    are split into single bytes first.
     """
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
     merges = merges_of(ranks)
     is_complete = all(len(token) == 1 or token in merges for token in ranks)
     if not is_complete or (merges and encoding._pat_str != GPT2_PATTERN):
         raise DataError(
-            f"tokenizer {encoding.name} does not merge byte pairs in words cut by GPT-2's pattern, all that "
-            "llama.cpp reads as tiktoken does; use --format hf"
+            f"tokenizer {encoding.name} is not GPT-2 style BPE, the only kind llama.cpp tokenizes "
+            "identically; use --format hf"
         )
     tokens = [f"[UNUSED_{i}]" for i in range(encoding.n_vocab)]
     types = [TokenType.UNUSED] * encoding.n_vocab

@@ -12,13 +12,13 @@ from raytrain_gpt.parsing import parse_json
 
 HF_CONFIG_FILE = "config.json"
 ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
-"""Our name and Hugging Face's `model_type` -> how its files are written and read."""
+"""Architecture, the same as Hugging Face's `model_type` -> module that converts its files."""
 
 
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
-    """Name and content of the files that `AutoModelForCausalLM` needs besides the tensors.
+    """Return name -> content of the files that `AutoModelForCausalLM` needs besides the tensors.
 
-    `dtype` is torch's name of the tensors' type: `float32` or `bfloat16`.
+    `dtype` is torch's name, `float32` or `bfloat16`.
     """
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     of_shape = ARCHITECTURES[shape.architecture].config_of(shape)
@@ -32,10 +32,10 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
 
 
 def read_hf_config(directory: Path) -> GPTShape:
-    """The model shape in a Hugging Face directory.
+    """Read the model shape of a Hugging Face directory.
 
     Raises:
-        CheckpointError: `config.json` is missing or damaged, or not that of a plain GPT-2 or Qwen3.
+        CheckpointError: `config.json` is missing, damaged, or not that of a plain GPT-2 or Qwen3.
     """
     path = directory / HF_CONFIG_FILE
     if not path.exists():

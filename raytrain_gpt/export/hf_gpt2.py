@@ -1,8 +1,8 @@
-"""GPT-2 as transformers has it: `config.json`, and the names and layout of the tensors.
+"""GPT-2 in transformers: `config.json`, and the names and layout of the tensors.
 
-The names are the same except for the prefix `transformer.`, which the files of the released models lack.
-transformers stores the four matrices of a block as (in, out) in a `Conv1D`, `Linear` stores (out, in); the
-three parts of `c_attn` are in the same order.
+Names differ only by the prefix `transformer.`, which the released files lack. transformers stores the four
+matrices of a block as (in, out) in a `Conv1D`, `Linear` stores (out, in); `c_attn` fuses its three
+projections in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEAD_SIZE = 64
 
 
 def config_of(shape: GPTShape) -> dict[str, Any]:
-    """What `config.json` says of a shape."""
+    """Return `config.json` for a shape."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -49,7 +49,7 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Key -> values of a GPT-2 as this package has it, the default of transformers first."""
+    """Return key -> values that this package supports, transformers' default first."""
     return {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
         "scale_attn_weights": (True,),
@@ -61,7 +61,7 @@ def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def shape_of(content: dict[str, Any]) -> GPTShape:
-    """The shape in a `config.json`; dropout is 0 unless its three probabilities agree."""
+    """Return the shape in a `config.json`; dropout is 0 unless its three probabilities agree."""
     dropouts = {float(content.get(name, 0.1)) for name in _DROPOUTS}  # transformers' default
     return GPTShape(
         num_layers=int(content["n_layer"]),
@@ -74,12 +74,12 @@ def shape_of(content: dict[str, Any]) -> GPTShape:
 
 
 def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Name and layout in transformers."""
+    """Convert to transformers' name and layout."""
     return _PREFIX + name, tensor.T if name.endswith(_CONV1D) else tensor
 
 
 def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """Name and layout here; None for what is no parameter."""
+    """Convert to our name and layout; None for buffers."""
     name = name.removeprefix(_PREFIX)
     if _MASKS.fullmatch(name):
         return None
@@ -87,14 +87,14 @@ def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
 
 
 def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None) -> GPTShape:
-    """The shape of a file of weights without a configuration, without dropout.
+    """Infer the shape, without dropout, from weights without a configuration.
 
     Args:
-        where: Where the tensors come from, for messages.
-        num_heads: None: one per 64 channels.
+        where: Source of the tensors, for messages.
+        num_heads: One per 64 channels if None.
 
     Raises:
-        CheckpointError: they are no GPT-2's, or num_heads does not fit.
+        CheckpointError: the weights are not GPT-2's, or num_heads does not fit.
     """
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in hf.items()}
     sizes = {}
@@ -102,8 +102,8 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None
         if name not in tensors or tensors[name].dim() != 2 or not tensors[name].numel():
             names = ", ".join(sorted(tensors)[:3])
             raise CheckpointError(
-                f"{where} has no matrix {name}, as GPT-2's weights have (it has {names}, …); give other "
-                "models as a directory with config.json"
+                f"{where} has no matrix {name}, so it is not a GPT-2 (it has {names}, …); import other "
+                "models from a directory with config.json"
             )
         sizes[name] = tensors[name].shape
     (vocab_size, embd_size), (seq_len, _) = sizes.values()
@@ -111,7 +111,7 @@ def shape_of_tensors(hf: Mapping[str, Tensor], where: str, num_heads: int | None
     if num_heads is None:
         if embd_size % _HEAD_SIZE:
             raise CheckpointError(
-                f"{where} has {embd_size} channels, which are not heads of {_HEAD_SIZE}; set --num_heads"
+                f"{where} has {embd_size} channels, not a multiple of {_HEAD_SIZE} per head; set --num_heads"
             )
         num_heads = embd_size // _HEAD_SIZE
     if num_heads < 1 or embd_size % num_heads:

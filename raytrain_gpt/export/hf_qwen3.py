@@ -1,4 +1,4 @@
-"""Qwen3 as transformers has it: `config.json`, and the names of the tensors, whose layout is the same."""
+"""Qwen3 in transformers: `config.json`, and the tensors' names; their layout is the same."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RENAMED = {
     ".self_attn.k_norm.": ".k_norm.",
     ".self_attn.": ".attn.",
 }
-"""Part of a name in transformers -> here."""
+"""Substring of a name in transformers -> here."""
 
 
 def config_of(shape: GPTShape) -> dict[str, Any]:
-    """What `config.json` says of a shape; rotary positions as new versions read it, and as old ones do."""
+    """Return `config.json` for a shape, with rotary positions for new and old versions of transformers."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -49,7 +49,7 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Key -> values of a Qwen3 as this package has it, the default of transformers first."""
+    """Return key -> values that this package supports, transformers' default first."""
     kinds = content.get("layer_types") or []
     return {
         "hidden_act": ("silu",),
@@ -68,7 +68,7 @@ def _rope_theta(content: dict[str, Any]) -> float:
 
 
 def shape_of(content: dict[str, Any]) -> GPTShape:
-    """The shape in a `config.json`."""
+    """Return the shape in a `config.json`."""
     return GPTShape(
         num_layers=int(content["num_hidden_layers"]),
         num_heads=int(content["num_attention_heads"]),
@@ -85,14 +85,14 @@ def shape_of(content: dict[str, Any]) -> GPTShape:
 
 
 def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Name in transformers."""
+    """Convert to transformers' name."""
     for theirs, ours in _RENAMED.items():
         name = name.replace(ours, theirs, 1)
     return name, tensor
 
 
 def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """Name here."""
+    """Convert to our name."""
     for theirs, ours in _RENAMED.items():
         name = name.replace(theirs, ours, 1)
     return name, tensor

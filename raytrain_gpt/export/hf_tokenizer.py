@@ -1,11 +1,11 @@
-"""Conversion between tiktoken and Hugging Face's `tokenizer.json`, with the same ids.
+"""Convert between tiktoken and Hugging Face's `tokenizer.json` with the same ids.
 
-tiktoken merges the two neighbours whose joint token has the lowest rank; `tokenizers` merges the pair that
-comes first in a list. In every trained vocabulary merging the bytes of a token ends with that token, and
-then the list of these last merges, ordered by rank, gives the same tokenizer.
+tiktoken merges the two neighbors whose joint token has the lowest rank; `tokenizers` merges the first pair of
+a list. In every trained vocabulary, merging a token's bytes ends with that token, so the list of these last
+merges, ordered by rank, gives the same tokenizer.
 
-A regular expression first cuts the text into words, in two dialects: tiktoken uses fancy-regex, `tokenizers`
-uses Oniguruma. GPT-2's own pattern is built into `tokenizers` (`ByteLevel`).
+A regular expression first splits the text into words, in two dialects: tiktoken uses fancy-regex,
+`tokenizers` uses Oniguruma. GPT-2's pattern is built into `tokenizers` (`ByteLevel`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
 """Hash of GPT-2's tokens in order of rank: one line of hex per token."""
 IMPORTED = "imported"
-"""Name of an imported tokenizer that is not a known one."""
+"""Name of an imported tokenizer that is not recognized."""
 _OWN_KEY = "tiktoken"
-"""Entry of tokenizer_config.json for the name and pattern, which `tokenizers` does not keep."""
+"""Entry of tokenizer_config.json for the name and pattern, which `tokenizers` drops."""
 
 _BYTE_LEVEL = {
     "type": "ByteLevel",
@@ -61,7 +61,7 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 
 
 def printable(token: bytes) -> str:
-    """A token in GPT-2's printable characters."""
+    """Return a token in GPT-2's printable characters."""
     return "".join(_CHARACTER[byte] for byte in token)
 
 
@@ -70,29 +70,29 @@ def _bytes(text: str) -> bytes:
 
 
 def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
-    """Token -> the two parts that are merged last when its bytes are merged, in order of rank.
+    """Return token -> the last pair merged when its bytes are merged, in order of rank.
 
-    Tokens of one byte have none, nor have tokens that merging their bytes does not produce.
+    Single bytes are omitted, and so are tokens that merging their bytes does not produce.
     """
-    found = {}
+    last_merges = {}
     for token in sorted(ranks, key=ranks.__getitem__):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, -1) for a, b in itertools.pairwise(parts)]
-            known = [rank for rank in pairs if rank >= 0]
-            if not known:
+        symbols = [token[i : i + 1] for i in range(len(token))]
+        while len(symbols) > 2:
+            pairs = [ranks.get(a + b, -1) for a, b in itertools.pairwise(symbols)]
+            valid = [rank for rank in pairs if rank >= 0]
+            if not valid:
                 break
-            at = pairs.index(min(known))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2 and all(part in ranks for part in parts):
-            found[token] = (parts[0], parts[1])
-    return found
+            at = pairs.index(min(valid))
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        if len(symbols) == 2 and all(symbol in ranks for symbol in symbols):
+            last_merges[token] = (symbols[0], symbols[1])
+    return last_merges
 
 
 def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, str]:
-    """Name and content of the files that `AutoTokenizer` loads as the same tokenizer.
+    """Return name -> content of the files that `AutoTokenizer` loads as the same tokenizer.
 
-    One difference remains: `tokenizers` recognizes special tokens in a text, tiktoken's `encode_ordinary`
+    One difference remains: `tokenizers` recognizes special tokens in a text, but tiktoken's `encode_ordinary`
     reads them as text.
     """
     ranks: TokenRanks = encoding._mergeable_ranks
@@ -124,7 +124,7 @@ def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, s
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            # Lets `tokenizers` find tokens that no merge produces where they are a whole word.
+            # Lets `tokenizers` match tokens that no merge produces if they equal a word.
             "ignore_merges": any(len(token) > 1 and token not in merges for token in ranks),
             "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])),
             "merges": [f"{printable(left)} {printable(right)}" for left, right in merges.values()],
@@ -160,26 +160,26 @@ def _pre_tokenizer(pattern: str, has_merges: bool) -> dict[str, Any]:
 
 
 def _oniguruma(pattern: str) -> str:
-    """The pattern for Oniguruma, where `$` also ends lines and `{1,3}+` repeats instead of being possessive.
+    """Convert a pattern to Oniguruma, where `$` also ends lines and `{1,3}+` is not possessive.
 
-    Possessive repetition is dropped: in these patterns it only saves time.
+    Possessive repetition is dropped, since in these patterns it only saves time.
     """
     return _POSSESSIVE.sub(r"\1", pattern.replace("$", r"\z"))
 
 
 def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
-    """The tokenizer with one more special token, of an embedding with more rows than there were ids.
+    """Add a special token as the last id, for an embedding with more rows than ids.
 
-    Ids between have no text, as in tokenizers of tiktoken that skip some.
+    The ids between have no text, as in tiktoken's tokenizers that skip some.
     """
     special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
     return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
 
 def read_hf_tokenizer(directory: Path, log: Log) -> tiktoken.Encoding | None:
-    """The tokenizer of a Hugging Face directory for tiktoken, with the same ids; None without one.
+    """Convert a Hugging Face directory's tokenizer to tiktoken with the same ids; None without one.
 
-    A line says so if text is not normalized (NFC) before, as it is there.
+    Warns that NFC normalization is dropped.
 
     Raises:
         DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
@@ -199,29 +199,27 @@ def read_hf_tokenizer(directory: Path, log: Log) -> tiktoken.Encoding | None:
                 content = parse_json(path.read_bytes())
             special, ranks = _special(content), _ranks(content)
             if content.get("normalizer") is not None:
-                log(
-                    f"{path}: its NFC normalization is not carried; normalize text that is not in NFC"
-                )
+                log(f"{path}: dropping its NFC normalization; normalize text that is not in NFC")
             ids = [*ranks.values(), *special.values()]
             if len(set(ids)) != len(ids):
                 raise _Unsupported("two of its tokens have the same id")
-            found = _pattern(content["pre_tokenizer"])
-            if found is None and any(len(token) > 1 for token in ranks):
+            regex = _pattern(content["pre_tokenizer"])
+            if regex is None and any(len(token) > 1 for token in ranks):
                 raise _Unsupported("its pre_tokenizer has no pattern")
-            name, pattern = _own_name(directory, found) or _known_name(ranks, found)
+            name, pattern = _exported_name(directory, regex) or _recognized_name(ranks, regex)
             return make_encoding(name, pattern, ranks, special)
     except _Unsupported as error:
         raise DataError(
-            f"tokenizer {path} is not supported ({error}); name one with the same ids with --tokenizer"
+            f"tokenizer {path} is not supported ({error}); set --tokenizer to one with the same ids"
         ) from None
 
 
 class _Unsupported(Exception):
-    """Not a tokenizer like GPT-2's; the message says why."""
+    """A tokenizer unlike GPT-2's; the message has the reason."""
 
 
 def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
-    """`vocab.json` and `merges.txt` in the form of `tokenizer.json`."""
+    """Convert `vocab.json` and `merges.txt` to the form of `tokenizer.json`."""
     ids: dict[str, int] = parse_json(vocabulary)
     lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
     made = {line.replace(" ", "") for line in lines}
@@ -234,9 +232,9 @@ def _content_of(vocabulary: str, merges: str) -> dict[str, Any]:
 
 
 def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
-    """Token -> id, after checking that merging in the order of the ids is the same tokenizer."""
+    """Return token -> id, after checking that merging in the order of the ids is equivalent."""
     model = content["model"]
-    # Older files, such as that of the released GPT-2, do not name the type.
+    # Older files, such as the released GPT-2's, lack the type.
     if model.get("type", "BPE") != "BPE" or content.get("normalizer") not in (None, _NFC):
         raise _Unsupported(f"type {model.get('type')}, normalizer {content.get('normalizer')}")
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
@@ -256,10 +254,10 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
     order = [ranks[left + right] for left, right in pairs]
     if order != sorted(order):
         raise _Unsupported("its merges are not in the order of the ids")
-    own = merges_of(ranks)
-    if not set(own.values()) <= set(pairs):
+    derived = merges_of(ranks)
+    if not set(derived.values()) <= set(pairs):
         raise _Unsupported("its list of merges is incomplete")
-    unmade = [token for token in ranks if len(token) > 1 and token not in own]
+    unmade = [token for token in ranks if len(token) > 1 and token not in derived]
     if unmade and not model.get("ignore_merges"):
         raise _Unsupported(f"no merge makes its token {unmade[0]!r}")
     return ranks
@@ -268,7 +266,7 @@ def _ranks(content: dict[str, Any]) -> dict[bytes, int]:
 def _special(content: dict[str, Any]) -> dict[str, int]:
     tokens = content["added_tokens"]
     contents = [token["content"] for token in tokens if not token["special"]]
-    # Qwen's <think> and the like, which text as good as never has, are special for us.
+    # Qwen's <think> and the like, which hardly occur in text, are special for us.
     if ordinary := [text for text in contents if not _TAG.fullmatch(text)]:
         raise _Unsupported(f"its added token {ordinary[0]!r} is not a special one")
     special = {str(token["content"]): int(token["id"]) for token in tokens}
@@ -278,7 +276,7 @@ def _special(content: dict[str, Any]) -> dict[str, int]:
 
 
 def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
-    """The pattern for Oniguruma (GPT-2's: for tiktoken); None for a tokenizer without one."""
+    """Return the pattern for Oniguruma (tiktoken's if it is GPT-2's), or None without one."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     *splits, last = steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(splits) > 1:
@@ -293,25 +291,26 @@ def _pattern(pre_tokenizer: dict[str, Any]) -> str | None:
     return pattern
 
 
-def _own_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
-    """Name and pattern that our own export wrote, if they still belong to the tokenizer."""
+def _exported_name(directory: Path, pattern: str | None) -> tuple[str, str] | None:
+    """Return the name and pattern written by our export, if they still match the tokenizer."""
     path = directory / HF_TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return None
-    own = parse_json(path.read_bytes()).get(_OWN_KEY)
-    if own is None or pattern not in (own["pattern"], _oniguruma(own["pattern"]), None):
+    entry = parse_json(path.read_bytes()).get(_OWN_KEY)
+    if entry is None or pattern not in (entry["pattern"], _oniguruma(entry["pattern"]), None):
         return None
-    return str(own["name"]), str(own["pattern"])
+    return str(entry["name"]), str(entry["pattern"])
 
 
-def _known_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
-    """Name and pattern; known tokenizers are recognized, since the name is part of a dataset's vocab_hash."""
+def _recognized_name(ranks: TokenRanks, pattern: str | None) -> tuple[str, str]:
+    """Return name and pattern; the name must be exact, since a dataset's vocab_hash contains it."""
     if pattern is None:
-        own = load_tokenizer("bytes")
-        return own.name if ranks == own._mergeable_ranks else IMPORTED, own._pat_str
+        by_bytes = load_tokenizer("bytes")
+        name = by_bytes.name if ranks == by_bytes._mergeable_ranks else IMPORTED
+        return name, by_bytes._pat_str
     lines = "".join(f"{token.hex()}\n" for token in sorted(ranks, key=ranks.__getitem__))
     if pattern == GPT2_PATTERN and hashlib.sha256(lines.encode()).hexdigest() == GPT2_RANKS_SHA256:
         return "gpt2", pattern
     if pattern != GPT2_PATTERN and _DIALECTS_DIFFER.search(pattern):
-        raise _Unsupported(f"its pattern {pattern!r} means something else to tiktoken")
+        raise _Unsupported(f"its pattern {pattern!r} has a different meaning in tiktoken")
     return IMPORTED, pattern

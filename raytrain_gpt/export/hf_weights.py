@@ -1,6 +1,6 @@
-"""A model's tensors in Hugging Face's files; `hf_gpt2` and `hf_qwen3` know their names and layout.
+"""Convert a model's tensors to and from Hugging Face's files; `hf_gpt2` and `hf_qwen3` have the names.
 
-An export leaves out the padded rows of embedding and head.
+Exports omit the padded rows of embedding and head.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WEIGHTS_SUFFIXES = (".safetensors", *_PICKLED)
 _EMBEDDING, _HEAD = "wte.weight", "lm_head.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
 _PROBES = 64
-"""Tokens that the padding is chosen with."""
+"""Number of tokens used to choose the padding."""
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A model's tensors for transformers; a tied head is only the embedding."""
+    """Return a model's tensors for transformers; a tied head is only the embedding."""
     tensors = {}
     for ours, parameter in model.state_dict().items():
         tensor = parameter[: model.shape.vocab_size] if ours in (_EMBEDDING, _HEAD) else parameter
@@ -42,7 +42,7 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def find_hf_weights(path: Path) -> list[Path]:
-    """The weights files of a directory, or the file itself.
+    """Return the weights files of a directory, or the file itself.
 
     Raises:
         CheckpointError: there are none, or the index of several files is damaged.
@@ -68,10 +68,10 @@ def find_hf_weights(path: Path) -> list[Path]:
 
 
 def read_hf_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory or a weights file; no code in them is run.
+    """Read all tensors of a Hugging Face directory or weights file, without running code in it.
 
     Raises:
-        CheckpointError: there are none, they are damaged, or a file holds something else.
+        CheckpointError: there are none, they are damaged, or a file contains other objects.
     """
     tensors: dict[str, Tensor] = {}
     for file in find_hf_weights(path):
@@ -79,7 +79,7 @@ def read_hf_weights(path: Path) -> dict[str, Tensor]:
         if not isinstance(content, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
-            raise CheckpointError(f"{file} is not a mapping of names to tensors, as a model's is")
+            raise CheckpointError(f"{file} is not a mapping of names to tensors")
         tensors |= content
     return tensors
 
@@ -95,41 +95,45 @@ def _load(file: Path) -> object:
             "safetensors"
         ) from None
     except Exception as error:  # damaged bytes can make the unpickler raise anything
-        what = cut(" ".join(str(error).split()), 200)
-        raise CheckpointError(f"cannot read {file}: {what}") from None
+        raise CheckpointError(
+            f"cannot read {file}: {cut(' '.join(str(error).split()), 200)}"
+        ) from None
 
 
 def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
-    """The fp32 model with the tensors of a Hugging Face file.
+    """Build the fp32 model with the tensors of a Hugging Face file.
 
-    The padded rows of the head are copies of the row of the least likely token: rows of zeros would have
-    logits of 0, far above those of a trained GPT-2.
+    Padded rows of the head are copies of the least likely token's row: rows of zeros would have logits of 0,
+    far above those of a trained GPT-2.
 
     Args:
-        hf: The tensors; a tied head may be among them, and names of GPT-2 lack their prefix.
-        where: Where they come from, for messages.
+        hf: The tensors, optionally with a tied head; GPT-2's names may lack their prefix.
+        where: Their source, for messages.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, of another shape or not finite.
+        CheckpointError: a tensor is missing, unknown, not finite, or has a wrong shape.
     """
     tensors = _our_tensors(hf, where, shape)
     rows = (shape.vocab_size, shape.embd_size)
-    found_rows = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
+    embedding = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
     num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
-    if (num_layers, found_rows) != (shape.num_layers, rows):  # before a model of any size is made
+    if (num_layers, embedding) != (
+        shape.num_layers,
+        rows,
+    ):  # before a model of any size is allocated
         raise CheckpointError(
-            f"{where} has {num_layers} layers and {_EMBEDDING} {found_rows}, its config.json says "
+            f"{where} has {num_layers} layers and {_EMBEDDING} {embedding}, but its config.json has "
             f"{shape.num_layers} and {rows}; use the files of one model"
         )
     with torch.device("meta"):
         wanted = {name: tuple(t.shape) for name, t in new_model(shape).state_dict().items()}
     wanted |= {name: rows for name in (_EMBEDDING, _HEAD) if name in wanted}
     for name in sorted(wanted.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        if found != wanted.get(name, "unknown"):
+        actual = tuple(tensors[name].shape) if name in tensors else "missing"
+        if actual != wanted.get(name, "unknown"):
             raise CheckpointError(
-                f"{where} has {name} {found}, a {ARCHITECTURES[shape.architecture].NAME} of its sizes "
-                f"{wanted.get(name, 'none of it')}"
+                f"{where} has {name} {actual}, but a {ARCHITECTURES[shape.architecture].NAME} of its sizes "
+                f"has {wanted.get(name, 'no such tensor')}"
             )
     model = new_model(shape)
     with torch.no_grad():
@@ -142,7 +146,7 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
 
 
 def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[str, Tensor]:
-    """The tensors in our names and layout, without a head that is tied."""
+    """Convert the tensors to our names and layout, without a tied head."""
     tensors = {}
     for name, tensor in hf.items():
         ours = ARCHITECTURES[shape.architecture].from_hf(name, tensor)
@@ -156,8 +160,7 @@ def _our_tensors(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> dict[
     head = tensors.pop(_HEAD, None) if shape.tied_embeddings else None
     if head is not None and not (_EMBEDDING in tensors and torch.equal(head, tensors[_EMBEDDING])):
         raise CheckpointError(
-            f"{where} has a {_HEAD} other than its embedding; a model with a tied head has one matrix for "
-            "both"
+            f"{where} has a {_HEAD} that differs from its embedding, although its config.json ties them"
         )
     return tensors
 

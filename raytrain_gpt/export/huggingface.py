@@ -1,7 +1,7 @@
 """Export to a Hugging Face directory, and import from one.
 
-The result appears complete or not at all: it is written into a directory beside its place whose name begins
-with `.unfinished-`, flushed to disk, and moved by one rename.
+Results appear atomically: they are written to an `.unfinished-` directory beside the target, flushed to disk,
+and renamed.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 EVAL_SEQUENCES = 4
 """micro_batch_sequences of imported weights: 4 × 1024 tokens of GPT-2 have 0.8 GB of logits."""
 _GUESSED_TOKENIZERS = {GPT2_VOCAB_SIZE: "gpt2", 257: "bytes"}
-"""Vocabulary size -> tokenizer of weights without one."""
+"""Vocabulary size -> tokenizer to assume if the weights have none."""
 
 
 def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log) -> Path:
-    """Write and return a directory that transformers loads, with tokenizer and model card.
+    """Write a directory that transformers loads, with tokenizer and model card; return its path.
 
     Args:
         path: A checkpoint or a run.
@@ -84,7 +84,7 @@ def export_checkpoint(path: str | Path, out: str | Path, dtype: DType, log: Log)
         save_file(tensors, directory / HF_WEIGHTS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
             (directory / name).write_text(text, "utf-8")
-        # safetensors makes the file readable for its owner only; others may read the rest.
+        # safetensors makes the file readable for its owner only, unlike the other files.
         (directory / HF_WEIGHTS_FILE).chmod((directory / CARD_FILE).stat().st_mode)
         for file in directory.iterdir():
             force_to_disk(file)
@@ -114,24 +114,24 @@ def import_weights(
     num_heads: int | None = None,
     seq_len: int | None = None,
 ) -> tuple[Location, GPTShape]:
-    """Make a checkpoint from weights of Hugging Face, of a GPT-2 or a Qwen3.
+    """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format.
 
-    The embedding is padded to a multiple of 64 rows again; see `hf_weights.model_of`.
+    The embedding is padded to a multiple of 64 rows; see `hf_weights.model_of`.
 
     Args:
         source: A Hugging Face directory, or a file of GPT-2's weights.
         out: Directory or URL of the checkpoint, new or empty.
-        tokenizer: Name; None: the directory's, else gpt2 or bytes by vocabulary size.
-        num_heads: None: from config.json; for a file: one per 64 channels.
-        seq_len: Number of positions to keep; None: all.
+        tokenizer: Name; if None the directory's, else gpt2 or bytes by vocabulary size.
+        num_heads: If None, from config.json, or for a file one per 64 channels.
+        seq_len: Number of positions to keep, or None for all.
 
     Returns:
         The checkpoint and its shape.
 
     Raises:
-        CheckpointError: no weights, damaged ones, not a plain GPT-2 or Qwen3, or `out` is not empty.
+        CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
         ConfigError: num_heads or seq_len do not fit the weights, or a size is out of range.
-        DataError: the tokenizer is unknown, damaged, or of another vocabulary size.
+        DataError: the tokenizer is unknown, damaged, or has a different vocabulary size.
     """
     if is_url(str(source)):
         raise ConfigError(f"{source} is a URL; copy it to a local directory and import that")
@@ -140,19 +140,19 @@ def import_weights(
         raise CheckpointError(f"{directory} does not exist; give a Hugging Face directory or file")
     _check_free(place)
     find_hf_weights(directory)
-    described = read_hf_config(directory) if directory.is_dir() else None
-    if described is not None:
-        if num_heads not in (None, described.num_heads):
+    config_shape = read_hf_config(directory) if directory.is_dir() else None
+    if config_shape is not None:
+        if num_heads not in (None, config_shape.num_heads):
             raise ConfigError(
-                f"num_heads={num_heads}, but {directory / HF_CONFIG_FILE} has {described.num_heads}; "
-                "leave out --num_heads"
+                f"num_heads={num_heads}, but {directory / HF_CONFIG_FILE} has {config_shape.num_heads}; "
+                "omit --num_heads"
             )
-        _config(described)  # sizes that are possible, before anything is made of them
+        _config(config_shape)  # refuses impossible sizes before a model is allocated
     tensors = read_hf_weights(directory)
-    shape = described or shape_of_tensors(tensors, str(directory), num_heads)
+    shape = config_shape or shape_of_tensors(tensors, str(directory), num_heads)
     model = model_of(tensors, str(directory), shape)
-    if described is None and num_heads is None:
-        log(f"{shape.num_heads} heads, one per 64 channels, since there is no config.json")
+    if config_shape is None and num_heads is None:
+        log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
     encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
     model = _cropped(model, seq_len, str(directory))
     _write(model, encoding, place, directory.name)
@@ -169,9 +169,12 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
         guess = _GUESSED_TOKENIZERS.get(vocab_size)
         if guess is None:
             raise DataError(
-                f"{source} has no tokenizer, and none is known with {vocab_size} ids; set --tokenizer"
+                f"{source} has no tokenizer, and no default one has {vocab_size} ids; set --tokenizer"
             )
-        log(f"tokenizer {guess}, judging by {vocab_size} ids, since there is none with the weights")
+        log(
+            f"no tokenizer with the weights; assuming {guess} from its {vocab_size} ids "
+            "(override with --tokenizer)"
+        )
         encoding = load_tokenizer(guess)
     if encoding.n_vocab != vocab_size:
         raise DataError(
@@ -187,8 +190,8 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
         return model
     if not 1 <= seq_len < shape.seq_len:
         raise ConfigError(
-            f"seq_len={seq_len} is not in 1 … {shape.seq_len}, the positions of {where}; set --seq_len "
-            f"to at most {shape.seq_len}"
+            f"seq_len={seq_len} must be between 1 and {shape.seq_len}, the positions of {where}; set "
+            f"--seq_len to at most {shape.seq_len}"
         )
     cropped = new_model(dataclasses.replace(shape, seq_len=seq_len))
     weights = model.state_dict()
@@ -199,7 +202,7 @@ def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
-    """Write the checkpoint beside its place and rename it, or upload it with its hashes last."""
+    """Write the checkpoint beside its target and rename it, or upload it with its hashes last."""
     texts = {
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
@@ -208,20 +211,16 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
     with staging_dir(place) as directory:
         draft = Draft(Location.of(directory), 0, "import")
         entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}
-        made = draft.commit(_state(model.shape, encoding), entries, texts)
+        checkpoint = draft.commit(_state(model.shape, encoding), entries, texts)
         if place.is_local:
-            made.path.rename(place.path)
+            checkpoint.path.rename(place.path)
             return
-        for name in sorted(made.names(), key=lambda name: name == HASHES_FILE):
-            (place / name).upload(made.path / name)
+        for name in sorted(checkpoint.names(), key=lambda name: name == HASHES_FILE):
+            (place / name).upload(checkpoint.path / name)
 
 
 def _config(shape: GPTShape) -> Config:
-    """The configuration of imported weights.
-
-    Raises:
-        ConfigError: a size is out of range.
-    """
+    """Return the configuration of imported weights; raise ConfigError if a size is out of range."""
     return Config().updated(
         {
             **shape.fields,
@@ -229,13 +228,13 @@ def _config(shape: GPTShape) -> Config:
             "micro_batch_sequences": EVAL_SEQUENCES,
             "global_batch_tokens": EVAL_SEQUENCES * shape.seq_len,
             "run_name": "imported",
-            "precision": "fp32",  # `eval` gives what others compute from the weights
+            "precision": "fp32",  # makes `eval` comparable to other programs
         }
     )
 
 
 def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
-    """The state of weights that no run has trained: no dataset, no step."""
+    """Return the state of untrained weights: no dataset, no step."""
     return CheckpointState(
         step=0,
         next_batch=0,
@@ -258,7 +257,7 @@ def _check_free(place: Location) -> None:
 
 @contextlib.contextmanager
 def staging_dir(place: Location) -> Iterator[Path]:
-    """A temporary directory on the same disk as `place`, or anywhere for an object store."""
+    """Create a temporary directory on the same disk as `place`, or anywhere for an object store."""
     parent = place.path.parent if place.is_local else None
     try:
         if parent is not None:

@@ -1,7 +1,4 @@
-"""The model card of an exported checkpoint: what it is, how it was trained, what it scores.
-
-It names no directory of the machine that trained it.
-"""
+"""Model card of an exported checkpoint: model, training and scores, without paths of the training machine."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ Rows = list[tuple[str, str]]
 def model_card(
     checkpoint: Checkpoint, config: Config, tokenizer: str, shape: GPTShape, dtype: str
 ) -> str:
-    """The card as Markdown with YAML front matter; `tokenizer` and `dtype` are names."""
+    """Render the card as Markdown with YAML front matter; `tokenizer` and `dtype` are names."""
     num_rows = (shape.padded_vocab_size - shape.vocab_size) * (1 if shape.tied_embeddings else 2)
     padding = shape.embd_size * num_rows
     model = [
@@ -68,7 +65,7 @@ def model_card(
 
 
 def _code(text: str) -> str:
-    """Markdown code of a text from elsewhere; characters that could end it or begin HTML become `?`."""
+    """Format untrusted text as Markdown code; characters that could end it or open HTML become `?`."""
     return f"`{_NOT_IN_CODE.sub('?', text[:MAX_NAME_LENGTH]) or '?'}`"
 
 
@@ -100,14 +97,14 @@ def _training(checkpoint: Checkpoint, config: Config) -> Rows:
         facts.insert(2, ("datasets, by tokens", shares))
     if state.skipped_batches:
         skipped = sum(stop - first for first, stop in state.skipped_batches)
-        facts.append(("batches left out after loss spikes", f"{skipped}"))
+        facts.append(("batches skipped after loss spikes", f"{skipped}"))
     if config.model.init_from is not None:
-        facts.append(("started from", "the weights of another checkpoint"))
+        facts.append(("initialized from", "weights of a different checkpoint"))
     return facts
 
 
 def _scores(checkpoint: Checkpoint) -> Rows:
-    """What the run measured at the checkpoint's own step."""
+    """Return the metrics that the run measured at the checkpoint's step."""
     scores: dict[str, Any] = {}
     for row in checkpoint.rows():
         if row["step"] == checkpoint.state.step:

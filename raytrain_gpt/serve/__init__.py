@@ -1,1 +1,1 @@
-"""`serve`: a checkpoint behind an HTTP interface like OpenAI's, on Ray Serve, with a page to try it."""
+"""`serve`: a checkpoint behind an OpenAI-compatible HTTP API on Ray Serve, with a web page."""

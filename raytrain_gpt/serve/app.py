@@ -1,4 +1,4 @@
-"""The HTTP interface: /v1/completions, /v1/models, /health and the page.
+"""The HTTP API: /v1/completions, /v1/models, /health and the page.
 
 Callers are checked first: by an API key in `Authorization: Bearer`, and on a loopback address by the
 Host header, so that no web page can reach the server by pointing its own name at it (DNS rebinding). A
@@ -33,8 +33,8 @@ from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 30.0
 MAX_ARRIVING_BODIES, HURRIED_BODY_WITHIN_S = 50, 1.0
-"""While more bodies than this are on their way, the oldest have less time, so that slow callers do not keep
-places of Ray Serve from others."""
+"""Arriving bodies above which the oldest get less time, so that slow callers do not block
+Ray Serve's slots."""
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
@@ -43,7 +43,7 @@ _PAGE_POLICY = (
 
 
 def build_app(engine: Engine, options: ServeOptions, needs_key: bool) -> Starlette:
-    """The application of a replica.
+    """Create a replica's application.
 
     Raises:
         ConfigError: `needs_key`, and there is no API key in this process's environment.
@@ -101,12 +101,14 @@ class _Interface:
 
     async def completions(self, request: Request) -> Response:
         self._check_caller(request)
-        asked = parse_request(await self._body(request))
-        weights = self._weights_of(asked.model)
-        # Long texts take a while, and the event loop has other responses to send.
-        prompts = await asyncio.to_thread(lambda: [encoded(p, weights) for p in asked.prompts])
-        self._check_size(asked, weights, prompts)
-        completion = Completion(asked, weights, prompts)
+        completion_request = parse_request(await self._body(request))
+        weights = self._weights_of(completion_request.model)
+        # Long texts take a while, so do not block the event loop.
+        prompts = await asyncio.to_thread(
+            lambda: [encoded(p, weights) for p in completion_request.prompts]
+        )
+        self._check_size(completion_request, weights, prompts)
+        completion = Completion(completion_request, weights, prompts)
         try:
             self._engine.submit(completion.jobs)
         except QueueFull:
@@ -115,7 +117,7 @@ class _Interface:
             )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
-        if asked.stream:
+        if completion_request.stream:
             events = completion.events(self._engine)
             return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
         return JSONResponse(await completion.body(self._engine), headers=_HEADERS)
@@ -133,18 +135,18 @@ class _Interface:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
                 self._add_arriving(limit)
-                async for part in request.stream():
-                    body += part
+                async for chunk in request.stream():
+                    body += chunk
                     if len(body) > MAX_BODY_BYTES:
                         raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes; send less")
         except TimeoutError:
             raise ApiError(
                 408,
                 f"the body did not arrive within {BODY_TIMEOUT_S:g} s, or {HURRIED_BODY_WITHIN_S:g} s while "
-                f"more than {MAX_ARRIVING_BODIES} are on their way",
+                f"more than {MAX_ARRIVING_BODIES} are arriving",
             ) from None
         finally:
-            with suppress(ValueError):  # hurried ones are out already
+            with suppress(ValueError):  # hurried ones are already removed
                 self._arriving.remove(limit)
         return bytes(body)
 
@@ -174,26 +176,33 @@ class _Interface:
     def _weights_of(self, name: str | None) -> Weights:
         weights = self._engine.weights
         if name not in (None, weights.name):
-            message = f"there is no model {name!r} here, only {weights.name}"
+            message = f"unknown model {name!r}; this server has only {weights.name}"
             raise ApiError(404, message, "model", "model_not_found")
         return weights
 
     def _check_size(
-        self, asked: CompletionRequest, weights: Weights, prompts: list[list[int]]
+        self, completion_request: CompletionRequest, weights: Weights, prompts: list[list[int]]
     ) -> None:
         options, context_tokens = self._options, weights.model.shape.seq_len
-        if not 1 <= len(prompts) * asked.n <= options.max_batch:
-            number = f"{count(len(prompts), 'prompt')} × n={asked.n}"
-            raise ApiError(400, f"{number} is not in 1 … {options.max_batch} continuations", "n")
-        if options.max_new_tokens is not None and asked.max_tokens > options.max_new_tokens:
-            message = f"max_tokens={asked.max_tokens} is above {options.max_new_tokens}"
+        if not 1 <= len(prompts) * completion_request.n <= options.max_batch:
+            number = f"{count(len(prompts), 'prompt')} × n={completion_request.n}"
+            raise ApiError(
+                400, f"{number} continuations must be between 1 and {options.max_batch}", "n"
+            )
+        if (
+            options.max_new_tokens is not None
+            and completion_request.max_tokens > options.max_new_tokens
+        ):
+            message = (
+                f"max_tokens={completion_request.max_tokens} is above {options.max_new_tokens}"
+            )
             raise ApiError(400, message, "max_tokens")
         longest = max(map(len, prompts))
-        if longest + asked.max_tokens > context_tokens:
+        if longest + completion_request.max_tokens > context_tokens:
             raise ApiError(
                 400,
-                f"{longest} tokens of the prompt and max_tokens={asked.max_tokens} are above the "
-                f"context of {context_tokens} tokens; shorten one of them",
+                f"{longest} tokens of the prompt and max_tokens={completion_request.max_tokens} are above "
+                f"the context of {context_tokens} tokens; shorten one of them",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -202,10 +211,10 @@ class _Interface:
         self._check_host(request)
         if not self._key:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        matches = hmac.compare_digest(token.strip().encode("latin-1"), self._key.encode())
         if scheme.lower() != "bearer" or not matches:
-            message = "a valid API key is needed: send Authorization: Bearer KEY"
+            message = "a valid API key is required: send Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 

@@ -1,9 +1,9 @@
-"""Continuous batching: one thread generates for all sequences of all requests together.
+"""Continuous batching: one thread generates all sequences of all requests together.
 
-    request → submit → queue, in order of arrival → a free place in the batch → one token per step
+    request → submit → queue, in order of arrival → a free slot in the batch → one token per step
 
-Weights can be replaced at any time. A request keeps those it arrived with, so two batches may run for a
-while; they share the places.
+Weights can be replaced at any time. Running requests finish on the old ones, so two batches may run for a
+while; they share the slots.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from raytrain_gpt.data.tokenizer import bytes_per_id
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 2
-"""Consecutive failures that are tolerated: one may be a request that took too much memory, more mean that
+"""Tolerated consecutive failures: one may be a request that needs too much memory, more mean that
 the model or its device is broken."""
 
 
 class QueueFull(Exception):
-    """Too many sequences are waiting already."""
+    """The queue has no room for the sequences."""
 
 
 @dataclass(eq=False)
 class Weights:
-    """A model that is served."""
+    """A served model."""
 
     name: str
-    """What requests call it."""
+    """Model name in requests."""
     step: int
     val_loss: float | None
-    """Nats per token; None if it was not evaluated."""
+    """Nats per token, or None if it was not evaluated."""
     loaded_at: int
     """Unix time."""
     model: GPT
     tokenizer: tiktoken.Encoding
     hash: str
-    """Identifies the checkpoint."""
+    """Hash of the checkpoint."""
 
     @cached_property
     def max_prompt_bytes(self) -> int:
-        """Longest text that can fit the context: seq_len times the longest token."""
+        """Maximum size of a text that may fit the context: seq_len times the longest token."""
         longest = bytes_per_id(self.tokenizer, self.tokenizer.n_vocab).max()
         return int(longest) * self.model.shape.seq_len
 
@@ -74,19 +74,19 @@ class Job:
 
 
 class Engine:
-    """Runs jobs in a thread of its own.
+    """Thread that runs jobs.
 
     Args:
         loop: Event loop that reads the jobs' queues.
-        max_batch: Sequences that are generated at the same time.
-        max_queue: Sequences that may wait.
+        max_batch: Sequences to generate at the same time.
+        max_queue: Waiting sequences.
     """
 
     def __init__(
         self, weights: Weights, loop: asyncio.AbstractEventLoop, max_batch: int, max_queue: int
     ) -> None:
         self.weights = weights
-        """Used by new requests; assign to replace the model."""
+        """Weights of new requests; assign to replace the model."""
         self._loop = loop
         self._max_batch, self._max_queue = max_batch, max_queue
         self._changed = threading.Condition()
@@ -101,7 +101,7 @@ class Engine:
         """Queue the sequences of a request, all or none.
 
         Raises:
-            QueueFull: they do not all fit.
+            QueueFull: not all of them fit.
         """
         with self._changed:
             if len(self._queue) + len(jobs) > self._max_queue + self._num_free():
@@ -110,7 +110,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Stop jobs and free their places; finished ones may be among them."""
+        """Stop jobs, which may have finished, and free their slots."""
         with self._changed:
             self._cancelled.update(jobs)
             self._changed.notify()
@@ -131,11 +131,11 @@ class Engine:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._queue or self._running or self._cancelled)
-                # A method of its own, so that no local variable keeps replaced weights alive while idle.
+                # A separate method, so that no local variable keeps replaced weights alive while idle.
                 self._step()
 
     def _step(self) -> None:
-        """One token for every job."""
+        """Generate one token for every job."""
         with self._changed:
             self._drop_cancelled()
             self._admit()
@@ -145,7 +145,7 @@ class Engine:
                 drawn: list[SampledToken] | None = batch.step()
                 self._num_failed_steps = 0
             except Exception:
-                # Such as out of memory: these requests fail, the next ones may succeed.
+                # For example out of memory: fail these requests, the next ones may succeed.
                 logger.exception("a step failed")
                 drawn = None
                 self._num_failed_steps += 1
@@ -180,7 +180,7 @@ class Engine:
     def _finish_step(
         self, weights: Weights, jobs: dict[int, Job], drawn: list[SampledToken] | None
     ) -> list[tuple[Job, SampledToken | None]]:
-        """Results of a step by job. Frees the batch and its cache when no job is left."""
+        """Return results of a step by job; free the batch and its cache after the last job."""
         if drawn is None:
             events: list[tuple[Job, SampledToken | None]] = [(job, None) for job in jobs.values()]
             jobs.clear()
@@ -194,7 +194,7 @@ class Engine:
         return events
 
     def _free(self, weights: Weights) -> None:
-        """Drop the batch of weights that may have been replaced, and their copies in bf16."""
+        """Free the batch of replaced weights, and their bf16 copies."""
         del self._running[weights]
         torch.clear_autocast_cache()
 

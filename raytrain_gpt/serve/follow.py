@@ -1,7 +1,7 @@
-"""Following a run: its best usable checkpoint, on all replicas.
+"""Follow a run: serve its best usable checkpoint on all replicas.
 
-Every look asks the replicas what they serve, because one that was restarted may serve another checkpoint
-than the others. A checkpoint that could not be served is tried again after pauses that double.
+Every poll queries the replicas, because a restarted one may serve a different checkpoint
+than the others. A checkpoint that could not be served is retried with doubling pauses.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Failure:
 
 
 class Follower:
-    """Keeps all replicas on the best checkpoint of a run.
+    """Loop that keeps all replicas on a run's best checkpoint.
 
     Args:
         served: Hash of the checkpoint that was announced.
-        call: Calls the method of `Replica` with this name on all replicas; returns their replies.
+        call: Calls a method of `Replica` by name on all replicas; returns their replies.
         say: Receives a line for each change, and for each checkpoint that cannot be served.
         clock: Seconds.
     """
@@ -57,9 +57,9 @@ class Follower:
         """Load the best undamaged checkpoint into all replicas, if they do not serve it yet."""
         try:
             self._look()
-        except Exception as error:  # whatever it is, the replicas keep serving what they have
+        except Exception as error:  # the replicas keep serving the old checkpoint
             reason = user_error_in(error) or root_cause(error)
-            self._tell(f"no new checkpoint can be served now: {reason}")
+            self._tell(f"cannot serve a new checkpoint now: {reason}")
 
     def _look(self) -> None:
         checkpoints = by_preference(self._catalog.complete())
@@ -73,14 +73,14 @@ class Follower:
             waits = failure is not None and self._clock() < failure.retry_at
             if not waits and self._is_intact(checkpoint):
                 return self._load(checkpoint)
-            # Only a damaged checkpoint makes way for the next best; one that failed to load may just
-            # have met a replica without memory.
+            # Only a damaged checkpoint is replaced by the next best; one that failed to load may just
+            # have hit a replica without memory.
             if not self._failures[checkpoint.hash].damaged:
                 return None
         return None
 
     def _is_intact(self, checkpoint: Checkpoint) -> bool:
-        """Whether all its hashes match; the last verified checkpoint is not read again."""
+        """Return whether all hashes match; the last verified checkpoint is not read again."""
         if checkpoint.hash == self._verified:
             return True
         try:
@@ -115,13 +115,13 @@ class Follower:
         self._announced = checkpoint.hash
 
     def _tell(self, line: str) -> None:
-        """Say a line, but not twice in a row."""
+        """Print a line, but not twice in a row."""
         if line != self._told:
             self._say(line)
         self._told = line
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> str:
-    """A checkpoint for a console line."""
+    """Format a checkpoint for a console line."""
     loss = checkpoint.val_loss
     return f"{checkpoint.path}{'' if loss is None else f' (val loss {loss:.4f})'}"

@@ -1,4 +1,4 @@
-"""The wire format: checked requests, and errors in the form of OpenAI's completions API.
+"""The wire format: validated requests, and errors like those of OpenAI's completions API.
 
 https://platform.openai.com/docs/api-reference/completions; `top_k` is an addition.
 """
@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "logit_bias": {},
 }
-"""Unsupported field of OpenAI's -> the value with which it does nothing, which clients may send."""
+"""Unsupported field of OpenAI's -> its neutral value, which clients may send."""
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _SAMPLING = SamplingOptions.model_fields
 
@@ -43,7 +43,7 @@ class ApiError(HTTPException):
     """A refused request.
 
     Args:
-        message: One line with what is wrong and what to do.
+        message: One line with the problem and the fix.
         param: The field of the request.
         code: OpenAI's name of the error, for programs.
     """
@@ -60,7 +60,7 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
-        """Content of the response."""
+        """Body of the response."""
         fallback = "invalid_request_error" if self.status_code < 500 else "server_error"
         return {
             "error": {
@@ -73,7 +73,7 @@ class ApiError(HTTPException):
 
 
 class StreamOptions(Strict, strict=True):
-    """What a stream contains besides text."""
+    """Contents of a stream besides text."""
 
     include_usage: bool = False
 
@@ -98,7 +98,7 @@ class CompletionRequest(Strict, strict=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Every prompt, as text or as tokens."""
+        """All prompts, as texts or tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if tokens := [token for token in self.prompt if isinstance(token, int)]:
@@ -112,14 +112,14 @@ class CompletionRequest(Strict, strict=True):
 
     @property
     def options(self) -> SamplingOptions:
-        """How tokens are drawn; one is drawn also for max_tokens=0."""
+        """Sampling options; max_tokens=0 still samples one token."""
         same = self.model_dump(include={"temperature", "top_k", "top_p", "seed"})
         scored = "none" if self.logprobs is None else "all" if self.echo else "new"
         return SamplingOptions(max_new_tokens=max(1, self.max_tokens), scored=scored, **same)
 
 
 def parse_request(body: bytes) -> CompletionRequest:
-    """The request in a body.
+    """Parse and validate a request body.
 
     Raises:
         ApiError: not UTF-8, not a JSON object, or a field that is unknown or out of range.
@@ -135,20 +135,20 @@ def parse_request(body: bytes) -> CompletionRequest:
     for name, neutral in _NEUTRAL.items():
         value = fields.pop(name, neutral)
         if value != neutral or isinstance(value, bool):
-            raise ApiError(400, f"{name} is not supported; leave it out", name, "unsupported")
+            raise ApiError(400, f"{name} is not supported; remove it", name, "unsupported")
     try:
         request = CompletionRequest.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from None
     if not request.max_tokens and not request.echo:
-        raise ApiError(400, "max_tokens=0: must be at least 1, or echo must be true", "max_tokens")
+        raise ApiError(400, "max_tokens=0: must be at least 1 unless echo is true", "max_tokens")
     if len(request.stops) > MAX_STOPS or "" in request.stops:
-        raise ApiError(400, f"stop must be up to {MAX_STOPS} texts that are not empty", "stop")
+        raise ApiError(400, f"stop must be up to {MAX_STOPS} non-empty texts", "stop")
     return request
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """One line for the first wrong field. The prompt is not repeated: it may be private."""
+    """Describe the first invalid field, without repeating the prompt, which may be private."""
     first = error.errors()[0]
     name, *inner = first["loc"]
     param = ".".join(map(str, [name, *inner] if name == "stream_options" else [name]))

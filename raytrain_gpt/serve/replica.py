@@ -1,4 +1,4 @@
-"""One copy of the model: what Ray Serve runs `num_replicas` times."""
+"""One copy of the model; Ray Serve runs `num_replicas` of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """Loads a checkpoint and answers requests with it.
+    """Server of one loaded checkpoint.
 
     Args:
-        path: A checkpoint, or a run: its best undamaged checkpoint, also after a restart.
+        path: A checkpoint, or a run for its best undamaged checkpoint, also after a restart.
         needs_key: Refuse to start without an API key.
     """
 
@@ -39,30 +39,30 @@ class Replica:
         return build_app(self._engine, self._options, self._needs_key)
 
     async def served(self) -> str:
-        """Hash of the checkpoint that answers new requests."""
+        """Return the hash of the checkpoint of new requests."""
         return self._engine.weights.hash
 
     async def load(self, path: str, checkpoint_hash: str) -> str | None:
-        """Use another checkpoint from the next request on, unless it is in use already.
+        """Load a checkpoint for new requests, unless it is in use.
 
         Returns:
-            Why it cannot be served; None if it is.
+            Why it cannot be served, or None on success.
         """
         if self._engine.weights.hash == checkpoint_hash:
             return None
         try:
             self._engine.weights = await asyncio.to_thread(load_weights, path)
-        except Exception as error:  # such as out of memory: the old weights stay in use
+        except Exception as error:  # for example out of memory; the old weights stay in use
             return str(user_error_in(error) or root_cause(error))
         return None
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which replaces the replica if this raises."""
+        """Health check of Ray Serve, which replaces the replica if this raises."""
         self._engine.check()
 
 
 def _listen_on_loopback_only() -> None:
-    """Restrict the port on which this process takes Ray Serve's own calls.
+    """Restrict the port on which this process receives Ray Serve's calls.
 
     Ray Serve 2.60 lets every replica listen on all of the machine's addresses, for other deployments. It
     opens the port after the replica's constructor, so the constructor can still change that.
@@ -72,7 +72,7 @@ def _listen_on_loopback_only() -> None:
 
 
 def load_weights(path: LocationLike, on_skip: Log | None = None) -> Weights:
-    """The model of a checkpoint, whose files are verified; `on_skip` as in `resolve_checkpoint`.
+    """Load a checkpoint and verify its files; `on_skip` as in `resolve_checkpoint`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

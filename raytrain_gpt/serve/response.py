@@ -1,4 +1,4 @@
-"""One request's way through the engine: its jobs, and the text that they generate."""
+"""A request's jobs in the engine, and the text that they generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytrain_gpt.serve.engine import Engine, Job, Weights
 from raytrain_gpt.serve.protocol import ApiError, CompletionRequest, Prompt
 
 Logprobs = dict[str, list[Any]]
-"""OpenAI's form; empty if nothing was asked for."""
+"""Log-probabilities in OpenAI's form; empty if none were requested."""
 Chunk = tuple[int, str, Logprobs, str | None]
 """Index of the choice, more of its text and tokens, and its finish reason with the last chunk."""
 
@@ -49,7 +49,7 @@ class Completion:
         ]
 
     async def body(self, engine: Engine) -> dict[str, Any]:
-        """The whole response, once it is complete."""
+        """Return the complete response."""
         texts = [""] * len(self.jobs)
         logprobs: list[Logprobs] = [defaultdict(list) for _ in self.jobs]
         reasons: list[str | None] = [None] * len(self.jobs)
@@ -63,7 +63,7 @@ class Completion:
         return {**self._head, "choices": [*map(_choice, ended)], "usage": self._usage()}
 
     async def events(self, engine: Engine) -> AsyncGenerator[bytes]:
-        """The response as server-sent events, while it is generated."""
+        """Yield the response as server-sent events during generation."""
         with_usage = self._request.stream_options.include_usage
         no_usage_yet = {"usage": None} if with_usage else {}
         try:
@@ -78,16 +78,18 @@ class Completion:
         yield b"data: [DONE]\n\n"
 
     async def _chunks(self, engine: Engine) -> AsyncGenerator[Chunk]:
-        """Text as it is generated; closing the generator gives up the unfinished jobs."""
-        asked, tokenizer, stops = self._request, self._weights.tokenizer, self._request.stops
+        """Yield text during generation; closing the generator cancels unfinished jobs."""
+        request, tokenizer, stops = self._request, self._weights.tokenizer, self._request.stops
         streams = {job.index: TextStream(tokenizer, stops) for job in self.jobs}
-        logprobs = {job.index: LogprobsStream(tokenizer, asked.logprobs or 0) for job in self.jobs}
+        logprobs = {
+            job.index: LogprobsStream(tokenizer, request.logprobs or 0) for job in self.jobs
+        }
         try:
-            if asked.echo:
+            if request.echo:
                 for job in self.jobs:
                     yield job.index, streams[job.index].echo(job.prompt), {}, None
             while streams:
-                # Everything that has arrived meanwhile becomes one chunk per choice, so that a slow
+                # All tokens that have arrived form one chunk per choice, so that a slow
                 # reader does not fall behind.
                 arrived = [await self._drawn.get()]
                 while not self._drawn.empty():
@@ -100,9 +102,9 @@ class Completion:
                         continue
                     if drawn is None:
                         raise ApiError(500, "the model failed; the server's log has the reason")
-                    text, reason, told = "", drawn.finish_reason, drawn.scores
-                    if not asked.max_tokens:
-                        reason, told = "length", told[:-1]
+                    text, reason, token_scores = "", drawn.finish_reason, drawn.scores
+                    if not request.max_tokens:
+                        reason, token_scores = "length", token_scores[:-1]
                     elif drawn.token is not None:
                         self._completion_tokens += 1
                         text = streams[index].push(drawn.token)
@@ -113,7 +115,7 @@ class Completion:
                         reasons[index] = reason
                         text += streams.pop(index).close()
                     texts[index] = texts.get(index, "") + text
-                    scores[index] += told
+                    scores[index] += token_scores
                 for index, text in texts.items():
                     more = logprobs[index].push(scores[index])
                     if text or more or index in reasons:
@@ -130,7 +132,7 @@ class Completion:
 
 
 class TextStream:
-    """The text of one continuation, while its tokens arrive.
+    """Text of one continuation, decoded incrementally.
 
     Characters and stop texts may be spread over several tokens, so what could still become either is held
     back. The text ends before the first of `stops` to be complete.
@@ -143,26 +145,26 @@ class TextStream:
         self.stopped = False
 
     def echo(self, prompt: Sequence[int]) -> str:
-        """The text of a prompt, in which stop texts do not count."""
+        """Return the text of a prompt, in which stop texts are ignored."""
         return self._decoder.decode(
             b"".join(token_to_bytes(self._tokenizer, token) for token in prompt)
         )
 
     def push(self, token: int) -> str:
-        """The text that has become certain with a token; sets `stopped` if a stop text is complete."""
+        """Return the text that a token makes final; set `stopped` if a stop text is complete."""
         self._held += self._decoder.decode(token_to_bytes(self._tokenizer, token))
-        found = [
+        matches = [
             (start + len(stop), start)
             for stop in self._stops
             if (start := self._held.find(stop)) >= 0
         ]
-        if found:
+        if matches:
             self.stopped = True
-            return self._released(min(found)[1])
+            return self._released(min(matches)[1])
         return self._released(len(self._held) - self._longest_beginning())
 
     def close(self) -> str:
-        """The rest of the text at its end; an incomplete character becomes U+FFFD."""
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
         self._held += self._decoder.decode(b"", final=True)
@@ -173,7 +175,7 @@ class TextStream:
         return text
 
     def _longest_beginning(self) -> int:
-        """Length of the longest end of the held text that a stop text begins with."""
+        """Return the length of the longest suffix of the held text that starts a stop text."""
         longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):
@@ -182,7 +184,7 @@ class TextStream:
 
 
 class LogprobsStream:
-    """The log-probabilities of one choice in OpenAI's form, while its tokens arrive."""
+    """Log-probabilities of one choice in OpenAI's form, built incrementally."""
 
     def __init__(self, tokenizer: tiktoken.Encoding, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
@@ -190,12 +192,12 @@ class LogprobsStream:
         self._offset = 0
 
     def push(self, scores: Sequence[TokenScore]) -> Logprobs:
-        """More tokens."""
+        """Add tokens."""
         formed: Logprobs = defaultdict(list)
         for score in scores:
             formed["tokens"].append(self._name(score.token))
             formed["token_logprobs"].append(score.logprob)
-            # The token itself is always among them, last if it is not one of the most likely.
+            # Always include the token itself, last if it is not one of the most likely.
             likely = [*score.top[: self._num_top], (score.token, score.logprob)]
             top = {self._name(token): logprob for token, logprob in likely}
             formed["top_logprobs"].append(None if score.logprob is None else top)
@@ -204,14 +206,14 @@ class LogprobsStream:
         return formed
 
     def _name(self, token: int) -> str:
-        """Its text; `bytes:` and its bytes if they are not a text, so that no two tokens have one name."""
+        """Return a token's text, or if it is not UTF-8 `bytes:` and its bytes, so that names are unique."""
         content = token_to_bytes(self._tokenizer, token)
         name = content.decode("utf-8", "backslashreplace")
         return name if name.encode() == content else f"bytes:{name}"
 
 
 def encoded(prompt: Prompt, weights: Weights) -> list[int]:
-    """Tokens of a prompt; an empty one becomes the end token, which begins a new text.
+    """Encode a prompt; an empty one becomes the end token, which starts a new text.
 
     Raises:
         ApiError: a token is not in the vocabulary, or the text is too long or cannot be encoded.
@@ -220,10 +222,10 @@ def encoded(prompt: Prompt, weights: Weights) -> list[int]:
         vocab_size = weights.model.shape.vocab_size
         for token in prompt:
             if not 0 <= token < vocab_size:
-                message = f"prompt token {token} is not in 0 … {vocab_size - 1}"
+                message = f"prompt token {token} must be between 0 and {vocab_size - 1}"
                 raise ApiError(400, message, "prompt")
         return prompt or [weights.tokenizer.eot_token]
-    # Checked before encoding, which takes seconds for the longest texts and fails for some.
+    # Check before encoding, which takes seconds for the longest texts and fails for some.
     if (size := len(prompt.encode())) > weights.max_prompt_bytes:
         raise ApiError(
             400,
@@ -237,7 +239,7 @@ def encoded(prompt: Prompt, weights: Weights) -> list[int]:
     except BaseException as error:  # a panic of tiktoken's Rust code is not an Exception
         if type(error).__module__ != "pyo3_runtime":
             raise
-        message = "the prompt cannot be split into tokens; shorten it"
+        message = "the prompt cannot be tokenized; shorten it"
         raise ApiError(400, message, "prompt") from None
 
 

@@ -1,4 +1,4 @@
-"""The options of `serve`, without what serving imports."""
+"""The options of `serve`, without the imports of serving."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ KEY_VARIABLE = "RAYTRAIN_GPT_API_KEY"
 
 
 class ServeOptions(Options):
-    """Where and how a checkpoint is served."""
+    """Options of a server."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=1, le=65535)
     """Port to listen on."""
     max_batch: int = Field(32, ge=1)
-    """Sequences that a replica generates at the same time, and the most that one request may ask for."""
+    """Sequences that a replica generates at the same time, and the maximum per request."""
     max_queue: int = Field(256, ge=0)
-    """Sequences that may wait at a replica."""
+    """Waiting sequences per replica."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Upper limit of max_tokens in a request (default: the context)."""
     num_replicas: int = Field(1, ge=1)
-    """Copies of the model, one per GPU where there are any."""
+    """Copies of the model, one per GPU if there are GPUs."""
     follow: bool = False
-    """Load the new best checkpoints of a run while it trains."""
+    """Load each new best checkpoint of a run while it trains."""
 
     @property
     def is_loopback(self) -> bool:
@@ -40,5 +40,5 @@ class ServeOptions(Options):
 
     @property
     def needs_key(self) -> bool:
-        """Whether callers must send the API key. A replica that the variable did not reach cannot tell."""
+        """Whether callers must send the API key. Replicas that lack the variable cannot compute it."""
         return not self.is_loopback or bool(os.environ.get(KEY_VARIABLE))

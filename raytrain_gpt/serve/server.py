@@ -1,10 +1,10 @@
-"""The `serve` command: a Ray cluster of its own on this machine, replicas on it, and a run to follow.
+"""The `serve` command: a private Ray cluster on this machine with replicas, and a run to follow.
 
-1. What would fail is checked first: the address, the checkpoint, the API key.
+1. The address, the checkpoint and the API key are checked.
 2. A Ray cluster starts on 127.0.0.1, and on it Ray Serve: a proxy at the address, and the replicas.
-3. With `follow` a thread looks at the run's checkpoints every few seconds and tells all replicas to load
+3. With `follow` a thread polls the run's checkpoints every few seconds and makes all replicas load
    a new best one (follow.py).
-4. On a signal no new request is taken, those in flight may finish, and everything is stopped.
+4. On a signal, new requests are refused, running ones may finish, and everything is stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location
 APP = "raytrain-gpt"
 FOLLOW_EVERY_S = 3.0
 FINISH_TIMEOUT_S = 10.0
-"""How long requests may take to finish after a signal."""
+"""Time for requests to finish after a signal."""
 SPARE_REQUESTS = 100
 """Requests that a replica accepts beyond its queue, so that it can refuse them itself with status 429."""
 _ANSWER_TIMEOUT_S = {"served": 60.0, "load": 600.0}
@@ -42,7 +42,7 @@ _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
     Args:
         path: A checkpoint, or a run: its best checkpoint, else its newest.
@@ -64,7 +64,7 @@ def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
         signals.defer()
         _announce(checkpoint, options, say)
         if options.follow:
-            # Not in this thread: loading takes minutes, and a signal must not wait for it.
+            # In a thread, since loading takes minutes and a signal must not wait for it.
             args = (location, checkpoint, handle, signals.stop, say)
             threading.Thread(target=_follow, args=args, daemon=True).start()
         signals.stop.wait()
@@ -81,11 +81,11 @@ def _follow(
             timeout_s = _ANSWER_TIMEOUT_S[method]
             replies: list[Any] = handle.broadcast(method, *args).results(timeout_s=timeout_s)
             return replies
-        except RayActorError:  # its own text is a paragraph
-            raise ClusterError("a replica has died; Ray Serve starts another one") from None
+        except RayActorError:  # its message is a paragraph
+            raise ClusterError("a replica has died; Ray Serve is starting a new one") from None
 
     def tell(line: str) -> None:
-        if not stop.is_set():  # what fails during the shutdown fails because of it
+        if not stop.is_set():  # ignore failures caused by the shutdown
             say(line)
 
     follower = Follower(run_dir, checkpoint.hash, call, tell)
@@ -103,12 +103,12 @@ def check_can_listen(options: ServeOptions) -> None:
     if not options.is_loopback and not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
             f"host={host} is open to other machines; set {KEY_VARIABLE} to a key that they must send, or "
-            "leave out --host to serve this machine only"
+            "remove --host to serve this machine only"
         )
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the server does it: a port whose last connections are still closing is free.
+            # Like the server, so that a port whose last connections are closing counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, UnicodeError) as error:  # a name too long for the internet is a UnicodeError
@@ -119,7 +119,7 @@ def check_can_listen(options: ServeOptions) -> None:
 
 @contextlib.contextmanager
 def _own_cluster(options: ServeOptions, say: Log) -> Iterator[int]:
-    """A new cluster with Ray Serve on this machine; yields its number of GPUs."""
+    """Start a cluster with Ray Serve on this machine; yield its number of GPUs."""
     os.environ["RAY_ADDRESS"] = "local"
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -136,11 +136,11 @@ def _own_cluster(options: ServeOptions, say: Log) -> Iterator[int]:
         )
         yield resources.gpus
     finally:
-        end_own_cluster()  # and Ray Serve, whose own shutdown complains about the tasks it kills
+        end_own_cluster()  # also ends Ray Serve, whose shutdown would warn about the tasks it kills
 
 
 def _deploy(path: str, options: ServeOptions, gpus: int) -> Any:
-    """Start the replicas; returns the handle that calls them once they are ready."""
+    """Start the replicas; return a handle that calls them when they are ready."""
     cores = max(1, (os.cpu_count() or 1) // options.num_replicas)
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name=APP,

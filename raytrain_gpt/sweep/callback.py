@@ -1,4 +1,4 @@
-"""Ray Tune's callback: keeps the history, prints the table of trials on a terminal, passes on a stop."""
+"""Ray Tune's callback: writes the history, prints the table of trials, forwards a stop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHOW_EVERY_S = 10.0
 
 
 class SweepStopped(Exception):
-    """A signal came, and all runs have been told to save and stop."""
+    """A signal arrived, and all runs have saved and stopped."""
 
 
 class SweepCallback(tune.Callback):  # type: ignore[misc]
-    """What the sweep does when Ray Tune starts a trial, gets a report, or ends a trial.
+    """Actions when Ray Tune starts a trial, gets a report, or ends a trial.
 
-    It raises `Stopped` after `stop` was set.
+    Raises `SweepStopped` after `stop` was set.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
 
     def on_trial_start(self, trial: TuneTrial, **_info: Any) -> None:
         values = trial.config["values"]
-        with contextlib.suppress(ConfigError):  # the trial itself will fail with it
+        with contextlib.suppress(ConfigError):  # the trial will fail with it
             config = trial_config(self._sweep, self._context.base, values)
             values = tied_values(self._sweep, values, config)
         self._add("started", trial, values=values)
@@ -78,7 +78,7 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
         if self._changed and time.monotonic() - self._shown_at >= SHOW_EVERY_S:
             self._show(trials)
         if all(trial.is_finished() for trial in trials):
-            # Ray Tune kills whatever still runs five seconds after the last decision.
+            # Ray Tune kills running trials five seconds after the last decision.
             self._wait_for_runs()
 
     def _add(self, event: str, trial: TuneTrial, **details: Any) -> None:
@@ -92,10 +92,10 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
 
     def _show(self, trials: list[TuneTrial]) -> None:
         self._changed, self._shown_at = False, time.monotonic()
-        known = self._history.trials()
-        names = {trial.name for trial in known}
+        shown = self._history.trials()
+        names = {trial.name for trial in shown}
         waiting = [str(trial) for trial in trials if trial.status == TuneTrial.PENDING]
-        known += [Trial(name) for name in waiting if name not in names]
-        table = progress_table(known, self._sweep.objective, self._sweep.budget_tokens)
-        # In a file or a job's log it would stand again and again.
+        shown += [Trial(name) for name in waiting if name not in names]
+        table = progress_table(shown, self._sweep.objective, self._sweep.budget_tokens)
+        # Files and job logs get only the counts.
         self._log(table if sys.stdout.isatty() else table.partition("\n")[0])

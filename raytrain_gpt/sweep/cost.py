@@ -1,4 +1,4 @@
-"""What a sweep will cost: trials, resources, tokens, and hours at a speed measured here."""
+"""Cost of a sweep: trials, resources, tokens, and time at a speed measured here."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from raytrain_gpt.train.launch import expected_vocab_size
 from raytrain_gpt.train.memory_search import MemorySearch, gpu_limit_bytes
 
 PROBE_S = 5.0
-"""Duration of the speed measurement, which is at least one forward and backward pass."""
+"""Duration of the speed measurement, which takes at least one forward and backward pass."""
 START_S = 35.0
-"""All but the steps of a trial: processes, imports, evaluations; two sweeps on two cores had 33 and 51 s."""
+"""Time of a trial besides its steps (processes, imports, evaluations); two sweeps on two cores: 33, 51 s."""
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
-    """Lines for the trials, what each takes of the cluster, and the tokens and hours of all.
+    """Format the trials, the resources of each, and their total tokens and time.
 
     Raises:
-        ConfigError: a trial is not possible.
+        ConfigError: a trial is invalid.
     """
     base = one_worker_for_auto(base_config(sweep))
     c = base.cluster
@@ -56,7 +56,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     at_once = cpus_to_start(sweep, base) // trial_cpus(base)
     lines.append(
         f"each trial: {count(trial_cpus(base), 'CPU')} ({c.num_workers} × {c.cpus_per_worker} for workers, "
-        f"{DATA_CPUS} for data){gpus} | on this machine alone: {at_once} at once"
+        f"{DATA_CPUS} for data){gpus} | on this machine: {at_once} at once"
     )
     full, least, stops = number * sweep.budget_tokens, halved_tokens(sweep, number), ""
     if least < full:
@@ -70,7 +70,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
     share = c.gpus_per_worker if on_gpu else 1
     measured = measured_tokens_per_s(one_worker_for_auto(configs[0]) if configs else base, device)
     if measured is None:
-        return [*lines, "time: not known; a trial does not fit in this machine's memory"]
+        return [*lines, "time: unknown; a trial does not fit in this machine's memory"]
     speed = share * c.num_workers * measured
     if device.type == "cpu":  # more of them share the same cores
         at_once = min(at_once, max(1, (os.cpu_count() or 1) // (trial_cpus(base) - DATA_CPUS)))
@@ -84,7 +84,7 @@ def cost_lines(sweep: Sweep) -> list[str]:
 
 
 def halved_tokens(sweep: Sweep, number: int) -> int:
-    """Tokens of all trials if only the best pass each rung; all tokens without halving."""
+    """Return the tokens of all trials if only the best pass each rung, or all tokens without halving."""
     if not isinstance(sweep.scheduler, Asha):
         return number * sweep.budget_tokens
     tokens, reached, left = 0, 0, number
@@ -97,9 +97,9 @@ def halved_tokens(sweep: Sweep, number: int) -> int:
 
 
 def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | None:
-    """Tokens per second of forward and backward passes, of one worker alone; None: it does not fit here.
+    """Measure one worker's tokens/s of forward and backward passes, or return None if it does not fit.
 
-    On a CPU with one sequence at a time.
+    CPUs process one sequence at a time.
     """
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, expected_vocab_size(config))
@@ -114,7 +114,7 @@ def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | 
     if search.predict(1, search.modes[-1]) > limit_bytes:
         return None
     fit = search.largest(limit_bytes if on_gpu else math.inf) or search.least()
-    # Any id of a document's end will do: no time depends on it.
+    # Any id may end documents, since no time depends on it.
     last_id = shape.vocab_size - 1
     model = configured_model(config, shape.vocab_size, last_id, fit.activation_checkpointing)
     model.init_weights(config.train.seed)

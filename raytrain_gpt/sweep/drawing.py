@@ -1,7 +1,7 @@
-"""What the pictures of a sweep share: looks of lines and points, labels with units, the x axis.
+"""Shared elements of a sweep's plots: line styles, labels with units, the x axis.
 
-Lines and points differ in marker and dashes as well as in colour, so that they can be told apart in
-black and white.
+Lines and points differ in marker, dashes and color, so that they are distinguishable in black and
+white.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OBJECTIVES = {
     "val/bits_per_byte": ("validation loss", "bits per byte"),
     "val/perplexity": ("validation perplexity", "per token"),
 }
-"""Metric -> its name in words, and its unit."""
+"""Metric -> name and unit."""
 
 LineStyle = dict[str, Any]
 """Properties of a line or marker, as matplotlib's `Line2D` takes them."""
@@ -41,7 +41,7 @@ _MIN_TICK_DISTANCE = 0.08  # of the axis' width
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty figure; its size is in inches."""
+    """Create an empty figure; its size is in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(color="#e3e7eb", linewidth=0.8)
@@ -52,14 +52,14 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file."""
+    """Encode the figure as PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     return content.getvalue()
 
 
 def line_styles(values: Iterable[Any]) -> dict[Any, LineStyle]:
-    """Each distinct value -> colour, dashes and marker of its line."""
+    """Return distinct value -> color, dashes and marker of its line."""
     return {
         value: {
             "color": COLORS[i % len(COLORS)],
@@ -71,7 +71,7 @@ def line_styles(values: Iterable[Any]) -> dict[Any, LineStyle]:
 
 
 def legend(figure: Figure, entries: Sequence[tuple[str, LineStyle]], title: str = "") -> None:
-    """Put a legend to the right of the axes; an entry is a text and the look of its line."""
+    """Add a legend of (text, line style) to the right of the axes."""
     figure.legend(
         handles=[Line2D([], [], **{"color": SOFT, "label": text, **look}) for text, look in entries],
         title=title,
@@ -85,7 +85,7 @@ def legend(figure: Figure, entries: Sequence[tuple[str, LineStyle]], title: str 
 
 
 def mark_edge(axes: Axes, x: float, **look: Any) -> None:
-    """Mark at the upper edge what has no place on the y axis."""
+    """Draw a mark at the upper edge for a value above the y axis."""
     look = {"zorder": 3, **look, "transform": axes.get_xaxis_transform(), "clip_on": False}
     axes.plot(x, 1, gid="edge", **look)
 
@@ -119,58 +119,58 @@ def name_edge(axes: Axes, marks: Iterable[tuple[float, str]]) -> None:
 
 
 def in_order(values: Iterable[Any]) -> list[Any]:
-    """The distinct values: numbers by size, others in the order in which they come."""
+    """Return the distinct values: sorted if they are numbers, else in order of appearance."""
     distinct = list(dict.fromkeys(values))
     return sorted(distinct) if all(map(is_number, distinct)) else distinct
 
 
 def is_number(value: Any) -> bool:
-    """Whether a field's value has a place on a numeric axis."""
+    """Return whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def value_label(value: Any) -> str:
-    """A field's value, cut to a few characters; dollars do not start matplotlib's math mode."""
+    """Format a field's value, shortened, with dollars escaped for matplotlib."""
     text = value_text(value)
     text = text if len(text) <= _MAX_LABEL_CHARS else f"…{text[1 - _MAX_LABEL_CHARS :]}"
     return text.replace("$", r"\$")
 
 
 def tokens_label(tokens: float) -> str:
-    """`10M`, `1.5k`."""
+    """Format as `10M` or `1.5k`."""
     return re.sub(r"\.0(?=\D|$)", "", amount(tokens))
 
 
 def objective_label(objective: str, at_tokens: int | None = None) -> str:
-    """Axis label of the metric: name, tokens it was measured at, and unit."""
+    """Return the metric's axis label: name, tokens of the measurement, and unit."""
     name, unit = OBJECTIVES[objective]
     at = "" if at_tokens is None else f" at {tokens_label(at_tokens)} tokens"
     return f"{name}{at} ({unit})"
 
 
 def field_label(field: str) -> str:
-    """Axis label of a field: its name and the start of its help text, which has the unit."""
+    """Return a field's axis label: its name and the first clause of its help text, which has the unit."""
     meaning = re.split(r"[.;:,](?:\s|$)", FIELDS[field][1].description or "")[0]
     return f"{field}\n({meaning[:1].lower()}{meaning[1:]})" if meaning else field
 
 
 def scale_x(axes: Axes, field: str, values: Iterable[Any]) -> dict[Any, float]:
-    """Fit the x axis to a field's values; returns the place of each value on it.
+    """Fit the x axis to a field's values; return value -> x coordinate.
 
-    Learning rates and numbers over a wide range get a log scale; names stand side by side. The
-    values themselves are the ticks where they are far enough apart.
+    Learning rates and wide ranges get a log scale; names are spaced evenly. The values themselves are
+    the ticks if they are far enough apart.
     """
     distinct = in_order(values)
     is_numeric = all(map(is_number, distinct))
-    places = [float(value) if is_numeric else float(i) for i, value in enumerate(distinct)]
-    is_log = is_numeric and places[0] > 0 and (field == "peak_lr" or places[-1] >= 8 * places[0])
+    xs = [float(value) if is_numeric else float(i) for i, value in enumerate(distinct)]
+    is_log = is_numeric and xs[0] > 0 and (field == "peak_lr" or xs[-1] >= 8 * xs[0])
     if is_log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value))))
-    on_axis = np.log10(places) if is_log else np.array(places)
+    on_axis = np.log10(xs) if is_log else np.array(xs)
     if all(np.diff(on_axis) >= _MIN_TICK_DISTANCE * np.ptp(on_axis)) or not is_numeric:
-        axes.set_xticks(places, [value_label(value) for value in distinct])
+        axes.set_xticks(xs, [value_label(value) for value in distinct])
         axes.minorticks_off()
-    return dict(zip(distinct, places, strict=True))
+    return dict(zip(distinct, xs, strict=True))

@@ -1,7 +1,7 @@
-"""The history of a sweep, one event per line: all that `--resume` needs to know.
+"""The history of a sweep, one event per line: the input of `--resume`.
 
-Ray Tune saves its own state, but not its scheduler's: early stopping would start afresh after a crash.
-So the reports are kept in their order, and replayed to a new scheduler (`schedulers`).
+Ray Tune saves its state, but not its scheduler's, so early stopping would start anew after a crash.
+Therefore the reports are stored in order, and replayed to a new scheduler (`schedulers`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raytrain_gpt.sweep.trials import State, Trial
 HISTORY_FILE = "sweep.jsonl"
 ENDED = ("finished", "stopped", "diverged")
 REPORTED = ("values", "objective", "tokens_seen", "tokens_per_s", "elapsed_s", "run_dir")
-"""Fields of a trial that a `report` has."""
+"""Fields of a trial in a `report`."""
 
 Event = dict[str, Any]
 
 
 class History:
-    """The events of a sweep, in a file in its directory.
+    """Events of a sweep, stored in a file in its directory.
 
     `started` has a trial's values; `report` an evaluation and the run it belongs to; `ended` the
     trial's last state and, if it failed, the error.
@@ -48,16 +48,16 @@ class History:
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"line {number} of {self._file} is damaged: {type(error).__name__}, {reason(error)}; "
-                "restore it, or remove the line and with it what it reports"
+                "restore it, or remove the line and lose its report"
             ) from None
 
     def add(self, event: str, trial: str, **details: Any) -> None:
-        """Write an event; it is in the file when this returns."""
+        """Append an event, and write the file."""
         self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
         self._file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
 
     def trials(self) -> list[Trial]:
-        """All trials that have started, in the order of their names; `running` unless ended."""
+        """Return all started trials by name; `running` unless ended."""
         trials: dict[str, Trial] = {}
         for event in self.events:
             name = event["trial"]
@@ -65,7 +65,7 @@ class History:
         return sorted(trials.values(), key=lambda trial: trial.name)
 
     def last_report(self, trial: str) -> Event | None:
-        """The newest `report` of a trial, or None."""
+        """Return the newest `report` of a trial, or None."""
         reports = [e for e in self.events if (e["event"], e["trial"]) == ("report", trial)]
         return reports[-1] if reports else None
 

@@ -1,8 +1,8 @@
-"""Pictures of a sweep that can be printed in black and white.
+"""Plots of a sweep, readable in black and white.
 
-What was measured at fewer tokens than the budget is hollow, faded or hatched, because it does not
-compare with the rest. From MIN_TO_CUT finished trials on, values far above the others are marked and
-named at the upper edge and written in the legend, so that one trial does not flatten all others.
+Values at fewer tokens than the budget are hollow, faded or hatched, because they are not comparable.
+With MIN_TO_CUT or more finished trials, outliers are marked and named at the upper edge and listed in the
+legend, so that one trial does not flatten the others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Lin
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
-"""A field with more values does not get a line, row or column for each of them."""
+"""Most values of a field with one line, row or column each."""
 MAX_NAMED_CURVES = 10
-"""The legend of the learning curves names no more than these."""
+"""Most learning curves named in the legend."""
 
 MIN_TO_CUT = 6
-"""With fewer finished trials every trial that has a score is within the scale."""
+"""Fewest finished trials to exclude outliers from the scale."""
 
-_MIN_SPAN = 0.02  # of the lowest value: a shorter scale magnifies the noise between seeds
-_MAX_LISTED = 12  # trials above the scale that the legend lists
+_MIN_SPAN = 0.02  # relative to the lowest value; less would magnify the noise between seeds
+_MAX_LISTED = 12  # trials above the scale in the legend
 _WIDTH, _HEIGHT = 10.0, 5.2  # inches
 _HOLLOW: LineStyle = {"markerfacecolor": "white"}
 _RING: LineStyle = {
@@ -48,13 +48,13 @@ _LOW_COLOR, _HIGH_COLOR, _BEST_COLOR = "#0b3c6b", "#e8f1fa", "#c44601"
 def sweep_plots(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> dict[str, bytes]:
-    """File name -> PNG of every picture for which there is data; none before the first evaluation.
+    """Return file name -> PNG of every plot with data; none before the first evaluation.
 
     `loss_by_lr.png`, `curves.png` and, for two fields with few values, `heat_map.png`. `searched` has
     at least one field, and none that is tied to others; `budget_tokens` are those of a trial that is
     not stopped.
     """
-    trials = [trial for trial in trials if trial.values]  # pending ones may have none yet
+    trials = [trial for trial in trials if trial.values]  # pending trials may have none
     if all(trial.score is None or not trial.curve for trial in trials):
         return {}
     figures = {
@@ -69,7 +69,7 @@ def sweep_plots(
 def loss_figure(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """The objective over the learning rate, with a line for each batch size.
+    """Plot the objective over the learning rate, with a line for each batch size.
 
     If the rate was not searched, over the first searched field that is a number; if the batch was not,
     with a line for each value of the first other field with few values. A line joins the lowest values
@@ -95,7 +95,7 @@ def loss_figure(
         elif score is not None or trial.diverged or trial.state == "failed":
             drawing.mark_edge(axes, x, **point)
             above.append(trial)
-    # Where a further field varies freely, neighbours on the axis are not neighbours in the space.
+    # If a further field varies freely, neighbors on the axis are not neighbors in the space.
     further = [name for name in searched if name not in (x_field, line_field)]
     if not further or x_field in discrete_fields(trials, [x_field]):
         for value, points in lowest.items():
@@ -134,7 +134,7 @@ def _list_of(above: Sequence[Trial], x_field: str, budget_tokens: int) -> str:
 def curves_figure(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """The objective of every evaluation over tokens seen; the best trial's curve is bold.
+    """Plot the objective of every evaluation over tokens seen; the best trial's curve is bold.
 
     The legend names the trials that come first in the ranking, the others are pale. The curve of a
     stopped or failed trial is faded and has a hollow end, at the upper edge if it is above the scale.
@@ -177,7 +177,7 @@ def curves_figure(
     axes.set_ylim(min(shown) - pad, max(shown) + pad)
     axes.set_xlim(0, 1.02 * max(budget_tokens, *(trial.judged_tokens for trial in drawn)))
     axes.xaxis.set_major_formatter(lambda tokens, _: drawing.tokens_label(tokens))
-    axes.set_xlabel("tokens seen (tokens)")
+    axes.set_xlabel("tokens seen")
     axes.set_ylabel(drawing.objective_label(objective))
     axes.set_title("Learning curves")
     drawing.name_edge(axes, above)
@@ -188,9 +188,9 @@ def curves_figure(
 def heat_map_figure(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """A cell for each learning rate and batch size, or the first two fields with few values.
+    """Plot a cell for each learning rate and batch size, or the first two fields with few values.
 
-    A cell shows the best of its trials. It is coloured if that one used its whole budget, hatched if
+    A cell shows the best of its trials, colored if that one used its full budget, hatched if
     it did not, and white if there is no trial.
     """
     x_field, y_field = _x_and_line(trials, discrete_fields(trials, searched))
@@ -237,7 +237,7 @@ def heat_map_figure(
 
 
 def _cell_text(tried: Sequence[Trial], best: Trial | None, budget_tokens: int) -> str:
-    """What a cell says of its trials, the first of which is the best of them."""
+    """Format a cell's text from its trials, the best one first."""
     if not tried:
         return "not tried"
     name = tried[0].name if len(tried) == 1 else f"{tried[0].name}, best of {len(tried)}"
@@ -246,7 +246,7 @@ def _cell_text(tried: Sequence[Trial], best: Trial | None, budget_tokens: int) -
 
 
 def _outcome(trial: Trial, budget_tokens: int) -> str:
-    """How a trial ended: `3.1416`, and at what share of its budget if that was before its end."""
+    """Format a trial's result: `3.1416`, with the fraction of its budget if that is below 1."""
     if trial.score is None:
         return "not finite" if trial.diverged and trial.state != "failed" else trial.state
     share = compared_tokens(trial, budget_tokens) / budget_tokens
@@ -254,18 +254,18 @@ def _outcome(trial: Trial, budget_tokens: int) -> str:
 
 
 def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
-    """The fields among `names` that have few values: no numbers, or numbers that come repeatedly."""
-    found = []
+    """Return the fields among `names` with few values: non-numbers, or repeated numbers."""
+    fields = []
     for name in names:
         values = drawing.in_order(trial.values[name] for trial in trials)
         repeated = len(values) < len(trials) or not all(map(drawing.is_number, values))
         if repeated and len(values) <= MAX_DISCRETE_VALUES:
-            found.append(name)
-    return found
+            fields.append(name)
+    return fields
 
 
 def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
-    """The field of the x axis, and the one with a line (or row) for each value, "" if there is none."""
+    """Return the field of the x axis, and the one with a line (or row) per value, or ""."""
     numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
     x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
     others = discrete_fields(trials, [name for name in names if name != x_field])
@@ -274,12 +274,12 @@ def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str
 
 
 def _full_score(trial: Trial, budget_tokens: int) -> float | None:
-    """The objective of a trial that used its whole budget."""
+    """Return the objective of a trial that used its full budget, else None."""
     return trial.score if compared_tokens(trial, budget_tokens) == budget_tokens else None
 
 
 def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """The value above which others would flatten the rest; infinity for fewer than MIN_TO_CUT values."""
+    """Return the threshold of outliers, or infinity for fewer than MIN_TO_CUT values."""
     if len(values) < MIN_TO_CUT:
         return math.inf
     low, middle = np.quantile(values, (0, 0.5), method="lower")
@@ -287,7 +287,7 @@ def upper_limit(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Upper end of the y axis, for the finished trials if there are enough of them, else for all."""
+    """Return the upper end of the y axis, for the finished trials if there are enough, else for all."""
     full = [s for trial in trials if (s := _full_score(trial, budget_tokens)) is not None]
     if len(full) < MIN_TO_CUT:
         return max(trial.score for trial in trials if trial.score is not None)
@@ -297,14 +297,14 @@ def _loss_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
 
 
 def _curves_limit(trials: Sequence[Trial], budget_tokens: int) -> float:
-    """Upper end of the y axis: about where trials begin."""
+    """Return the upper end of the y axis, about the trials' first losses."""
     curves = [_curve(trial)[1] for trial in trials]
     begins = [float(v[np.isfinite(v)][0]) for v in curves if np.isfinite(v).any()]
     return max(1.05 * statistics.median_low(begins), _loss_limit(trials, budget_tokens))
 
 
 def _curve(trial: Trial) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens and objectives of a trial, with a gap where it went on from another one's weights."""
+    """Return a trial's tokens and objectives, with a gap where it copied a different trial's weights."""
     tokens = np.array([point[0] for point in trial.curve], np.float64)
     values = np.array([point[1] for point in trial.curve], np.float64)
     values[~np.isfinite(values)] = np.nan

@@ -1,4 +1,4 @@
-"""How much of a cluster a trial takes, and how many trials fit at once."""
+"""Resources of a trial, and the number of concurrent trials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_gpt.sweep.trial_plan import num_trials
 
 
 def one_worker_for_auto(config: Config) -> SizedConfig:
-    """One worker per trial and one CPU per worker where they are `auto`; local mode has one worker, too."""
+    """Resolve `auto` to one worker per trial and one CPU per worker; local mode also gets one worker."""
     c = config.cluster
     return decided(
         SizedConfig,
@@ -27,13 +27,13 @@ def one_worker_for_auto(config: Config) -> SizedConfig:
 
 
 def trial_cpus(config: SizedConfig) -> int:
-    """CPUs of a trial: its workers' and those for its data."""
+    """Return the CPUs of a trial: its workers' and those for its data."""
     c = config.cluster
     return c.num_workers * c.cpus_per_worker + DATA_CPUS
 
 
 def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
-    """Logical CPUs to start a local cluster with: for as many trials as this machine can run."""
+    """Return the logical CPUs to start a cluster with, for as many trials as this machine can run."""
     c = config.cluster
     gpus = torch.cuda.device_count() if c.use_gpu is not False else 0
     if gpus:
@@ -47,10 +47,10 @@ def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
 
 
 def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> int:
-    """How many trials run at the same time.
+    """Return the number of concurrent trials.
 
     Raises:
-        ClusterError: the trials of a population do not fit all at once.
+        ClusterError: a population's trials do not fit at the same time.
     """
     c = config.cluster
     places = resources.places(c.cpus_per_worker, c.num_gpus)
@@ -62,6 +62,6 @@ def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> 
             f"scheduler pbt compares {population} trials at the same time, but the cluster has room for "
             f"{fit} (each {count(trial_cpus(config), 'CPU')}"
             f"{f', {c.gpus_per_worker:g} GPU' if c.use_gpu else ''}); set num_trials to at most "
-            f"{max(fit, 1)}, leave max_concurrent_trials out, or use a larger cluster"
+            f"{max(fit, 1)}, remove max_concurrent_trials, or use a larger cluster"
         )
     return at_once

@@ -1,4 +1,4 @@
-"""A sweep as text: its tables, `results.csv` and `best.yaml`.
+"""Text output of a sweep: tables, `results.csv` and `best.yaml`.
 
 Tables are plain text, so that they read the same in a terminal, a job's log and a file. In all of them
 `objective` is the name of the metric and `budget_tokens` the tokens of a trial that is not stopped.
@@ -22,7 +22,7 @@ from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_t
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 
 MAX_PROGRESS_ROWS = 20
-"""The table is printed again and again: more rows would bury everything else."""
+"""Most rows of the table, which is printed repeatedly."""
 
 _MAX_ERROR_CHARS = 160
 _PROGRESS_ORDER: tuple[State, ...] = (
@@ -35,7 +35,7 @@ _PROGRESS_ORDER: tuple[State, ...] = (
 
 
 def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
-    """Lines of a table of the trials to come: the values and the number of steps of each."""
+    """Format a table of the planned trials, with their values and steps."""
     rows = [
         [f"{number:03d}", *map(value_text, values.values()), f"{steps:,}"]
         for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True))
@@ -44,7 +44,7 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
 
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """The state of a sweep: a line of counts, then its trials, running ones first.
+    """Format the state of a sweep: counts, then its trials, running ones first.
 
     Pending trials are only counted; so are those beyond MAX_PROGRESS_ROWS.
     """
@@ -59,7 +59,7 @@ def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) 
 
 
 def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """The result of a sweep: its trials by rank, the errors of failed ones, and what it cost."""
+    """Format the result of a sweep: trials by rank, errors of failed ones, and tokens used."""
     ranked = ranking(trials, budget_tokens)
     lines = _table(ranked, objective, budget_tokens, ranks=True)
     for trial in ranked:
@@ -76,7 +76,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 
 def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
-    """Error for a sweep with failed trials, which has no result for them; None if no trial failed.
+    """Return the error message of a sweep with failed trials, or None if no trial failed.
 
     Args:
         resumable: `--resume` retries failed trials.
@@ -86,7 +86,7 @@ def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | 
         return None
     names = ", ".join(trial.name for trial in failed)
     again = (
-        "run the same command with --resume" if resumable else "start it with another --sweep_name"
+        "run the same command with --resume" if resumable else "start it with a new --sweep_name"
     )
     return (
         f"{len(failed)} of {len(trials)} trials of {title} failed ({cut(names, 80)}); "
@@ -95,7 +95,7 @@ def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | 
 
 
 def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
-    """A line for each field whose best value is at an end of its grid, if that has three numbers or more."""
+    """Return a warning for each field whose best value is at an end of a grid of at least three numbers."""
     lines = []
     for name, domain in space.items():
         if not isinstance(domain, Grid) or name == "seed" or len(domain.grid) < 3:
@@ -103,16 +103,16 @@ def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
         numbers = [v for v in domain.grid if isinstance(v, int | float) and not isinstance(v, bool)]
         value = best.values[name]
         if len(numbers) == len(domain.grid) and value in (min(numbers), max(numbers)):
-            end, way = ("lowest", "below") if value == min(numbers) else ("highest", "above")
+            end, side = ("lowest", "below") if value == min(numbers) else ("highest", "above")
             lines.append(
-                f"the best {name}, {value_text(value)}, is the {end} of its grid: a better one may lie "
-                f"{way} it; move the grid"
+                f"the best {name}, {value_text(value)}, is the {end} of its grid; a better one may be "
+                f"{side} it: move the grid"
             )
     return lines
 
 
 def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """`results.csv`: a line for each trial, by rank, with every number in full precision.
+    """Format `results.csv`: a row per trial, by rank, in full precision.
 
     Unknown values are empty; so is the rank of a failed trial and of an objective that is not finite.
     """
@@ -130,13 +130,13 @@ def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 
 def best_yaml(config: Config, trial: Trial, sweep_name: str, objective: str) -> str:
-    """`best.yaml`: the best trial's resolved configuration for `train --config`, as `<sweep>-best`."""
+    """Format `best.yaml`: the best trial's configuration for `train --config`, as `<sweep>-best`."""
     values = ", ".join(f"{name}={json.dumps(value)}" for name, value in trial.values.items())
     header = [
-        f"The best trial of {sweep_title(sweep_name)}: {trial.name}, {trial.state}, {objective} "
+        f"Best trial of {sweep_title(sweep_name)}: {trial.name}, {trial.state}, {objective} "
         f"{_objective_text(trial)} at {trial.judged_tokens:,} tokens.",
         f"Set by the sweep: {values or 'nothing'}",
-        "All other values are this trial's too, except for run_name.",
+        "All other values are this trial's, except for run_name.",
         "Train it again: raytrain-gpt train --config best.yaml",
     ]
     named = config.updated({"run_name": f"{sweep_name}-best"})

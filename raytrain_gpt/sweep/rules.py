@@ -1,4 +1,4 @@
-"""What a sweep file may not ask for; each violation is refused with one line."""
+"""Restrictions on a sweep file."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from raytrain_gpt.sweep.space import (
 )
 
 SAME_IN_ALL_TRIALS = ("eval", "cluster", "run", "tracking")
-"""Sections about places, resources and how the objective is measured."""
+"""Sections for locations, resources and the measurement of the objective."""
 OTHER_LOSSES = ("data_path", "init_from", "document_mask")
 """Fields of other sections that make losses incomparable."""
 
 MAX_TRIALS = 1000
-"""Of a sweep: their names have three digits."""
+"""Most trials of a sweep, whose names have three digits."""
 MUTABLE = ("peak_lr", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "dropout")
-"""Fields that may change in the middle of a trial: not shapes, batches or the schedule's form."""
+"""Fields that may change during a trial: not shapes, batches or the schedule's form."""
 
 
 def check_space(space: Mapping[str, Domain], overrides: Mapping[str, Any]) -> None:
-    """Refuse fields that cannot differ between trials, and a space that searches nothing."""
+    """Refuse fields that cannot vary between trials, and an empty search."""
     for name, domain in space.items():
         if name in overrides:
             raise ConfigError(
                 f"{name} has a value in overrides ({overrides[name]}) and a domain in the space; "
-                "leave out one of them"
+                "remove one of them"
             )
         if field_section(name) in SAME_IN_ALL_TRIALS or name in OTHER_LOSSES:
-            raise ConfigError(f"{name} is the same in all trials; set it in overrides")
+            raise ConfigError(f"{name} cannot vary between trials; move it from space to overrides")
         if name in ("global_batch_tokens", "seq_len") and not isinstance(domain, Grid | Choice):
             raise ConfigError(
                 f"{name} has the domain {domain.kind}, whose values cannot all be checked before the "
                 "first trial; use grid or choice"
             )
     if all(isinstance(domain, Expression) for domain in space.values()):
-        raise ConfigError("nothing is searched; the space needs a grid, choice or range")
+        raise ConfigError("the space has nothing to search; add a grid, choice or range")
     expression_order(space)
 
 
 def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int | None) -> None:
-    """Refuse too many trials, a number that is no multiple of the grid's, and grids for Optuna."""
+    """Refuse too many trials, a number that is not a multiple of the grid's, and grids for Optuna."""
     points = math.prod(len(d.grid) for d in space.values() if isinstance(d, Grid))
     drawn = [name for name, domain in space.items() if isinstance(domain, SampledDomain)]
     grids = [name for name, domain in space.items() if isinstance(domain, Grid)]
@@ -69,8 +69,8 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
             )
     elif not drawn and num_trials != points:
         raise ConfigError(
-            f"num_trials={num_trials}, but the grid has {count(points, 'point')} and nothing is drawn; leave "
-            "num_trials out"
+            f"num_trials={num_trials}, but the grid has {count(points, 'point')} and nothing is drawn; "
+            "remove num_trials"
         )
     elif num_trials % points:
         raise ConfigError(
@@ -80,7 +80,7 @@ def check_num_trials(space: Mapping[str, Domain], searcher: str, num_trials: int
 
 
 def check_period(name: str, tokens: int, report_every_tokens: int, budget_tokens: int) -> None:
-    """Refuse comparisons at tokens where trials do not report, or only at their end."""
+    """Refuse comparisons at tokens where trials do not report, or report only at their end."""
     if tokens % report_every_tokens:
         raise ConfigError(
             f"{name}={tokens} is not a multiple of report_every_tokens={report_every_tokens}; nearest: "
@@ -98,7 +98,7 @@ def check_mutations(mutate: tuple[str, ...], space: Mapping[str, Domain]) -> Non
     for name in mutate:
         if name not in MUTABLE:
             raise ConfigError(
-                f"{name} cannot change in the middle of a trial; mutate only {', '.join(MUTABLE)}"
+                f"{name} cannot change during a trial; mutate only {', '.join(MUTABLE)}"
             )
         if not isinstance(space.get(name), SampledDomain):
             raise ConfigError(

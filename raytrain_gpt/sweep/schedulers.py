@@ -1,7 +1,7 @@
-"""Ray Tune's schedulers and searcher, which decide what trials there are and which continue.
+"""Ray Tune's schedulers and searcher, which decide on the trials and on which of them continue.
 
-None of them keeps its state over a crash. They are rebuilt from the history of the sweep: every
-earlier report is replayed in order, so that they decide what they would have decided.
+None of them preserves its state over a crash. They are rebuilt from the sweep's history by replaying all
+earlier reports in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 
 
 class _Named:
-    """A trial for TokenHalving: its id is its name in the sweep, which a restart does not change."""
+    """A trial for TokenHalving, identified by its name, which a restart does not change."""
 
     def __init__(self, name: str) -> None:
         self.trial_id = name
@@ -41,9 +41,9 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
         )
 
     def replay(self, history: History) -> list[str]:
-        """Replay the earlier reports; returns the names of trials that it would have stopped.
+        """Replay the earlier reports; return the names of trials that it would have stopped.
 
-        The history may not have their end: a crash may come between a report and the end.
+        The history may lack their end if a crash came before it.
         """
         stopped: dict[str, bool] = {}
         for event in history.events:
@@ -96,7 +96,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         )
 
     def _within_domains(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Clip mutated values to their ranges, which Ray Tune does not look at."""
+        """Clip mutated values to their ranges, which Ray Tune ignores."""
         values = dict(config["values"])
         for name, domain in self._domains.items():
             if not isinstance(domain, Choice):
@@ -105,10 +105,10 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
         return {**config, "values": values}
 
     def replay(self, tokens_seen: Iterable[int]) -> int:
-        """Set how far the continuing trials are; returns the tokens of the last comparison.
+        """Set the progress of the continuing trials; return the tokens of the last comparison.
 
-        A comparison that was due when the sweep was killed is made again, unless all trials had
-        come there: then it is left out.
+        A comparison that was due when the sweep was killed is repeated, unless all trials had
+        reached it; then it is skipped.
         """
         self._synced_tokens = min(tokens_seen) // self._every_tokens * self._every_tokens
         self._next_perturbation_sync = self._synced_tokens + self._every_tokens
@@ -136,7 +136,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
 
 
 class _WithoutEnded:
-    """A controller whose failed trials are not live: a synchronous comparison waits for live ones."""
+    """A controller that hides failed trials, for which a synchronous comparison would wait."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
@@ -149,7 +149,7 @@ class _WithoutEnded:
 
 
 def _tune_domain(domain: Any) -> Any:
-    """A domain that values are drawn from, as Ray Tune has it."""
+    """Convert a sampled domain to Ray Tune's."""
     if isinstance(domain, Uniform):
         return tune.uniform(*domain.uniform)
     if isinstance(domain, LogUniform):
@@ -161,7 +161,7 @@ def _tune_domain(domain: Any) -> Any:
 
 
 def optuna_search(sweep: Sweep, history: History) -> Any:
-    """Optuna's search (TPE), told the results of earlier trials.
+    """Create Optuna's search (TPE) with the results of earlier trials.
 
     Trials that had not ended are suggested first, in the order of their names.
     """
@@ -175,7 +175,7 @@ def optuna_search(sweep: Sweep, history: History) -> Any:
         metric=OBJECTIVE,
         mode="min",
         points_to_evaluate=[points[t.name] for t in trials if t.state not in ENDED] or None,
-        # The same seed after a restart would draw the same values again.
+        # The same seed after a restart would repeat the draws.
         seed=sweep.sweep_seed + len(trials),
     )
     for trial in trials:

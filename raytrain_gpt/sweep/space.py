@@ -6,10 +6,10 @@ A domain is a mapping with one key:
     choice: [a, b, …]            one of them, drawn
     uniform: [low, high]         a number between them, drawn
     loguniform: [low, high]      a number between them, drawn with a uniform logarithm
-    randint: [low, high]         a whole number, drawn; both ends are possible
+    randint: [low, high]         an integer, drawn, both ends included
     expression: "peak_lr / 10"   computed from other fields of the trial
 
-Nothing in a sweep file is run as code: an expression is arithmetic on floats with five functions, and
+No code in a sweep file is run: an expression is arithmetic on floats with five functions, and
 anything else in it is refused before it is evaluated.
 """
 
@@ -34,13 +34,13 @@ from raytrain_gpt.format import preview
 
 
 class _Domain(BaseModel):
-    """A domain has one field, so that it is dumped as it is written: `{kind: argument}`."""
+    """A domain with one field, so that it is dumped as `{kind: argument}`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @property
     def kind(self) -> str:
-        """Its name in the file: grid, choice, …"""
+        """Name in the file: grid, choice, …"""
         return next(iter(type(self).model_fields))
 
 
@@ -89,7 +89,7 @@ class LogUniform(Searched):
 
 
 class RandInt(Searched):
-    """A whole number between two ends, both included."""
+    """An integer between two ends, both included."""
 
     randint: tuple[int, int]
 
@@ -105,7 +105,7 @@ class Expression(_Domain):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the fields that it uses.
+        """Names of the used fields.
 
         Raises:
             ConfigError: it is not an arithmetic expression.
@@ -115,10 +115,10 @@ class Expression(_Domain):
         return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in called)
 
     def value(self, values: Mapping[str, Any]) -> float:
-        """Its value, which is finite, at the values of its names.
+        """Evaluate to a finite value.
 
         Raises:
-            ConfigError: it uses something that is not a number, or its value is not finite.
+            ConfigError: a used value is not a number, or the result is not finite.
         """
         used = {name: values[name] for name in sorted(self.names)}
         for name, value in used.items():
@@ -180,7 +180,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
 
 
 class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
-    """Floats only: `9 ** 9 ** 9` fills the memory with whole numbers, but overflows with floats."""
+    """Float arithmetic: `9 ** 9 ** 9` would fill the memory as an integer, but overflows as a float."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -194,7 +194,7 @@ class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
 
 
 def field_value(name: str, raw: Any) -> Any:
-    """The value with the field's type: YAML reads `1e-3` as text, which is a number for some fields.
+    """Convert a value to the field's type: YAML reads `1e-3` as text.
 
     Raises:
         ConfigError: no field has this name, or it cannot have this value.
@@ -217,7 +217,7 @@ def _type_of(name: str) -> TypeAdapter[Any]:
 
 
 def parse_domain(name: str, raw: Any) -> Domain:
-    """The domain of a field, from its text in a sweep file.
+    """Parse the domain of a field.
 
     Raises:
         ConfigError: unknown field or kind of domain, or values that the field cannot have.
@@ -244,7 +244,7 @@ def parse_domain(name: str, raw: Any) -> Domain:
     values = tuple(field_value(name, value) for value in argument)
     if kind in ("grid", "choice"):
         if len(set(values)) < len(values):
-            raise ConfigError(f"{kind} of {name} has a value twice: {list(values)}; leave one out")
+            raise ConfigError(f"{kind} of {name} has a duplicate value: {list(values)}; remove it")
     else:
         _check_range(name, kind, values)
     return KINDS[kind](**{kind: values})
@@ -269,7 +269,7 @@ def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
         others = "randint" if number_type(name) is int else "uniform or loguniform"
         others = f"{others}, " if number_type(name) else ""
         raise ConfigError(
-            f"{kind} of {name} needs {'whole' if needed is int else 'real'} numbers, which {name} "
+            f"{kind} of {name} needs {'integer' if needed is int else 'real'} values, which {name} "
             f"does not have; use {others}choice or grid"
         )
     if len(ends) != 2 or ends[0] >= ends[1]:
@@ -281,32 +281,32 @@ def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
 
 
 def number_type(name: str) -> type[int] | type[float] | None:
-    """int or float if the field can be such a number, else None."""
+    """Return int or float if the field can be such a number, else None."""
     annotation = FIELDS[name][1].annotation
     types = typing.get_args(annotation) or (annotation,)
     return int if int in types else float if float in types else None
 
 
 def expression_order(space: Mapping[str, Domain]) -> list[str]:
-    """Names of the expressions, each after those it uses.
+    """Return the names of the expressions, each after those it uses.
 
     Raises:
-        ConfigError: some use one another in a circle.
+        ConfigError: expressions depend on each other in a cycle.
     """
     uses = {name: d.names for name, d in space.items() if isinstance(d, Expression)}
     try:
         order = list(graphlib.TopologicalSorter(uses).static_order())
     except graphlib.CycleError as error:
-        circle = " -> ".join(reversed(error.args[1]))
-        raise ConfigError(f"expressions use one another in a circle: {circle}") from None
+        cycle = " -> ".join(reversed(error.args[1]))
+        raise ConfigError(f"expressions form a cycle: {cycle}") from None
     return [name for name in order if name in uses]
 
 
 def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values (all fields and `budget_tokens`) with those of the expressions; integers are rounded.
+    """Add the expressions' values to those of all fields and `budget_tokens`; integers are rounded.
 
     Raises:
-        ConfigError: an expression has no value, or one that its field cannot have.
+        ConfigError: an expression has no value, or an invalid one for its field.
     """
     values = dict(values)
     for name in expression_order(space):

@@ -1,15 +1,15 @@
-"""A sweep file: what is searched, over which values, how long each trial is, and what is refused.
+"""A sweep file: search space, budget and validation.
 
     base: {preset: quickstart}                       or {config: FILE}
     overrides: {num_layers: 2}                       fixed for all trials
     space: {peak_lr: {loguniform: [1e-4, 1e-2]}}     differs between them, see `space`
-    budget_tokens: 1048576                           of each trial
+    budget_tokens: 1048576                           per trial
     report_every_tokens: 131072
     num_trials: 8
 
-Trials are compared at equal tokens, so the file counts in tokens and the steps of a trial follow from
-its batch. What is wrong in the file itself is refused when it is read (`rules`); `trial_plan` has the
-trials that it describes and whether each of them is possible.
+Trials are compared at equal tokens, so the file counts in tokens, and a trial's steps follow from its batch.
+Errors in the file itself are refused when it is read (`rules`); `trial_plan` derives the trials and checks
+each of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SET_BY_SWEEP = {
 
 
 class Base(Strict):
-    """The configuration that trials start from."""
+    """Base configuration of the trials."""
 
     preset: str | None = None
     """Name of a preset."""
@@ -63,10 +63,10 @@ class Base(Strict):
         return self
 
     def load(self) -> Config:
-        """The configuration it names.
+        """Load the configuration.
 
         Raises:
-            ConfigError: it does not exist, or is not possible.
+            ConfigError: it does not exist, or is invalid.
         """
         if self.preset is not None:
             return load_preset(self.preset)
@@ -89,7 +89,7 @@ class Asha(Strict):
     grace_tokens: int = Field(ge=1)
     """Tokens of the first rung; no trial is stopped earlier."""
     reduction_factor: int = Field(3, ge=2)
-    """One of this many trials continues at each rung."""
+    """Fraction of trials that continues at each rung, as 1/N."""
 
 
 class Pbt(Strict):
@@ -101,38 +101,38 @@ class Pbt(Strict):
     mutate: tuple[str, ...] = Field(min_length=1)
     """Fields of the space that a copy changes."""
     quantile_fraction: float = Field(0.25, gt=0, le=0.5)
-    """Share of trials that count as good, and as bad."""
+    """Fraction of trials that count as good, and as bad."""
     resample_probability: float = Field(0.25, ge=0, le=1)
     """Probability that a changed field is drawn again instead of moved a little."""
 
 
 class Sweep(Strict):
-    """A whole sweep file."""
+    """Content of a sweep file."""
 
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
     base: Base
-    """The configuration that trials start from: {preset: NAME} or {config: FILE}."""
+    """Base configuration of the trials: {preset: NAME} or {config: FILE}."""
     overrides: dict[str, Any] = Field({})
     """Field -> its value in all trials."""
     space: dict[str, Domain] = Field({})
     """Field -> domain of its values."""
     objective: Literal["val/loss", "val/perplexity", "val/bits_per_byte"] = "val/loss"
-    """What is minimised."""
+    """Metric to minimize."""
     budget_tokens: int = Field(ge=1)
-    """Tokens of a trial that is not stopped."""
+    """Tokens per trial that is not stopped."""
     report_every_tokens: int = Field(ge=1)
-    """Tokens between evaluations, where a trial saves a checkpoint and is compared with others."""
+    """Tokens between evaluations, at which trials save a checkpoint and are compared."""
     num_trials: int | None = Field(None, ge=1)
     """Number of trials; null: one for each point of the grid."""
     max_concurrent_trials: int | None = Field(None, ge=1)
-    """Trials that run at the same time; null: as many as fit."""
+    """Concurrent trials; null: as many as fit."""
     sweep_seed: int = Field(0, ge=0)
     """Seed of the values drawn; the seed of training is the field seed."""
     scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
-    """Which trials are stopped or copied: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
+    """Rule to stop or copy trials: {kind: none}, {kind: asha, …} or {kind: pbt, …}."""
     searcher: Literal["random", "optuna"] = "random"
-    """random: grids and draws, known in advance; optuna: values chosen from earlier trials' losses."""
+    """Source of values; random: grids and draws, fixed in advance; optuna: chosen from earlier losses."""
 
     @field_validator("overrides", "space", mode="before")
     @classmethod
@@ -146,7 +146,7 @@ class Sweep(Strict):
     def _fits_together(self) -> Sweep:
         for name in (*self.overrides, *self.space):
             if name in SET_BY_SWEEP:
-                raise ConfigError(f"{name} is decided by the sweep; {SET_BY_SWEEP[name]}")
+                raise ConfigError(f"{name} is set by the sweep; {SET_BY_SWEEP[name]}")
         check_space(self.space, self.overrides)
         check_num_trials(self.space, self.searcher, self.num_trials)
         report, budget = self.report_every_tokens, self.budget_tokens
@@ -168,7 +168,7 @@ class Sweep(Strict):
 
     @property
     def title(self) -> str:
-        """The sweep in a sentence."""
+        """Name for messages, such as `sweep NAME`."""
         return sweep_title(self.sweep_name)
 
     @property
@@ -178,19 +178,19 @@ class Sweep(Strict):
 
 
 def sweep_title(name: str) -> str:
-    """`sweep NAME`, or the name alone if it starts with the word, as the default of sweep.yaml does."""
+    """Return `sweep NAME`, or just the name if it starts with `sweep`, as sweep.yaml's default does."""
     return name if name.startswith("sweep") else f"sweep {name}"
 
 
 def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
-    """The sweep of a file.
+    """Load a sweep file.
 
     Args:
-        flags: Values as text that win over the file's: of SWEEP_FLAGS, or of fields of the
+        flags: Values as text that override the file's: of SWEEP_FLAGS, or of fields of the
             configuration, which become overrides. `null` is None.
 
     Raises:
-        ConfigError: the file is missing, not YAML, or asks for something impossible.
+        ConfigError: the file is missing, not YAML, or invalid.
     """
     raw = read_mapping(path, "sweep", Sweep.model_fields)
     empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}

@@ -1,4 +1,4 @@
-"""A sweep on a connected cluster: which trials are left, Ray Tune's run over them, and the results."""
+"""Run a sweep on a connected cluster: remaining trials, Ray Tune's run, and the results."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from raytrain_gpt.train.supervisor import TrainLoop
 TRIALS_DIR = "trials"
 TUNE_DIR = "tune"
 ACTOR_BYTES = 2**29
-"""Memory of a trial's own process, and all that it reserves: its workers reserve their CPUs."""
+"""Memory of a trial's process, its only reservation; its workers reserve their CPUs."""
 
 _TUNE_ENVIRONMENT = {
-    # The table of trials is ours; the old output is the one that is silent when asked to be.
+    # We print the table of trials, and only the old output can be silenced.
     "RAY_AIR_NEW_OUTPUT": "0",
-    # The history and the runs have all that these would write a second time.
+    # The history and the runs already have the content of these.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # Signals are ours: runs save before they stop.
+    # We handle signals, so that runs save before they stop.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
 
@@ -65,9 +65,9 @@ Values = dict[str, Any]
 
 
 class ParentRun:
-    """The sweep's own MLflow run, over all its restarts; the parent of every trial's run.
+    """The sweep's MLflow run over all its restarts, the parent of every trial's run.
 
-    A tracking server that does not answer costs the sweep one line on the console, nothing else.
+    An unresponsive tracking server causes only a warning.
     """
 
     def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
@@ -78,8 +78,8 @@ class ParentRun:
             return
         try:
             self._run = MLflowRun(directory, base, sweep.model_dump(), {})
-        except Exception as error:  # no error of a tracker may end the sweep
-            log(f"MLflow at {uri} has no run of this sweep: {error}")
+        except Exception as error:  # a tracker's error must not end the sweep
+            log(f"cannot create the sweep's run in MLflow at {uri}: {error}")
 
     @property
     def child_tags(self) -> dict[str, str]:
@@ -100,12 +100,12 @@ class ParentRun:
                 client.log_artifacts(run_id, directory)
             client.set_terminated(run_id, status)
         except Exception as error:
-            self._log(f"MLflow did not take the results of this sweep: {error}")
+            self._log(f"cannot log the sweep's results to MLflow: {error}")
 
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What a sweep found: all trials that have started, by name, and the best one."""
+    """Result of a sweep: all started trials by name, and the best one."""
 
     directory: Location
     trials: list[Trial]
@@ -113,30 +113,30 @@ class SweepSummary:
     files: tuple[str, ...]
     """Names of the result files in `directory`."""
     failure: str | None
-    """Message if trials failed, so that the best one is the best of the others only."""
+    """Message if trials failed, so that `best` is the best of the others."""
 
 
 @dataclass
 class _Remaining:
-    """What is left of a sweep."""
+    """Trials still to run, with restored scheduler and searcher."""
 
     scheduler: Any
-    """Ray Tune's, told the reports so far."""
+    """Ray Tune's scheduler, after replaying the reports."""
     names: list[str]
     """Trials, in the order in which they start."""
     begun: dict[str, tuple[int, str | None]]
     """See `SweepContext`."""
     values: list[Values] = field(default_factory=list)
-    """Each trial's values; empty where a searcher chooses them."""
+    """Each trial's values, or empty with a searcher."""
     searcher: Any = None
 
 
 class SweepRun:
-    """Runs a sweep from wherever its history says it is.
+    """A sweep that starts from the state in its history.
 
     Args:
-        base: Its base as it was given, with absolute paths.
-        fitted: The same with every `auto` of the cluster section decided.
+        base: Its base with absolute paths.
+        fitted: The same with every `auto` of the cluster section resolved.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class SweepRun:
             log(OFF)
         changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
         if isinstance(sweep.scheduler, Pbt):
-            # A copy may start only after the trial that it copies has come to the next comparison.
+            # A copy may start after its original has reached the next comparison.
             needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
             changes["keep_checkpoints"] = max(fitted.train.keep_checkpoints, needed)
         self._fitted = fitted.updated(changes)
@@ -157,10 +157,10 @@ class SweepRun:
     def run(
         self, at_once: int, signals: StopSignals, lease: Lease, train_loop: TrainLoop
     ) -> SweepSummary:
-        """Run what is left of the sweep, `at_once` trials at the same time.
+        """Run the remaining trials, `at_once` at the same time.
 
         Raises:
-            Interrupted: a signal came, and all trials have saved.
+            Interrupted: a signal arrived, and all trials have saved.
             TrainingFailed: no trial has a result.
             UserError: the storage is full, or another process took the sweep over.
         """
@@ -190,7 +190,7 @@ class SweepRun:
             self._tune(remaining, context, callback, at_once)
             lease.verify()
             if any(trial.state == "running" for trial in self._history.trials()):
-                raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which some batch systems send
+                raise SweepStopped  # Ray Tune returns at once on SIGUSR1, which batch systems may send
             status = "FINISHED"
         except SweepStopped:
             status = "KILLED"
@@ -209,24 +209,24 @@ class SweepRun:
         sweep, history = self._sweep, self._history
         pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
         scheduler: Any = FIFOScheduler()
-        whole = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
-        self._end_if_open(whole, "finished")
+        complete = [t.name for t in history.trials() if t.tokens_seen >= sweep.budget_tokens]
+        self._end_if_open(complete, "finished")
         if isinstance(sweep.scheduler, Asha):
             scheduler = TokenHalving(sweep.scheduler, sweep.budget_tokens)
             self._end_if_open(scheduler.replay(history), "stopped")
-        # With PBT the others are past the comparisons that a failed trial would have to make.
+        # With PBT, the other trials are past the comparisons that a failed trial would need.
         over = (*ENDED, "failed") if pbt else ENDED
-        known = {trial.name: trial for trial in history.trials()}
+        trials = {trial.name: trial for trial in history.trials()}
         all_names = [f"{number:03d}" for number in range(num_trials(sweep))]
-        names = [n for n in all_names if n not in known or known[n].state not in over]
+        names = [n for n in all_names if n not in trials or trials[n].state not in over]
         reports = {n: report for n in names if (report := history.last_report(n)) is not None}
         begun: dict[str, tuple[int, str | None]] = {
             name: (report["tokens_seen"], None) for name, report in reports.items()
         }
         if sweep.searcher == "optuna":
-            # The searcher suggests the values of the started ones first, in the history's order.
-            started = [name for name in known if name in names]
-            names = started + [name for name in names if name not in known]
+            # The searcher suggests the values of started trials first, in the history's order.
+            started = [name for name in trials if name in names]
+            names = started + [name for name in names if name not in trials]
             searcher = optuna_search(sweep, history)
             return _Remaining(scheduler, names, begun, searcher=searcher)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
@@ -239,7 +239,7 @@ class SweepRun:
         return _Remaining(scheduler, names, begun, [values[name] for name in names])
 
     def _end_if_open(self, names: list[str], state: State) -> None:
-        """Record the end of trials where a crash came between the last report and the end."""
+        """Record the end of trials that a crash omitted after their last report."""
         open_names = {trial.name for trial in self._history.trials() if trial.state not in ENDED}
         for name in names:
             if name in open_names:
@@ -250,12 +250,12 @@ class SweepRun:
     ) -> None:
         os.environ.update(_TUNE_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        # It recommends keeping the processes of trials, but these hold runs that have to end.
+        # It recommends reusing the processes of trials, but these hold runs that must end.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
         filesystem, path = (self._directory / TUNE_DIR).ray_filesystem()
         names = iter(remaining.names)
         trainable = tune.with_parameters(TrialActor, context=context)
-        # Not a Tuner, which pickles all that it is given, for a restart that we do ourselves.
+        # Not a Tuner, which pickles all its arguments for restarts that we do ourselves.
         tune.run(
             tune.with_resources(trainable, {"memory": ACTOR_BYTES}),
             name=f"{time.time():.0f}",
@@ -283,10 +283,10 @@ class SweepRun:
         if best is not None:
             values = {name: best.values[name] for name in sweep.searched}
             config = trial_config(sweep, self._base, values)
-            # Fields that the sweep changes for its own sake are as base and overrides have them.
-            given = sweep.base.load().field_values() | sweep.overrides
-            own = ("num_workers", "cpus_per_worker", "spike_detection")
-            config = config.updated({name: given[name] for name in own})
+            # Restore fields that the sweep changes from base and overrides.
+            original = sweep.base.load().field_values() | sweep.overrides
+            restored = ("num_workers", "cpus_per_worker", "spike_detection")
+            config = config.updated({name: original[name] for name in restored})
             files[BEST_FILE] = best_yaml(config, best, sweep.sweep_name, objective).encode()
             metrics = {f"best/{objective}": best.objective or 0.0}
         for name, content in files.items():

@@ -1,12 +1,12 @@
-"""One trial: a whole run that pauses at every evaluation until the sweep has decided.
+"""One trial: a run that pauses at every evaluation for the sweep's decision.
 
-1. `TrialActor` is what Ray Tune runs: `step` lets the run continue to its next evaluation.
+1. Ray Tune runs `TrialActor`: `step` lets the run continue to its next evaluation.
 2. `TrialRun` is the run, in a thread of that actor, with the same supervisor as the `train` command.
 3. At an evaluation the state is saved, the ranks wait, and the report goes to Ray Tune. So a trial
    that is stopped has seen exactly the tokens of its report, and one that continues loses none.
-4. After a restart, evaluations that were already done are reported, not done again.
+4. After a restart, finished evaluations are reported, not repeated.
 
-A trial that Ray Tune moves to another trial's state (population-based training) continues as a new run
+A trial that Ray Tune moves to a different trial's state (population-based training) continues as a new run
 from that checkpoint: Tune's checkpoint is a pointer to ours.
 """
 
@@ -40,7 +40,7 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.train.supervisor import Run, TrainLoop, TrialHooks
 
 STOP_TIMEOUT_S = 120.0
-"""How long a run may take to save and stop; then Ray Tune ends its processes."""
+"""Time for a run to save and stop before Ray Tune ends its processes."""
 POINTER_FILE = "pointer.json"
 OBJECTIVE = "objective"
 TOKENS_SEEN = "tokens_seen"
@@ -49,17 +49,17 @@ Report = dict[str, Any]
 
 
 def checkpoint_of(report: Report) -> str:
-    """URL of the checkpoint that was saved with a report."""
+    """Return the URL of a report's checkpoint."""
     return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
 
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What all trials of a sweep have in common."""
+    """Shared context of a sweep's trials."""
 
     sweep: Sweep
     base: FittedConfig
-    """Configuration of all trials, every `auto` decided and every path absolute."""
+    """Configuration of all trials, with every `auto` resolved and absolute paths."""
     mlflow_tags: dict[str, str]
     barrier: Any
     """Handle of the sweep's `ShutdownBarrier`."""
@@ -71,7 +71,7 @@ class SweepContext:
 
 @ray.remote(num_cpus=0, max_concurrency=10_000)
 class ShutdownBarrier:
-    """Tells all runs to stop, and knows which of them still have processes."""
+    """Actor that stops all runs and tracks which of them still have processes."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
@@ -79,7 +79,7 @@ class ShutdownBarrier:
         self._left = asyncio.Condition()
 
     async def enter(self, name: str) -> None:
-        """A run starts, after the earlier one of the same name has left."""
+        """Register a run, after the earlier one of the same name has ended."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: name not in self._inside)
@@ -87,21 +87,21 @@ class ShutdownBarrier:
             self._inside.add(name)
 
     async def leave(self, name: str) -> None:
-        """A run and all its processes have ended."""
+        """Unregister a run whose processes have all ended."""
         async with self._left:
             self._inside.discard(name)
             self._left.notify_all()
 
     async def stop_all(self) -> None:
-        """Tell all runs to save and stop."""
+        """Make all runs save and stop."""
         self._stop.set()
 
     async def wait_for_stop(self) -> None:
-        """Return when the runs are to stop."""
+        """Wait for `stop_all`."""
         await self._stop.wait()
 
     async def wait_until_empty(self) -> list[str]:
-        """Wait until all runs have left; names of those that take longer than STOP_TIMEOUT_S."""
+        """Wait until all runs have ended; return the names of those that exceed STOP_TIMEOUT_S."""
         async with self._left:
             with contextlib.suppress(TimeoutError):
                 left = self._left.wait_for(lambda: not self._inside)
@@ -110,12 +110,12 @@ class ShutdownBarrier:
 
 
 class TrialRun:
-    """A run in a thread that pauses at every evaluation.
+    """A run in a thread, paused at every evaluation.
 
     Args:
         config: The trial's configuration, with its run_name.
         origin: Checkpoint of another run to continue from, or None.
-        reported_tokens: The sweep knows the evaluations up to these tokens.
+        reported_tokens: Tokens up to which evaluations were reported.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TrialRun:
         self._batch_tokens = config.train.global_batch_tokens
         self._all_tokens = config.train.max_steps * self._batch_tokens
         self.run_dir = run_location(config)
-        assert reported_tokens < self._all_tokens, "nothing is left of a trial that has ended"
+        assert reported_tokens < self._all_tokens, "the trial has already ended"
         self._sync = RunSync(self.run_dir)
         self._signals = StopSignals("")
         self._killed = threading.Event()
@@ -141,7 +141,7 @@ class TrialRun:
         """Wait for the next evaluation; the run pauses after it.
 
         Raises:
-            Interrupted: it was told to stop.
+            Interrupted: the run was stopped.
             Diverged: the objective is not finite.
             TrainingFailed: the run failed.
         """
@@ -155,10 +155,10 @@ class TrialRun:
         self._continue.release()
 
     def stop(self, *, killed: bool = False) -> None:
-        """Let the run save and stop, and wait until it has.
+        """Make the run save and stop, and wait for it.
 
         Args:
-            killed: The sweep was interrupted: the trial is to go on later.
+            killed: The sweep was interrupted, and will resume the trial.
         """
         if killed:
             self._killed.set()
@@ -191,7 +191,7 @@ class TrialRun:
         Run(config, world_size, data, self._signals, print, train_loop, trial).train()
 
     def _report_new(self) -> None:
-        """Report every evaluation that the sweep does not know, and pause after each but the last."""
+        """Report every unreported evaluation, and pause after each but the last."""
         rows = self._kept_rows()
         for row in rows:
             tokens = row["step"] * self._batch_tokens
@@ -213,7 +213,7 @@ class TrialRun:
                 return
 
     def _kept_rows(self) -> list[Row]:
-        """Rows up to the newest checkpoint: what the run does not repeat."""
+        """Return rows up to the newest checkpoint, which the run does not repeat."""
         complete = Catalog(self.run_dir).complete()
         if not complete:
             return []
@@ -238,16 +238,16 @@ class TrialRun:
 
 
 class TrialActor(tune.Trainable):  # type: ignore[misc]
-    """The trainable that Ray Tune drives; see the module."""
+    """Ray Tune's trainable; see the module."""
 
     def setup(self, config: dict[str, Any], context: SweepContext) -> None:
-        """Keep what the trial is to be; the run starts with the first step."""
+        """Store the trial's definition; the run starts with the first step."""
         self._context, self._values = context, config["values"]
         self._reported_tokens, self._origin = context.begun.get(self.trial_name, (0, None))
         self._run: TrialRun | None = None
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Continue from the checkpoint that a pointer names, of this trial or another one."""
+        """Continue from the checkpoint of a pointer, which may be a different trial's."""
         pointer = json.loads(Path(checkpoint_dir, POINTER_FILE).read_text("utf-8"))
         self._origin, self._reported_tokens = pointer["checkpoint"], pointer[TOKENS_SEEN]
 
@@ -267,7 +267,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return self._report
 
     def cleanup(self) -> None:
-        """The trial is over: its run saves and stops."""
+        """End the trial: its run saves and stops."""
         if self._run is not None:
             self._end(self._run)
 
@@ -284,14 +284,14 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return run
 
     def _name_and_origin(self, config: Config) -> tuple[str, str | None]:
-        """Name of the run, and the checkpoint of another run that it continues from."""
+        """Return the run's name, and the other run's checkpoint that it continues from."""
         name: str = self.trial_name
         if self._origin is None:
             return name, None
         origin_run = location(config, self._origin).parent.parent.name
         if origin_run == name or origin_run.startswith(f"{name}-from-"):
             return origin_run, None
-        # The same decision gets the same name, so that a restart finds the run.
+        # Equal decisions get equal names, so that a restart finds the run.
         decision = json.dumps([self._origin, self._values])
         digest = hashlib.sha256(decision.encode()).hexdigest()[:6]
         step = location(config, self._origin).name.removeprefix("step=")

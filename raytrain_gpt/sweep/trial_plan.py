@@ -1,6 +1,6 @@
-"""The trials that a sweep file describes, and whether each of them is possible.
+"""Derive the trials of a sweep file, and check each of them.
 
-base + overrides + what the sweep decides     base_config, once
+base + overrides + fields set by the sweep    base_config, once
 + the trial's searched values                 planned_trials, or a searcher's
 + steps that follow from tokens and batch
 + expressions                                 trial_config, validated like any configuration
@@ -23,15 +23,15 @@ from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
 
 MAX_CORNERS = 2000
-"""Corners of the space that are checked at most, over all trials, before an adaptive search starts."""
+"""Most corners of the space to check, over all trials, before an adaptive search."""
 NUM_DRAWS_CHECKED = 100
-"""Draws from the space that are checked as well."""
+"""Draws from the space to check in addition."""
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
-    """Searched field -> value for every trial, a pure function of the file.
+    """Return searched field -> value for every trial, a pure function of the file.
 
-    Every point of the grid gets the same draws, so that points are compared at equal draws. More
+    Every grid point gets the same draws, for a fair comparison. More
     trials do not change the first ones, and a new field does not change the draws of the others. Empty
     for Optuna, whose values depend on losses.
     """
@@ -47,23 +47,23 @@ def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def num_trials(sweep: Sweep) -> int:
-    """Number of trials of the sweep."""
+    """Return the number of trials."""
     return len(planned_trials(sweep)) or sweep.num_trials or 0
 
 
 def base_config(sweep: Sweep) -> Config:
-    """The configuration that trials share: base, overrides and what the sweep decides.
+    """Return the trials' shared configuration: base, overrides and fields set by the sweep.
 
     Searched fields have the first trial's values (Optuna: the low ends of their domains).
 
     Raises:
-        ConfigError: it is not possible, or tokens are not whole steps of every batch in the space.
+        ConfigError: it is invalid, or tokens are not a multiple of every batch in the space.
     """
     fields = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
     fields |= {"run_name": sweep.sweep_name, "resume": "auto"}
     if fields["eval_mode"] == "async":
         raise ConfigError(
-            "eval_mode=async has no use in a sweep, whose trials pause at every evaluation; set "
+            "eval_mode=async is useless in a sweep, whose trials pause at every evaluation; set "
             "eval_mode to inline in overrides"
         )
     batch = sweep.space.get("global_batch_tokens")
@@ -73,7 +73,7 @@ def base_config(sweep: Sweep) -> Config:
         tokens = getattr(sweep, name)
         if tokens % unit:
             raise ConfigError(
-                f"{name}={tokens} is not a whole number of steps of {', '.join(map(str, batches))} "
+                f"{name}={tokens} is not a multiple of a step of {', '.join(map(str, batches))} "
                 f"tokens; nearest: {nearest_multiples(tokens, unit)}"
             )
     lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}
@@ -81,28 +81,28 @@ def base_config(sweep: Sweep) -> Config:
 
 
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration of the trial with these values for the searched fields, without a name.
+    """Return the configuration, without a name, of a trial with these searched values.
 
     Raises:
-        ConfigError: these values are not possible together.
+        ConfigError: the values are incompatible.
     """
     assert set(values) == set(sweep.searched), f"values of {list(values)}, not {sweep.searched}"
     return _settled(sweep, base.field_values(), values)
 
 
 def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """All values that define a trial, searched or tied to those, in the file's order."""
+    """Return a trial's searched and tied values, in the file's order."""
     fields = config.field_values()
     return {name: values.get(name, fields[name]) for name in sweep.space}
 
 
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
-    """The configurations of the planned trials, after every check possible before the first one.
+    """Check everything possible before the first trial; return the planned trials' configurations.
 
     Values that Optuna or PBT may choose are checked at the ends of all domains, and at some draws.
 
     Raises:
-        ConfigError: a trial is not possible on `num_workers` workers; names the trial.
+        ConfigError: a trial, named in the message, is impossible on `num_workers` workers.
     """
     base = base_config(sweep)
     trials = planned_trials(sweep)
@@ -122,7 +122,7 @@ def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
 
 
 def _settled(sweep: Sweep, fields: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
-    """Fields with a trial's values, its steps and expressions, validated together."""
+    """Add a trial's values, steps and expressions to the fields, and validate them."""
     fields = {**fields, **values}
     steps = sweep.budget_tokens // fields["global_batch_tokens"]
     every = sweep.report_every_tokens // fields["global_batch_tokens"]
@@ -139,11 +139,11 @@ def _naming(values: Mapping[str, Any]) -> Iterator[None]:
         yield
     except ConfigError as error:
         trial = ", ".join(f"{name}={value_text(value)}" for name, value in values.items())
-        raise ConfigError(f"a trial with {trial} is not possible: {error}") from None
+        raise ConfigError(f"a trial with {trial} is invalid: {error}") from None
 
 
 def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
-    """A value for each field that is drawn.
+    """Draw a value for each sampled field.
 
     Uses only `random()` and text seeds, which give the same numbers in all versions of Python.
     """
@@ -155,7 +155,7 @@ def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
 
 
 def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Values that trials may get besides those planned: the corners of the space, and some draws."""
+    """Yield further values that trials may get: the corners of the space, and some draws."""
     adaptive = sweep.searcher == "optuna"
     pbt = sweep.scheduler if isinstance(sweep.scheduler, Pbt) else None
     names = sweep.searched if adaptive else pbt.mutate if pbt else ()

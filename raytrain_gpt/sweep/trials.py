@@ -1,7 +1,7 @@
-"""What a sweep knows of its trials, and which of them is the best.
+"""Trials of a sweep, and their ranking.
 
-Trials are compared at equal tokens: one that was stopped early never ranks above one that used its
-whole budget, whatever its objective says. A failed trial and one whose objective is not finite cannot
+Trials are compared at equal tokens: one that was stopped early never ranks above one that used its full
+budget, regardless of its objective. A failed trial and one with a non-finite objective cannot
 be the best.
 """
 
@@ -16,21 +16,21 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 State = Literal["pending", "running", "finished", "stopped", "diverged", "failed"]
-"""`stopped`: by the sweep's scheduler, before its budget was used up; `diverged`: its objective is not
+"""`stopped`: by the sweep's scheduler, before its full budget; `diverged`: its objective is not
 finite, a result; `failed`: any other error, and so no result."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The state of a trial."""
+    """A trial and its results."""
 
     name: str
-    """Its number in the sweep, `000`."""
+    """Number in the sweep, `000`."""
     state: State = "pending"
     values: dict[str, Any] = field(default_factory=dict)
-    """Field -> value of everything searched or tied to it, in the sweep file's order."""
+    """Searched or tied field -> value, in the sweep file's order."""
     objective: float | None = None
-    """The newest evaluation's value."""
+    """Value of the newest evaluation."""
     tokens_seen: int = 0
     tokens_per_s: float | None = None
     elapsed_s: float | None = None
@@ -38,7 +38,7 @@ class Trial:
     """Directory or URL of the run, or of its newest copy (population-based training)."""
     error: str | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
-    """(tokens_seen, objective) of every evaluation; None or NaN where it was not finite."""
+    """(tokens_seen, objective) of every evaluation, None or NaN if not finite."""
 
     @property
     def judged_tokens(self) -> int:
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def score(self) -> float | None:
-        """The objective if the trial can be ranked by it; None if it failed or is not finite."""
+        """The objective, or None if the trial failed or it is not finite."""
         return None if self.state == "failed" or self.diverged else self.objective
 
     @property
@@ -59,12 +59,12 @@ class Trial:
 
 
 def compared_tokens(trial: Trial, budget_tokens: int) -> int:
-    """Tokens at which a trial is compared: all of the budget if it finished."""
+    """Return the tokens at which a trial is compared: the full budget if it finished."""
     return budget_tokens if trial.state == "finished" else min(trial.judged_tokens, budget_tokens)
 
 
 def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
-    """All trials, the best first.
+    """Rank all trials, the best first.
 
     Those with a score by tokens, then by score; then those without one; then the failed ones. Equal
     trials are in the order of their names.
@@ -79,13 +79,13 @@ def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
 
 
 def best_trial(trials: Iterable[Trial], budget_tokens: int) -> Trial | None:
-    """The trial with the lowest objective among those with the most tokens; None without a score."""
+    """Return the trial with the lowest objective among those with the most tokens, or None."""
     first = next(iter(ranking(trials, budget_tokens)), None)
     return None if first is None or first.score is None else first
 
 
 def value_text(value: Any) -> str:
-    """A field's value, short: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
+    """Format a field's value: `6e-4`, `0.95`, `524,288`, `cosine`, `true`, `null`."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, int):

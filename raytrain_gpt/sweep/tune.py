@@ -1,8 +1,8 @@
 """The `tune` command: check the sweep, connect, run the trials with Ray Tune, write the results.
 
-`<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the sweep as it is run),
-`sweep.jsonl` (its history), `trials/` with a whole run for each trial, and at the end `results.csv`,
-`best.yaml` and the pictures.
+`<storage_path>/<sweep_name>/` has `sweep.yaml` and `base.yaml` (the resolved sweep),
+`sweep.jsonl` (its history), `trials/` with a run for each trial, and at the end `results.csv`,
+`best.yaml` and the plots.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ HARMLESS = SAFE_ON_RESUME - {"eval_tokens", "data_path", "init_from", "branch_fr
 def run_sweep(
     sweep: Sweep, *, resume: bool, log: Log, train_loop: TrainLoop = train_worker
 ) -> SweepSummary:
-    """Run all trials of a sweep that have not ended.
+    """Run all unfinished trials of a sweep.
 
     Args:
-        resume: Continue the sweep if it has started before; else that is an error.
-        train_loop: What every worker of every trial runs; tests inject faults here.
+        resume: Continue the sweep if it was started before, which is an error otherwise.
+        train_loop: Training loop of every worker; tests inject faults here.
 
     Raises:
         UserError: the sweep, data, storage or cluster cannot be used.
@@ -68,24 +68,24 @@ def run_sweep(
 
 
 def to_yaml(sweep: Sweep) -> str:
-    """The sweep as a file."""
+    """Format the sweep as YAML."""
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    """Check that a sweep neither overwrites another one's results nor continues it as a different one.
+    """Check that a sweep neither overwrites a different one's results nor resumes with changes.
 
     Raises:
-        ConfigError: it exists and is not to be continued, or was changed since it started.
+        ConfigError: it exists and `resume` is false, or it was changed since it started.
     """
     if (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} is already a run; set another sweep_name")
+        raise ConfigError(f"{directory} is already a run; set a different sweep_name")
     if not (directory / SWEEP_FILE).is_file():
         return
     if not resume:
         raise ConfigError(
-            f"{sweep.title} is already in {directory}; continue it with --resume, or start a "
-            "new one with another --sweep_name"
+            f"{sweep.title} already exists in {directory}; continue it with --resume, or start a "
+            "new one with a different --sweep_name"
         )
     before, now = _kept(directory / SWEEP_FILE), sweep.model_dump(mode="json")
     changed = [
@@ -99,12 +99,12 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
     if changed:
         raise ConfigError(
             f"{sweep.title} cannot continue with changed {', '.join(changed)}; restore it, or "
-            "start a new one with another --sweep_name"
+            "start a new one with a different --sweep_name"
         )
 
 
 def _kept(file: Location) -> dict[str, Any]:
-    """The mapping in a file of a sweep that has started."""
+    """Read the mapping in a file of a started sweep."""
     try:
         return dict(parse_yaml(file.read_text()))
     except (FileNotFoundError, TypeError, ValueError) as error:

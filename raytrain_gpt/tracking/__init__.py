@@ -1,1 +1,1 @@
-"""What a run writes for people and trackers: rows, events, reports."""
+"""A run's rows, events, reports and trackers."""

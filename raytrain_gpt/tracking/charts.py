@@ -1,7 +1,7 @@
-"""Charts of a report: curves over steps or tokens, drawn by matplotlib as SVG inside the page.
+"""Charts of a report: curves over steps or tokens, drawn by matplotlib as inline SVG.
 
-Every colour refers to a style variable of the page, so that one drawing serves light, dark and print.
-matplotlib is imported only when something is drawn: it takes a second.
+Colors refer to the page's style variables, so one drawing serves light, dark and print.
+matplotlib is imported only for drawing, since that takes a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from raytrain_gpt.format import amount
 
 MAX_POINTS = 2000
-"""About as many of a curve are drawn: more cannot be seen, and a long run's page stays below 1 MB."""
+"""Approximate points per curve; more are invisible, and a long run's page stays below 1 MB."""
 
 Floats = NDArray[np.float64]
 _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) and so on
@@ -26,12 +26,12 @@ _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line; values that are not finite are gaps.
+    """A line; non-finite values are gaps.
 
     Attributes:
-        steps: Where the values are: steps, or tokens for a chart whose `x` says so.
-        width: Of the line in points; 0: markers alone.
-        stairs: The values are means over blocks, so they change at once.
+        steps: X values, steps or tokens (see `Chart.x`).
+        width: Line width in points; 0 for markers only.
+        stairs: Draw steps, for values that are means over blocks.
     """
 
     label: str
@@ -56,16 +56,16 @@ class Chart:
     x: str = "step"
 
     def after(self, step: int) -> Chart:
-        """The part after a step (or tokens), on a scale of its own."""
+        """Return the chart from a step (or token count) on, with a separate scale."""
         late = [(curve, curve.steps > step) for curve in self.curves]
         curves = [replace(c, steps=c.steps[at], values=c.values[at]) for c, at in late if at.any()]
         marks = [mark for mark in self.marks if mark > step]
-        place = f"step {step:,}" if self.x == "step" else f"{amount(step)} {self.x}"
-        return replace(self, title=f"{self.title}, after {place}", curves=curves, marks=marks)
+        start = f"step {step:,}" if self.x == "step" else f"{amount(step)} {self.x}"
+        return replace(self, title=f"{self.title}, after {start}", curves=curves, marks=marks)
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """The mean of the finite ones among the last `window` values, at each place; NaN if there is none."""
+    """Return the mean of the finite values in each trailing `window`, or NaN if there is none."""
     finite, ones = np.isfinite(values), np.ones(window)
     sums = np.convolve(np.where(finite, values, 0), ones)[: len(values)]
     counts = np.convolve(finite, ones)[: len(values)]
@@ -73,7 +73,7 @@ def running_mean(values: Floats, window: int) -> Floats:
 
 
 def draw(chart: Chart) -> Markup:
-    """The chart as an `svg` element."""
+    """Draw the chart as an `svg` element."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -119,7 +119,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def _inline(svg: str, prefix: str) -> str:
-    """The `svg` element of an SVG file, with ids that no other drawing of the page has."""
+    """Extract the `svg` element of an SVG file, and make its ids unique on the page."""
     size = re.search(r'viewBox="[^"]*"', svg)
     assert size is not None
     svg = svg[svg.index("</metadata>") + len("</metadata>") :]
@@ -131,15 +131,15 @@ def _inline(svg: str, prefix: str) -> str:
 
 
 def downsample(steps: Floats, values: Floats, limit: int) -> tuple[Floats, Floats]:
-    """About `limit` points: of each of equal pieces the lowest, the highest and the first gap."""
+    """Reduce a curve to about `limit` points: minimum, maximum and first gap of equal segments."""
     if len(steps) <= limit:
         return steps, values
-    kept: set[int] = set()
-    for piece in np.array_split(np.arange(len(steps)), limit // 2):
-        finite = np.isfinite(values[piece])
-        shown, gaps = piece[finite], piece[~finite]
-        kept.update(gaps[:1].tolist())
+    selected: set[int] = set()
+    for segment in np.array_split(np.arange(len(steps)), limit // 2):
+        finite = np.isfinite(values[segment])
+        shown, gaps = segment[finite], segment[~finite]
+        selected.update(gaps[:1].tolist())
         if len(shown):
-            kept |= {int(shown[values[shown].argmin()]), int(shown[values[shown].argmax()])}
-    chosen = sorted(kept)
+            selected |= {int(shown[values[shown].argmin()]), int(shown[values[shown].argmax()])}
+    chosen = sorted(selected)
     return steps[chosen], values[chosen]

@@ -1,15 +1,15 @@
-"""Goodput: the share of a run's time that went into steps it kept; and how fast these steps were.
+"""Goodput: the fraction of a run's time spent on retained steps; and the speed of these steps.
 
-Read from the rows of metrics.jsonl alone, so that a running and a killed run can be asked, too:
+Computed from the rows of metrics.jsonl only, so it also covers running and killed runs:
 
-1. An attempt (one `fit()`) lasts from its `attempt` event to its end event. A killed driver leaves no
-   end event: then the attempt ends where it is last known, at its latest event or after all its steps,
-   evaluations and checkpoints laid end to end from its first step on, but before the next one begins.
-2. A session is one `train` command: its attempts and the waiting between them. Elapsed time is the sum
-   of all sessions; the time between sessions, when nobody ran the command, is stated beside it.
-3. Effective are the steps that were kept, without their waiting for data; the rest is lost to something.
+1. An attempt (one `fit()`) lasts from its `attempt` event to its end event. A killed driver writes no end
+   event. Then the attempt ends at its latest event or after the total duration of its steps, evaluations
+   and checkpoints from its first step on, whichever is later, but before the next attempt starts.
+2. A session is one `train` command: its attempts and the waits between them. Elapsed time is the sum of
+   all sessions; the time between sessions is reported separately.
+3. Effective time is that of retained steps without data waits; the rest is lost, by cause.
 
-Times are seconds, points in time Unix seconds.
+Durations are in seconds, times in Unix seconds.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ LOST_TO = {
     "data_wait": "waiting for data",
     "other": "other",
 }
-"""What time is lost to, and how it is called in texts."""
+"""Cause of lost time -> label in texts."""
 
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """One `fit()`, as far as the rows tell.
+    """One `fit()`, reconstructed from the rows.
 
     Attributes:
-        row: Its `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
-        events: All its events, in order of time.
-        kept: Its steps that no later attempt did again.
-        end: Its end event; one that says `killed` if there is none.
-        end_s: When it ended, estimated if there is no end event.
-        startup_s: From its beginning to its first step; all of it, if there was none.
+        row: `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
+        events: All events by time.
+        kept: Steps that no later attempt repeated.
+        end: End event, or a `killed` one if there is none.
+        end_s: End time, estimated without an end event.
+        startup_s: Time to its first step, or its duration without steps.
     """
 
     row: Row
@@ -63,26 +63,26 @@ class AttemptSpan:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What became of a run's time.
+    """Breakdown of a run's time.
 
     Attributes:
-        elapsed_s: All sessions, each from its first attempt's beginning to its last one's end.
-        not_running_s: Between sessions; no part of `elapsed_s`.
-        effective_s: Steps that were kept, without their waiting for data.
-        effective_fraction: Of `elapsed_s`; None if no time is known.
-        lost_to: Seconds for every name of `LOST_TO`. With `effective_s` they add up to `elapsed_s`.
+        elapsed_s: Sum of sessions, each from its first attempt's start to its last one's end.
+        not_running_s: Time between sessions, not included in `elapsed_s`.
+        effective_s: Time of retained steps without data waits.
+        effective_fraction: Fraction of `elapsed_s`, or None without times.
+        lost_to: Seconds per key of `LOST_TO`. With `effective_s` they add up to `elapsed_s`.
             `startup`: to the first step of every attempt. `restarts`: between the attempts of a session.
-            `repeated_steps`: steps thrown away because they came after the checkpoint that the next
-            attempt resumed. `evaluation`, `checkpoints`: while training stood still for them.
-            `data_wait`: of steps that were kept. `other`: the rest, such as samples, profiles, steps that
-            were never reported, evaluations thrown away, and a hang until it was seen.
-        restarts_by_cause: Restarts for each end of the attempt before: an end event, `killed` for none,
-            `extended` for a finished run that was given more steps.
-        lost_steps: Thrown away and done again.
-        rolled_back_steps: Those of `lost_steps` that a rollback after bad steps threw away.
-        bad_steps: Spikes and steps that were not finite, also in steps thrown away later.
-        skipped_batches: Global batches that rollbacks left out.
-        checkpoint_write_s: Writing of checkpoints beside training; nothing is lost to it.
+            `repeated_steps`: steps discarded because the next attempt resumed from an earlier
+            checkpoint. `evaluation`, `checkpoints`: only while training waited for them.
+            `data_wait`: in retained steps. `other`: the rest, such as samples, profiles, unreported
+            steps, discarded evaluations, and hangs until their detection.
+        restarts_by_cause: Restarts by the end of the previous attempt: an end event, `killed` without one,
+            `extended` for a finished run whose max_steps was raised.
+        lost_steps: Discarded and repeated steps.
+        rolled_back_steps: The `lost_steps` due to rollbacks after bad steps.
+        bad_steps: Spikes and non-finite steps, including discarded ones.
+        skipped_batches: Global batches skipped by rollbacks.
+        checkpoint_write_s: Background writing of checkpoints, which costs no training time.
     """
 
     elapsed_s: float
@@ -100,31 +100,31 @@ class Goodput:
     checkpoint_write_s: float
 
     def summary(self) -> str:
-        """One line for the console."""
+        """Format as a console line."""
         share, elapsed = self.share(self.effective_s), short_duration(self.elapsed_s)
-        whole = f"goodput {share} of {elapsed} training" if share else "goodput unknown"
-        parts = [whole, self.restarts_text(), self.lost_steps_text()]
+        headline = f"goodput {share} of {elapsed} training" if share else "goodput unknown"
+        texts = [headline, self.restarts_text(), self.lost_steps_text()]
         if self.bad_steps:
-            parts.append(count(self.bad_steps, "bad step"))
+            texts.append(count(self.bad_steps, "bad step"))
         if self.skipped_batches:
-            parts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
+            texts.append(f"{count(self.skipped_batches, 'batch', 'batches')} skipped")
         lost = [(LOST_TO[name], short_duration(lost_s)) for name, lost_s in self.lost_to.items()]
         shown = [f"{label} {text}" for label, text in lost if text != "0.0s"]
         if shown:
-            parts.append(f"lost to: {', '.join(shown)}")
+            texts.append(f"lost to: {', '.join(shown)}")
         if self.not_running_s:
-            parts.append(f"not running for {short_duration(self.not_running_s)} between commands")
-        return " | ".join(parts)
+            texts.append(f"not running for {short_duration(self.not_running_s)} between commands")
+        return " | ".join(texts)
 
     def restarts_text(self) -> str:
-        """`no restart`, `3 restarts (2 failed, 1 preempted)`."""
+        """Return `no restart` or `3 restarts (2 failed, 1 preempted)`."""
         if not self.restarts:
             return "no restart"
         causes = (f"{n} {cause.replace('_', ' ')}" for cause, n in self.restarts_by_cause.items())
         return f"{count(self.restarts, 'restart')} ({', '.join(causes)})"
 
     def lost_steps_text(self) -> str:
-        """`no step repeated`, `24 steps repeated (10 of them rolled back)`."""
+        """Return `no step repeated` or `24 steps repeated (10 of them rolled back)`."""
         if not self.lost_steps:
             return "no step repeated"
         rolled_back = self.rolled_back_steps
@@ -132,23 +132,23 @@ class Goodput:
         return f"{count(self.lost_steps, 'step')} repeated{detail}"
 
     def share(self, part_s: float) -> str:
-        """A part of the elapsed time in percent; empty if no time is known."""
+        """Format a fraction of the elapsed time in percent, empty without times."""
         return f"{min(part_s / self.elapsed_s, 1):.1%}" if self.elapsed_s else ""
 
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """How fast a run was, all workers together; None: not known.
+    """Speed of a run over all workers; None if unknown.
 
     Attributes:
-        tokens_per_s: In training steps, without evaluations and checkpoints; the median over the steps,
-            profiled ones left out.
-        tokens_per_s_overall: Of the steps that were kept, over all time from the first step of every
-            attempt on: evaluations, checkpoints, profiles and steps done again count as time.
-        data_wait_fraction: Of the time of steps, spent waiting for data; mean of all workers.
+        tokens_per_s: Median over training steps, without evaluations, checkpoints and profiled
+            steps.
+        tokens_per_s_overall: Tokens of retained steps per time from every attempt's first step on,
+            including evaluations, checkpoints, profiles and repeated steps.
+        data_wait_fraction: Data wait per step time, mean over workers.
         mfu: Median over the steps.
-        peak_memory_bytes: Of the worker that had most: allocated on its GPU, without one resident on
-            the host.
+        peak_memory_bytes: Maximum over workers of GPU allocation, or without a GPU of resident host
+            memory.
     """
 
     tokens_per_s: float | None
@@ -158,20 +158,20 @@ class RunSpeed:
     peak_memory_bytes: int | None
 
     def summary(self) -> str:
-        """One line for the console."""
-        speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "over all"))
-        parts = [f"{value:,.0f} tokens/s {what}" for value, what in speeds if value is not None]
+        """Format as a console line."""
+        speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "overall"))
+        texts = [f"{value:,.0f} tokens/s {label}" for value, label in speeds if value is not None]
         if self.data_wait_fraction is not None:
-            parts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
+            texts.append(f"data wait {self.data_wait_fraction:.2%} of step time")
         if self.mfu is not None:
-            parts.append(f"mfu {self.mfu:.1%}")
+            texts.append(f"mfu {self.mfu:.1%}")
         if self.peak_memory_bytes is not None:
-            parts.append(f"peak memory {size(self.peak_memory_bytes)} a worker")
-        return " | ".join(parts) or "speed unknown"
+            texts.append(f"peak memory {size(self.peak_memory_bytes)} per worker")
+        return " | ".join(texts) or "speed unknown"
 
 
 def goodput(rows: list[Row]) -> Goodput:
-    """What became of a run's time, from the rows of metrics.jsonl in any order."""
+    """Break down a run's time, from the rows of metrics.jsonl in any order."""
     attempts = read_attempts(rows)
     begun = [attempt.row for attempt in attempts]
     events = [row for row in rows if "event" in row]
@@ -221,7 +221,7 @@ def goodput(rows: list[Row]) -> Goodput:
 
 
 def run_speed(rows: list[Row]) -> RunSpeed:
-    """How fast a run was, from the rows of metrics.jsonl."""
+    """Compute a run's speed from the rows of metrics.jsonl."""
     steps = [row for row in rows if "train/loss" in row]
     steps_s = _total(steps, "perf/step_time_s")
     time = goodput(rows)
@@ -237,7 +237,7 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 
 
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
-    """All attempts of a run, in order of time."""
+    """Return all attempts of a run by time."""
     groups: list[list[Row]] = []
     for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
         if event["event"] == "attempt":
@@ -246,7 +246,7 @@ def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
             groups[-1].append(event)
     until = max((row["step"] for row in rows if "train/loss" in row), default=0)
     attempts: list[AttemptSpan] = []
-    # From the last one back: what an attempt did above the step where a later one began was replaced.
+    # Backwards, since a later attempt replaces all steps above its first one.
     for events in reversed(groups):
         begin, after = events[0], attempts[-1].row if attempts else None
         first_step, end = _first(events, FIRST_STEP_EVENTS), _first(events, END_EVENTS)

@@ -1,8 +1,8 @@
-"""The recorder, which writes what a run reports; `recorder_handle` says where it runs.
+"""The recorder, which writes a run's reports; `recorder_handle` decides where it runs.
 
 Workers send rows, samples and console lines by calls they do not wait for; the recorder writes the
-run's files, TensorBoard and MLflow, and hands console lines to the driver. The driver's orders go the
-other way, as the answer to each rank's heartbeat, so that asking for them costs a step nothing.
+run's files, TensorBoard and MLflow, and passes console lines to the driver. The driver's commands go the
+other way, in the response to each rank's heartbeat, so that they cost no step time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from raytrain_gpt.tracking.sync import RunSync
 from raytrain_gpt.tracking.trackers import MLflow, TensorBoard
 
 BEAT_S = 3.0
-"""Longest time that a heartbeat waits for an order, and so between two of a rank."""
+"""Longest time that a heartbeat waits for a command, and so between a rank's heartbeats."""
 
 
 @dataclass
 class RecorderSpec:
-    """What a recorder needs to begin.
+    """Input of a recorder.
 
     Attributes:
-        step: Updates done.
-        attempt: Details of the `attempt` event; None: nothing is trained, only evaluated.
-        saved_rows: Rows that the checkpoints kept.
-        saved_samples: (step, text) of the samples that they kept.
+        step: Step to resume at.
+        attempt: Details of the `attempt` event, or None if the run only evaluates.
+        saved_rows: Rows stored in the checkpoints.
+        saved_samples: (step, text) of the samples stored in them.
     """
 
     sync: RunSync
@@ -54,7 +54,7 @@ class RecorderSpec:
 
 @dataclass
 class RankState:
-    """A rank's process and node, and when its progress was last seen to change (monotonic clock)."""
+    """A rank's process and node, and the time of its last progress (monotonic clock)."""
 
     pid: int
     node_id: str
@@ -64,11 +64,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class CleanExit:
-    """How the workers left without being killed.
+    """Exit of workers that were not killed.
 
     Attributes:
-        left_for: `stopped` or `preempted`; None: at the last step or for a bad stretch.
-        bad_streak: The steps that the run goes back before; None: it does not.
+        left_for: `stopped` or `preempted`, or None after the last step or a bad streak.
+        bad_streak: The steps to roll back before, or None.
     """
 
     left_for: str | None
@@ -76,7 +76,7 @@ class CleanExit:
 
 
 class Recorder:
-    """See the module; methods are asynchronous, so that waiting for one rank holds up no other."""
+    """See the module; methods are asynchronous, so that ranks do not wait for each other."""
 
     def __init__(self, spec: RecorderSpec) -> None:
         config, work_dir = spec.config, spec.sync.work_dir
@@ -117,7 +117,7 @@ class Recorder:
             self._write([{"step": spec.step, "event": "attempt", **spec.attempt, **lost}])
 
     def _write(self, rows: list[Row]) -> None:
-        """Rows that the disk does not take wait for the next ones: no metric may end a run."""
+        """Write rows, or keep them for the next call if the disk fails, so that metrics never end a run."""
         is_told = bool(self._unwritten)
         self._unwritten += map(_without_secrets, rows)
         try:
@@ -125,13 +125,13 @@ class Recorder:
         except OSError as error:
             if not is_told:
                 where = self._sync.work_dir
-                self._news.put(f"metrics wait in memory: cannot write {where}: {error.strerror}")
+                self._news.put(f"keeping metrics in memory: cannot write {where}: {error.strerror}")
             return
         written, self._unwritten = self._unwritten, []
         for tracker in list(self._trackers):
             try:
                 tracker.add_rows(written)
-            except OSError as error:  # TensorBoard's writer fails for good after the first time
+            except OSError as error:  # TensorBoard's writer cannot recover from a failure
                 self._trackers.remove(tracker)
                 self._news.put(f"no more TensorBoard events: {error}")
 
@@ -164,7 +164,7 @@ class Recorder:
                 tracker.add_samples(step, text)
 
     async def add_profile(self, attempt: int, use: StepTimeBreakdown, trace: bytes) -> None:
-        """Keep a profile: its trace and tables as files, the tables on the console, an event."""
+        """Store a profile: trace and tables as files, the tables on the console, an event."""
         name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
         trace_file = f"{name}.json.gz"
         directory = Location.of(self._sync.work_dir)
@@ -176,7 +176,7 @@ class Recorder:
         await self.add_event(last_step, "profile", trace=trace_file, **asdict(use))
 
     async def add_evaluated(self, row: Row, samples: str) -> None:
-        """Write an async evaluation, unless its row came from a checkpoint already."""
+        """Write an async evaluation, unless a checkpoint already had its row."""
         if row["step"] in self._evaluated:
             return
         self._evaluated.add(row["step"])
@@ -185,7 +185,7 @@ class Recorder:
             await self.add_samples(row["step"], samples)
 
     def _push(self) -> None:
-        """Copy the files into the object store in the background; what fails is copied next time."""
+        """Copy the files to the object store in the background; failed copies are retried next time."""
         if self._pushing is None or self._pushing.done():
             self._pushing = asyncio.create_task(asyncio.to_thread(self._push_now))
 
@@ -193,7 +193,7 @@ class Recorder:
         try:
             self._sync.push()
         except (RaytrainGptError, OSError) as error:
-            self._news.put(f"metrics not copied to {self._sync.run_dir} yet: {error}")
+            self._news.put(f"cannot copy metrics to {self._sync.run_dir} now: {error}")
 
     async def add_event(self, step: int, event: str, **details: Any) -> None:
         """Write an event's row."""
@@ -204,11 +204,11 @@ class Recorder:
         self._news.put(f"[rank {rank}] {line}")
 
     async def evaluated(self, row: Row) -> None:
-        """A trial's evaluation: its ranks wait until the driver orders `continue_run` or `stop`."""
+        """Report a trial's evaluation; its ranks wait for the command `continue_run` or `stop`."""
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
-        """Console lines and rows since the last call; waits up to `timeout_s` for the first.
+        """Return console lines and rows since the last call; wait up to `timeout_s` for the first.
 
         Rows are a trial's evaluations and, with async evaluation, the events of new checkpoints.
         """
@@ -220,33 +220,33 @@ class Recorder:
         return news
 
     async def command(self, command: str) -> None:
-        """Order all ranks to `stop` (save and leave), to `continue_run`, or to `dump` (send their stacks)."""
+        """Send all ranks `stop` (save and exit), `continue_run`, or `dump` (send their stacks)."""
         async with self._changed:
             self._orders.append(command)
             self._changed.notify_all()
 
     async def beat(self, rank: int, progress: int, pid: int, node_id: str, seen: int) -> list[str]:
-        """Heartbeat of a rank; returns the orders it has not seen, after a while none.
+        """Handle a rank's heartbeat; return its unseen commands, or none after a timeout.
 
         Args:
-            progress: A count that grows as it works; one that stands still is a rank that hangs.
+            progress: Count that grows with work; a hanging rank's stands still.
             node_id: Ray's id of its node.
-            seen: How many orders it has seen.
+            seen: Number of commands it has seen.
         """
-        known = self._ranks.get(rank)
-        if known is None or known.progress != progress:
+        previous = self._ranks.get(rank)
+        if previous is None or previous.progress != progress:
             self._ranks[rank] = RankState(pid, node_id, progress, time.monotonic())
         await self._until(lambda: len(self._orders) > seen, BEAT_S)
         return self._orders[seen:]
 
     async def add_stacks(self, rank: int, text: str) -> None:
-        """Keep the stacks that a rank was ordered to send."""
+        """Store a rank's stacks."""
         async with self._changed:
             self._stacks[rank] = text
             self._changed.notify_all()
 
     async def take_stacks(self, timeout_s: float) -> dict[int, str]:
-        """Stacks by rank; a rank that did not answer within `timeout_s` has none."""
+        """Return stacks by rank, without ranks that do not respond within `timeout_s`."""
         await self._until(lambda: self._stacks.keys() >= self._ranks.keys(), timeout_s)
         return self._stacks
 
@@ -256,32 +256,32 @@ class Recorder:
                 await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
 
     async def ranks(self) -> dict[int, RankState]:
-        """The state of every rank that has sent a heartbeat."""
+        """Return the state of every rank that has sent a heartbeat."""
         return self._ranks
 
     async def stalled_s(self) -> float:
-        """Seconds since the rank that stands still the longest last made progress."""
+        """Return the longest time, in seconds, that a rank has made no progress."""
         now = time.monotonic()
         return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
 
     async def left(self, left_for: str | None, bad_streak: BadStreak | None) -> None:
-        """The workers have left without being killed, all in the same step."""
+        """Record that all workers exited in the same step."""
         self._outcome = CleanExit(left_for, bad_streak)
 
     async def outcome(self) -> CleanExit | None:
-        """How the workers left; None if they died."""
+        """Return the workers' exit, or None if they died."""
         return self._outcome
 
     async def training_started(self) -> None:
-        """The first step begins: from now on stopping means saving a checkpoint."""
+        """Record the first step's start, after which stopping saves a checkpoint."""
         self._training = True
 
     async def is_training(self) -> bool:
-        """Whether the first step has begun."""
+        """Return whether the first step has started."""
         return self._training
 
     async def close(self, status: str, newest_checkpoint: str | None) -> None:
-        """Finish all files; MLflow's run ends as FINISHED, FAILED or KILLED."""
+        """Close all files; end MLflow's run as FINISHED, FAILED or KILLED."""
         if self._pushing is not None:
             await self._pushing
         if self._mlflow is not None:

@@ -1,4 +1,4 @@
-"""Where a recorder runs: an actor on the driver's node, or a thread of this process; both are asked alike."""
+"""Handles of a recorder: in an actor on the driver's node, or in a thread of this process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from raytrain_gpt.format import Log
 from raytrain_gpt.tracking.recorder import Recorder, RecorderSpec
 
 CALLS_AT_ONCE = 10_000
-"""Of the actor; each rank has a heartbeat that waits. With Ray's 1,000 of them an order would wait, too."""
+"""Concurrent calls of the actor, one waiting heartbeat per rank; Ray's 1,000 could block commands."""
 
 
 class RecorderHandle(ABC):
-    """Calls a recorder's methods; it takes one caller's calls in order."""
+    """Caller of a recorder's methods; one caller's calls run in order."""
 
     @abstractmethod
     def send(self, method: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Call a method without waiting; returns a function that waits for its result."""
+        """Call a method; return a function that waits for its result."""
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method and wait for its result."""
@@ -32,11 +32,11 @@ class RecorderHandle(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the recorder; what was sent before and not waited for may be lost."""
+        """End the recorder; calls that were not awaited may be lost."""
 
 
 class ActorRecorder(RecorderHandle):
-    """A recorder in a process of its own on this node, where the files are; the handle may be sent anywhere.
+    """A recorder in a separate process on this node, which has the files; the handle can be sent anywhere.
 
     Every call and wait raises `RayActorError` once the recorder is dead.
     """
@@ -77,7 +77,7 @@ class ThreadRecorder(RecorderHandle):
 
 
 class ConsoleRecorder(RecorderHandle):
-    """Stands for the recorder in the other ranks of a run without Ray, whose lines alone are of use."""
+    """Recorder stub for ranks above 0 in local mode: prints console lines, drops the rest."""
 
     def __init__(self, log: Log) -> None:
         self._log = log

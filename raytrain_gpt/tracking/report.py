@@ -51,17 +51,17 @@ from raytrain_gpt.tracking.sync import RunSync
 REPORT_FILE = "report.html"
 MAX_SAMPLE_SETS = 8
 HELLASWAG_KEY = "hellaswag/acc_norm"
-HELLASWAG_KNOWN = {"chance": 0.25, "GPT-2 124M": 0.2955}
-"""Accuracies with lengths normalised, to compare with."""
+HELLASWAG_REFERENCES = {"chance": 0.25, "GPT-2 124M": 0.2955}
+"""Length-normalized accuracies to compare with."""
 
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
 
 
 class RunHistory:
-    """What a run's files tell; the template reads its attributes.
+    """A run's files, parsed; the template reads its attributes.
 
     Args:
-        tell: Gets a line for each file of which something is damaged and left out.
+        tell: Receives a warning for each file with damage that is skipped.
     """
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
@@ -69,7 +69,7 @@ class RunHistory:
         self.name = self.dir.name
         rows = read_rows(sync.work_dir, tell)
         self.rows = [row for row in rows if "train/loss" in row]
-        # An async evaluation comes when it is done, which may be behind later ones.
+        # Async evaluations may finish out of order.
         self.evals = sorted((r for r in rows if "val/loss" in r), key=lambda r: r["step"])
         self.events = sorted((r for r in rows if "event" in r), key=lambda r: r["time"])
         self.goodput, self.speed = goodput(rows), run_speed(rows)
@@ -84,7 +84,7 @@ class RunHistory:
                 self.config = load_config_file(sync.work_dir / CONFIG_FILE).model_dump()
             except ConfigError as error:
                 if tell:
-                    tell(f"left out: the configuration of {self.dir}: {error}")
+                    tell(f"skipped the configuration of {self.dir}: {error}")
         self.branch = read_branch(Location.of(sync.work_dir))
         self.fields = {k: v for section in self.config.values() for k, v in section.items()}
         self.checkpoints = Catalog(self.dir).complete()
@@ -103,11 +103,11 @@ class RunHistory:
         self.window = min(max(len(self.rows) // 30, 1), 500)
 
     def column(self, key: str) -> Floats:
-        """A key of the training rows; NaN where it is null."""
+        """Return a key of the training rows, NaN for null."""
         return np.array([row.get(key) for row in self.rows], np.float64)
 
     def time_parts(self) -> list[tuple[str, str, float, float, float]]:
-        """What took the run's time: name, text, seconds; start and width of its bar in percent."""
+        """Return the run's time by use: name, text, seconds; start and width of its bar in percent."""
         parts = {"effective": self.goodput.effective_s, **self.goodput.lost_to}
         seconds = np.array(list(parts.values()))
         widths = 100 * seconds / (seconds.sum() or 1)
@@ -118,13 +118,13 @@ class RunHistory:
         ]
 
     def samples(self) -> list[tuple[int, list[str]]]:
-        """(step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
+        """Return (step, texts) of at most MAX_SAMPLE_SETS sets, spread over the run."""
         sets = read_samples(self._work_dir)
         chosen = np.linspace(0, len(sets) - 1, min(len(sets), MAX_SAMPLE_SETS)).round().astype(int)
         return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
 
     def charts(self) -> list[Chart]:
-        """All charts of the run; none before its first step."""
+        """Return all charts of the run; none before its first step."""
         if not self.rows:
             return []
         marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
@@ -154,14 +154,14 @@ class RunHistory:
         return [replace(curve, color=_FAINT, width=0.8), mean]
 
     def _of_blocks(self, values: Floats) -> list[Curve]:
-        """Of step times, which are means between two flushes: a mean over these would make ramps."""
-        label = "mean between two lines of the log"
+        """Draw stairs for step times, which are means between two flushes."""
+        label = "mean between log lines"
         return [Curve(label, self.column("step"), values, stairs=True)]
 
     def _spikes(self) -> list[Curve]:
         limit = self.fields.get("spike_zscore", 0)
-        found = [event for event in self.events if event["event"] == "spike" and event.get("loss")]
-        spikes = sorted((e["step"], e["loss"]) for e in found if is_loss_spike(e, limit))
+        events = [event for event in self.events if event["event"] == "spike" and event.get("loss")]
+        spikes = sorted((e["step"], e["loss"]) for e in events if is_loss_spike(e, limit))
         if not spikes:
             return []
         steps, losses = np.array(spikes, np.float64).T
@@ -170,20 +170,20 @@ class RunHistory:
     def evaluations(
         self, key: str, label: str, color: int, dash: str = "", marker: str = "", scale: int = 1
     ) -> list[Curve]:
-        """A curve of what the evaluations have under a key, if any has it, over `scale` times steps."""
+        """Return the curve of an evaluation key over `scale` × steps, if any evaluation has it."""
         rows = [row for row in self.evals if key in row]
         steps = scale * np.array([row["step"] for row in rows], np.float64)
         values = np.array([row[key] for row in rows], np.float64)
         return [Curve(label, steps, values, color, dash, marker)] if rows else []
 
     def _hellaswag(self, marks: list[int]) -> list[Chart]:
-        """Accuracy between chance and a known model, if it was evaluated."""
+        """Chart accuracy with chance and GPT-2 for reference, if it was evaluated."""
         curves = self.evaluations(HELLASWAG_KEY, "acc_norm", 2, marker="D")
         if not curves:
             return []
         ends = np.array([0, self.last["step"]], np.float64)
         for (name, value), color, dash in zip(
-            HELLASWAG_KNOWN.items(), (_FAINT, 3), _DASHES[1:3], strict=True
+            HELLASWAG_REFERENCES.items(), (_FAINT, 3), _DASHES[1:3], strict=True
         ):
             curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
         return [Chart("HellaSwag", "fraction right", curves, marks)]
@@ -197,7 +197,7 @@ class RunHistory:
         return [Chart(title, "nats per token", curves, marks)] if curves else []
 
     def _wait_percent(self) -> Floats:
-        """Waiting over step time, both of the steps between two flushes: step time is their mean."""
+        """Return data wait per step time between two flushes, since step time is their mean."""
         waits, times = self.column("perf/data_wait_s"), self.column("perf/step_time_s")
         first = np.flatnonzero(np.diff(times, prepend=np.nan) != 0)
         shares = np.add.reduceat(waits, first) / np.add.reduceat(times, first)
@@ -205,16 +205,16 @@ class RunHistory:
 
 
 def write_report(sync: RunSync, tell: Log | None = None) -> Path:
-    """Write a run's `report.html` beside its files and return its path; `tell` as in `RunHistory`."""
+    """Write a run's `report.html` and return its path; `tell` as in `RunHistory`."""
     run = RunHistory(sync, tell)
     mean = running_mean(run.column("train/loss"), run.window)[-1] if run.rows else None
     return _write_page(sync.work_dir / REPORT_FILE, [run], run.charts(), mean_loss=mean)
 
 
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
-    """Write a page with the curves of several runs laid over each other and return its path.
+    """Write a page with the overlaid curves of several runs and return its path.
 
-    The data of all others is compared with the first one's; `tell` as in `RunHistory`.
+    The first run's data is the reference; `tell` as in `RunHistory`.
     """
     runs = [RunHistory(sync, tell) for sync in syncs]
     if len({run.name for run in runs}) < len(runs):
@@ -223,7 +223,7 @@ def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -
     window = sorted(run.window for run in runs)[len(runs) // 2]
     charts = _compared(runs, window)
     batches = {run.fields["global_batch_tokens"] for run in runs if run.fields}
-    if len(batches) > 1:  # else it is the same picture
+    if len(batches) > 1:  # else the charts would be the same
         charts += _compared(runs, window, by_tokens=True)
     steps = [set(run.order_hashes) for run in runs if run.order_hashes]
     common = sorted(set.intersection(*steps)) if steps else []
@@ -258,26 +258,26 @@ def _compared(runs: list[RunHistory], window: int, by_tokens: bool = False) -> l
         Chart(f"Validation loss{by}", "nats per token", val, x=x),
         Chart(f"HellaSwag{by}", "fraction right", hellaswag, x=x),
     ]
-    # Half of the second-longest: so the later part still has two to compare.
+    # Cut at half of the second-longest run, so that the later chart compares two.
     ends = sorted(int(curve.steps[-1]) for curve in train)[-2:] or [0]
-    return [part for whole in charts for part in (whole, whole.after(ends[0] // 2)) if part.curves]
+    return [c for full in charts for c in (full, full.after(ends[0] // 2)) if c.curves]
 
 
 def _style(i: int) -> tuple[int, str, str]:
-    """Colour, dash and marker of the i-th of several curves; no two are alike in all three."""
+    """Return color, dash and marker of the i-th of several curves; no two have all three equal."""
     return i % _NUM_COLORS + 1, _DASHES[i % len(_DASHES)], _MARKERS[i % len(_MARKERS)]
 
 
 def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str:
-    """Whether two runs had the same data in the steps they have in common, in words."""
+    """Describe whether two runs had the same data in their common steps."""
     if not run.order_hashes or not first.order_hashes:
-        return "no step to compare"
+        return "no common step"
     for step in common:
         if run.order_hashes[step] != first.order_hashes[step]:
-            return f"no, differs from step {step:,} on"
+            return f"no, differs from step {step:,}"
     if run.manifest_hash is None or first.manifest_hash is None:
-        return "same order; dataset not known before a checkpoint"
-    return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of other data"
+        return "same order; dataset unknown before a checkpoint"
+    return "yes" if run.manifest_hash == first.manifest_hash else "no, same order of different data"
 
 
 @functools.cache
@@ -310,7 +310,7 @@ def _write_page(path: Path, runs: list[RunHistory], charts: list[Chart], **more:
 
 
 def _sample(line: str) -> str:
-    """The text of a line of samples.txt, `0: 'a Python string'`."""
+    """Parse a line of samples.txt, `0: 'a Python string'`."""
     try:
         return str(ast.literal_eval(line.partition(": ")[2]))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -318,7 +318,7 @@ def _sample(line: str) -> str:
 
 
 def _fixed(row: Row | None, key: str, form: str = ".4f") -> str:
-    """A row's number as text: a dash if it is not there, words if it is null."""
+    """Format a row's number, with a dash if it is missing and words if it is null."""
     return "–" if row is None or key not in row else number(row[key], form)
 
 

@@ -1,4 +1,4 @@
-"""The `runs` command: list the runs in a storage, or show one, its checkpoints or its report."""
+"""The `runs` command: list the runs of a storage location, or show one, its checkpoints or its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytrain_gpt.tracking.sync import RunSync
 
 
 def find_run(name: str, storage: Location) -> RunSync:
-    """The run of a name in `storage`, or at a path.
+    """Find a run by its name in `storage`, or by its path.
 
     Raises:
         CheckpointError: there is none.
@@ -29,10 +29,10 @@ def find_run(name: str, storage: Location) -> RunSync:
     for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
-    known = ", ".join(path.name for path in _run_dirs(storage)) or "none"
+    names = ", ".join(path.name for path in _run_dirs(storage)) or "none"
     hint = near_run(Location.of(name).name, storage)
     raise CheckpointError(
-        f"no run {name} in {storage} (set --storage_path){hint or f'; runs there: {known}'}"
+        f"no run {name} in {storage} (set --storage_path){hint or f'; runs there: {names}'}"
     )
 
 
@@ -42,7 +42,7 @@ def _run_dirs(storage: Location) -> list[Location]:
 
 
 def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
-    """One action of the `runs` command, for `names` of runs: one, for a report one or more.
+    """Run one action of the `runs` command on one run, or for a report on one or more.
 
     Raises:
         CheckpointError: a run or `storage` does not exist.
@@ -67,11 +67,11 @@ def runs_command(action: str, names: list[str], storage: Location, as_json: bool
 
 
 def _facts(path: Location, say: Log) -> dict[str, Any] | None:
-    """State and last numbers of a run; None, with a line, if it cannot be read."""
+    """Return state and last numbers of a run, or None, with a warning, if it is unreadable."""
     try:
         return run_facts(RunHistory(RunSync(path).pull(), say))
     except (OSError, RaytrainGptError) as error:
-        say(f"left out: run {path}: {reason(error)}")
+        say(f"skipped run {path}: {reason(error)}")
         return None
 
 

@@ -1,16 +1,16 @@
-"""Where the time of profiled steps went, read from their Chrome trace.
+"""Time breakdown of profiled steps, read from their Chrome trace.
 
-Every instant of the steps is given to one thing, so the parts add up to the whole. What ran is laid
-over the steps, and what comes later in this list covers what came before:
+Every instant of the steps is attributed to one kind, so the kinds add up to the total. Spans are layered
+over the steps, and later entries of this list cover earlier ones:
 
-- on a CPU: collectives of other threads, then operators of the training thread, inner ones last. What
-  nothing covers is Python between the operators.
+- on a CPU: collectives of other threads, then operators of the training thread, inner ones last. The
+  rest is Python between the operators.
 - on a GPU: the training thread's waits for data, then communication kernels, then all other kernels.
-  What nothing covers is an idle GPU.
+  The rest is an idle GPU.
 
 An operator's kind follows from its name and the names of the operators around it; a kernel's from the
 operator that launched it. torch's own tables (`key_averages`) add up durations instead, which count an
-instant twice where threads or streams overlap.
+instant twice if threads or streams overlap.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 STEP_SPAN = "training step"
 DATA_WAIT_SPAN = "data wait"
-"""Names of the spans that the profile itself puts into a trace."""
+"""Spans that the profiler adds to a trace."""
 
 KINDS = {
     "matmul": "matrix products",
     "attention": "attention",
-    "elementwise": "elementwise, normalisation, copies",
+    "elementwise": "elementwise, normalization, copies",
     "loss": "softmax and loss",
     "optimizer": "clipping and optimizer",
     "communication": "communication",
     "data_wait": "waiting for data",
     "rest": "rest",
 }
-"""What time goes to, and how it is called in texts."""
+"""Kind of work -> label in texts."""
 REST = {"cpu": "rest (Python, outside of operators)", "cuda": "rest (GPU idle)"}
 NUM_OPERATORS = 10
 
@@ -57,12 +57,12 @@ _PATTERNS = {
         r"gemm|cutlass|cublas|nvjet|xmma"
     ),
     "loss": re.compile(r"softmax|nllloss|crossentropy|logsumexp|chunkedmean"),
-    # What finds and calls compiled code computes nothing itself.
+    # These look up and call compiled code, but compute nothing.
     "rest": re.compile(r"^(torchdynamo|torch-compiled|pregraph|aotdispatcher|compiledfunction)"),
 }
-"""Names of each kind, in lower case and without `_`; the first pattern that matches counts."""
+"""(kind, pattern of names in lower case without `_`); the first match counts."""
 _RANKS = {kind: i for i, kind in enumerate([*list(_PATTERNS)[:-1], "elementwise", "rest"])}
-"""Of an operator and those around it the first kind counts: a copy in the optimizer is the optimizer's."""
+"""Precedence among nested operators: a copy inside the optimizer counts as optimizer."""
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU_WORK = ("cpu_op", "user_annotation")
 
@@ -71,14 +71,14 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepTimeBreakdown:
-    """What the time of some steps of one rank went to; seconds are of all these steps together.
+    """Time breakdown of some steps of one rank, in total seconds of these steps.
 
     Attributes:
-        device: `cuda`: the time of a GPU; `cpu`: of the training thread.
-        total_s: Length of the steps.
+        device: `cuda` for a GPU's time, `cpu` for the training thread's.
+        total_s: Duration of the steps.
         kinds_s: Seconds for every name of `KINDS`; they add up to `total_s`.
-        operators: Those with most time of their own, in falling order: name, kind, time_s without the
-            operators inside them, and calls.
+        operators: Operators with the most self time, in descending order: name, kind, time_s without
+            nested operators, and calls.
     """
 
     first_step: int
@@ -90,59 +90,59 @@ class StepTimeBreakdown:
 
     @classmethod
     def of_row(cls, row: Row) -> StepTimeBreakdown | None:
-        """From a `profile` event's row, which has every field under its name; None if it is damaged."""
+        """Parse a `profile` event's row, or return None if it is damaged."""
         try:
             use = cls(**{field.name: row[field.name] for field in fields(cls)})
-            use.text()  # what it can show is right
+            use.text()  # raises if a field is damaged
             return use if all(o["kind"] in KINDS for o in use.operators) else None
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
             return None
 
     def title(self) -> str:
-        """`steps 7 to 8, 212.4 ms a step, of the training thread`."""
+        """Return `steps 7 to 8, 212.4 ms per step, of the training thread`."""
         last = self.first_step + self.num_steps - 1
         steps = f"steps {self.first_step} to {last}" if self.num_steps > 1 else f"step {last}"
         where = "of the GPU" if self.device == "cuda" else "of the training thread"
-        return f"{steps}, {self.per_step_ms(self.total_s):.1f} ms a step, {where}"
+        return f"{steps}, {self.per_step_ms(self.total_s):.1f} ms per step, {where}"
 
     def label(self, kind: str) -> str:
-        """How a kind is called in texts."""
+        """Return a kind's label."""
         return REST[self.device] if kind == "rest" else KINDS[kind]
 
     def per_step_ms(self, time_s: float) -> float:
-        """Milliseconds a step, from seconds of all steps."""
+        """Convert total seconds to milliseconds per step."""
         return 1000 * time_s / self.num_steps
 
     def share(self, time_s: float) -> float:
-        """A part of the whole, 0 to 1."""
+        """Return a fraction of the total time, 0 to 1."""
         return time_s / self.total_s if self.total_s else 0.0
 
     def text(self) -> str:
-        """The tables for reading: kinds, then operators."""
+        """Format the tables of kinds and operators."""
 
         def line(name: str, time_s: float) -> str:
             return (
-                f"  {name:60} {self.per_step_ms(time_s):9.2f} ms a step {self.share(time_s):6.1%}"
+                f"  {name:60} {self.per_step_ms(time_s):9.2f} ms per step {self.share(time_s):6.1%}"
             )
 
         lines = [f"profile of {self.title()} (recording slows steps: compare shares)"]
         lines += [line(self.label(kind), time_s) for kind, time_s in self.kinds_s.items()]
-        lines.append("most time of their own:")
+        lines.append("operators with the most self time:")
         for o in self.operators:
-            calls = f"{o['calls'] / self.num_steps:g} calls a step"
+            calls = f"{o['calls'] / self.num_steps:g} calls per step"
             lines.append(f"{line(o['name'][:60], o['time_s'])}  {calls}")
         return "\n".join(lines)
 
 
 def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
-    """What the steps of a trace went to.
+    """Break down the time of a trace's steps.
 
     Args:
         trace: A Chrome trace of torch's profiler with a `STEP_SPAN` around every step.
         first_step: Number of its first step.
     """
     work = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    work.sort(key=lambda e: (e["ts"], -e["dur"]))  # an operator before those in it
+    work.sort(key=lambda e: (e["ts"], -e["dur"]))  # outer operators first
     on_cpu = [e for e in work if e.get("cat") in _CPU_WORK]
     steps = [e for e in on_cpu if e["name"] == STEP_SPAN]
     on_cpu = [e for e in on_cpu if e["name"] != STEP_SPAN]
@@ -157,14 +157,14 @@ def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
         layers += [(e, kind) for e in training if (kind := kinds[id(e)]) != "rest"]
     own_s, rest_s = _shared_out(steps, layers)
     kinds_s = dict.fromkeys(KINDS, 0.0) | {"rest": rest_s}
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    by_operator: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (event, kind), time_s in zip(layers, own_s, strict=True):
         kinds_s[kind] += time_s
         if time_s:
-            found[event["name"], kind].append(time_s)
+            by_operator[event["name"], kind].append(time_s)
     operators: list[Row] = [
         {"name": name, "kind": kind, "time_s": round(sum(times_s), 9), "calls": len(times_s)}
-        for (name, kind), times_s in found.items()
+        for (name, kind), times_s in by_operator.items()
     ]
     return StepTimeBreakdown(
         first_step=first_step,
@@ -177,7 +177,7 @@ def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
 
 
 def _kinds_on_cpu(events: list[Event]) -> dict[int, str]:
-    """The kind of every operator, by the `id` of its event; an operator comes before those in it."""
+    """Return event `id` -> kind of every operator; outer operators come first."""
     kinds: dict[int, str] = {}
     stacks: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -185,8 +185,8 @@ def _kinds_on_cpu(events: list[Event]) -> dict[int, str]:
         while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
             around.pop()
         outer = kinds[id(around[-1])] if around else "rest"
-        own = _named(event["name"], "elementwise" if event["cat"] == "cpu_op" else "rest")
-        kinds[id(event)] = min(own, outer, key=_RANKS.__getitem__)
+        kind = _named(event["name"], "elementwise" if event["cat"] == "cpu_op" else "rest")
+        kinds[id(event)] = min(kind, outer, key=_RANKS.__getitem__)
         around.append(event)
     return kinds
 
@@ -194,19 +194,19 @@ def _kinds_on_cpu(events: list[Event]) -> dict[int, str]:
 def _kernels(
     on_gpu: list[Event], on_cpu: list[Event], kinds: dict[int, str]
 ) -> list[tuple[Event, str]]:
-    """Every kernel with its kind; communication comes first, so that all others cover it."""
+    """Return every kernel with its kind, communication first, so that the others cover it."""
     launchers = {e.get("args", {}).get("External id"): kinds[id(e)] for e in on_cpu}
     launchers[None] = "rest"
-    found = []
+    kernels_and_kinds = []
     for kernel in on_gpu:
         launcher = launchers.get(kernel.get("args", {}).get("External id"), "rest")
-        # Compiled code launches all its kernels from one span: then their own names say more. A copy
-        # launched while the thread waits for data is work of the GPU.
+        # Compiled code launches all its kernels from one span, so use the kernels' names. A copy
+        # launched during a data wait is work of the GPU.
         kind = _named(kernel["name"], "elementwise")
         if launcher != "data_wait":
             kind = min(kind, launcher, key=_RANKS.__getitem__)
-        found.append((kernel, kind))
-    return sorted(found, key=lambda kernel: kernel[1] != "communication")
+        kernels_and_kinds.append((kernel, kind))
+    return sorted(kernels_and_kinds, key=lambda kernel: kernel[1] != "communication")
 
 
 def _named(name: str, otherwise: str) -> str:
@@ -215,18 +215,18 @@ def _named(name: str, otherwise: str) -> str:
 
 
 def _shared_out(steps: list[Event], layers: list[tuple[Event, str]]) -> tuple[list[float], float]:
-    """Seconds within the steps that each layer has to itself, and those that none has.
+    """Return the seconds of the steps that each layer occupies exclusively, and those of none.
 
-    A later layer covers the ones before.
+    Later layers cover earlier ones.
     """
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in (*steps, *(event for event, _ in layers))]
-    edges, places = np.unique(np.array(spans, np.float64), return_inverse=True)
-    places = places.reshape(-1, 2)
+    edges, positions = np.unique(np.array(spans, np.float64), return_inverse=True)
+    positions = positions.reshape(-1, 2)
     owner: npt.NDArray[np.int64] = np.full(len(edges) - 1, -2)
-    for first, stop in places[: len(steps)]:
+    for first, stop in positions[: len(steps)]:
         owner[first:stop] = -1
     inside = owner == -1
-    for i, (first, stop) in enumerate(places[len(steps) :]):
+    for i, (first, stop) in enumerate(positions[len(steps) :]):
         owner[first:stop] = i
     seconds = np.bincount(
         owner[inside] + 1, np.diff(edges)[inside] / 1e6, minlength=len(layers) + 1

@@ -1,4 +1,4 @@
-"""The state of a run: what `train` prints at its end, and what `runs` shows."""
+"""Summary of a run, printed by `train` at its end and by `runs`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raytrain_gpt.tracking.sync import RunSync
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        step: Updates done.
-        checkpoint: The newest one.
-        already_finished: All steps had been done by an earlier command.
+        step: Last step.
+        checkpoint: Newest checkpoint.
+        already_finished: An earlier command had finished all steps.
     """
 
     run_dir: Location
@@ -33,12 +33,12 @@ class RunSummary:
 
 
 def run_end(summary: RunSummary, say: Log) -> None:
-    """Print how a run ended, where everything is and what to do next."""
+    """Print a run's result, its files and the next command."""
     run_dir, work_dir, run = summary.run_dir, summary.sync.work_dir, RunHistory(summary.sync)
     if summary.already_finished:
         say(
             f"run {run_dir.name} is already finished at step {summary.step}; "
-            "a larger max_steps extends it, another run_name starts a new run"
+            "raise max_steps to extend it, or set a new run_name"
         )
     samples = read_samples(work_dir)
     if samples:
@@ -65,14 +65,14 @@ def run_end(summary: RunSummary, say: Log) -> None:
 
 
 def next_line(place: Location, command: str) -> str:
-    """The `next:` line; with the object store's endpoint if only the run's configuration has it."""
+    """Format the `next:` line, with the object store's endpoint if only the run's configuration has it."""
     is_known = place.endpoint == Location.of(place.url).endpoint
     endpoint = "" if is_known else f"AWS_ENDPOINT_URL={shell(place.endpoint)} "
     return f"next: {endpoint}{command}"
 
 
 def run_facts(run: RunHistory) -> dict[str, Any]:
-    """State and last numbers of a run; its step is the newest done, or once it stopped the saved one."""
+    """Return state and last numbers of a run; its step is the latest, or if it is stopped the saved one."""
     losses = [row["train/loss"] for row in run.rows if row["train/loss"] is not None]
     evaluations = [row for row in run.evals if row["val/loss"] is not None]
     newest = run.checkpoints[-1].state if run.checkpoints else None
@@ -102,5 +102,5 @@ def run_facts(run: RunHistory) -> dict[str, Any]:
 
 
 def loss_text(value: float | None) -> str:
-    """`2.3456`, or a dash where there is none."""
+    """Format as `2.3456`, or a dash for None."""
     return "-" if value is None else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""A run's small files where the run is in an object store: written locally, copied there.
+"""Sync a run's small files with an object store: written locally, copied there.
 
 Rows are appended every second, which an object store cannot do. So the files live in a local
 directory on the driver's node and are copied at every checkpoint and at the end. A run on a file
@@ -18,11 +18,11 @@ from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE
 
 _PULLED = (METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, TRACKING_FILE, BRANCH_FILE)
-"""What a resumed run reads; everything else follows from these or is only added to."""
+"""Files that a resumed run reads; all others are derived from these or only appended to."""
 
 
 class RunSync:
-    """The local side of a run's directory: `work_dir`, on this node, has the small files."""
+    """Local side of a run's directory: `work_dir`, on this node, has the small files."""
 
     def __init__(self, run_dir: Location) -> None:
         self.run_dir = run_dir
@@ -35,7 +35,7 @@ class RunSync:
         self._pushed: dict[str, tuple[int, int]] = {}
 
     def pull(self) -> RunSync:
-        """Fetch the files that resuming or showing the run needs; returns itself."""
+        """Fetch the files that resuming or showing the run needs; return self."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
         if self.run_dir.is_local:
             return self
@@ -48,7 +48,7 @@ class RunSync:
         """Copy every file that changed since the last time.
 
         Raises:
-            StorageError: the object store is out of reach.
+            StorageError: the object store is unreachable.
         """
         if self.run_dir.is_local:
             return

@@ -1,8 +1,8 @@
 """TensorBoard and MLflow: copies of a run's rows, which never slow or stop the run.
 
-MLflow follows in a thread of its own, which tries again later when the server does not answer.
-(MLflow's own asynchronous logging drops a batch that fails.) What MLflow already has after a restart
-is not sent twice.
+MLflow rows are sent by a separate thread, which retries when the server does not respond.
+(MLflow's asynchronous logging drops a failed batch.) After a restart, rows that MLflow already has are
+not sent again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FINISH_S = 60.0
 
 
 def plottable_values(row: Row) -> list[tuple[str, float]]:
-    """The numbers of a row that a tracker can plot: `a/b` keys with finite values; an event is 1."""
+    """Return the numbers of a row to plot: `a/b` keys with finite values; an event is 1."""
     numbers = [
         (key, float(value))
         for key, value in row.items()
@@ -44,9 +44,9 @@ def plottable_values(row: Row) -> list[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Writes TensorBoard events; earlier ones above the resumed step are marked as replaced.
+    """Writer of TensorBoard events; earlier ones above the resumed step are marked as replaced.
 
-    Uses tensorboard's own writer: torch's and tensorboardX's import torch, which takes seconds.
+    Uses tensorboard's writer, since torch's and tensorboardX's import torch, which takes seconds.
     """
 
     def __init__(self, run_dir: Path, step: int) -> None:
@@ -79,16 +79,16 @@ class TensorBoard:
 
 
 class MLflow:
-    """Sends a run's rows to one MLflow run, over all restarts, from a thread.
+    """Thread that sends a run's rows to one MLflow run, over all restarts.
 
-    The thread starts with the first new steps: MLflow's import and its database take seconds of a CPU, for
-    which the first step would wait where the recorder is a thread of the training process.
+    The thread starts with the first new steps, so that MLflow's import and database, which take CPU seconds,
+    do not delay the first step if the recorder is a thread of the training process.
 
     Args:
-        open_run: Connects; called again until the server answers.
-        run_dir: Has the files that are logged at the end.
-        log: Gets a line when MLflow first fails.
-        rows: Rows of before a restart that it may have missed; it drops what it has.
+        open_run: Connects; retried until the server responds.
+        run_dir: Directory of the files to log at the end.
+        log: Receives a warning when MLflow first fails.
+        rows: Rows from before a restart; those that MLflow has are skipped.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class MLflow:
             self._thread.start()
 
     def add_rows(self, rows: list[Row]) -> None:
-        """Hand over rows; returns at once."""
+        """Queue rows."""
         with self._changed:
             self._rows.extend(rows)
             self._changed.notify()
@@ -120,13 +120,13 @@ class MLflow:
             self._start()
 
     def add_samples(self, step: int, text: str) -> None:
-        """Hand over a set of samples; returns at once."""
+        """Queue a set of samples."""
         with self._changed:
             self._samples.append((step, text))
             self._changed.notify()
 
     def close(self, status: str, newest_checkpoint: str | None) -> None:
-        """End the MLflow run as FINISHED, FAILED or KILLED; waits a minute at most."""
+        """End the MLflow run as FINISHED, FAILED or KILLED, within a minute."""
         with self._changed:
             self._status, self._newest_checkpoint = status, newest_checkpoint
             self._changed.notify()
@@ -143,24 +143,24 @@ class MLflow:
             except UserError as error:
                 self._log(f"MLflow is off: {error}")
                 return
-            except Exception as error:  # no error of a tracker may end the run
+            except Exception as error:  # a tracker's error must not end the run
                 if not warned:
-                    self._log(f"MLflow at {self._uri} does not answer, will try again: {error}")
+                    self._log(f"MLflow at {self._uri} does not respond, retrying: {error}")
                     warned = True
                 with self._changed:
                     if self._status is not None:
                         return
-                    # Not at every new row, of which there may be one a second.
+                    # Do not retry at every new row, which may come every second.
                     self._changed.wait_for(lambda: self._status, _RETRY_S)
 
     def _send_waiting(self, sender: _Sender) -> bool:
-        """Wait for something to send, and send it; True when the MLflow run has been closed."""
+        """Wait for queued items, and send them; return True when the MLflow run is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._rows or self._samples or self._status)
             rows, samples, status = list(self._rows), list(self._samples), self._status
         sender.send(rows, samples)
         with self._changed:
-            # Only now: rows of a call that failed are sent again.
+            # Only now, so that rows of a failed call are sent again.
             del self._rows[: len(rows)], self._samples[: len(samples)]
             if status is None or self._rows or self._samples:
                 return False
@@ -169,18 +169,18 @@ class MLflow:
 
 
 class _Sender:
-    """Sends what an MLflow run does not have yet."""
+    """Sender of the rows that an MLflow run lacks."""
 
     def __init__(self, run: MLflowRun) -> None:
         self._client, self._run_id = run.client, run.run_id
-        # After a rollback steps come again, with other batches: the later point counts.
+        # A rollback repeats steps with different batches; the later point counts.
         redone_from = float(run.tags.get(REDONE_TAG) or math.inf)
         self._last_step = min(max(self._steps("train/loss"), default=0), redone_from)
-        # One by one: an async evaluation may come behind that of a later step.
+        # One by one, since an async evaluation may arrive after a later step's.
         self._evaluated = {step for step in self._steps("val/loss") if step <= redone_from}
         if redone_from < math.inf:
             self._client.set_tag(self._run_id, REDONE_TAG, "")
-        # Several events may have the same step, so they are told apart by time.
+        # Events of the same step are distinguished by time.
         self._last_event_s = float(run.tags.get(EVENTS_TAG, 0.0))
 
     def _steps(self, key: str) -> list[int]:

@@ -43,7 +43,7 @@ def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
 
 def test_a_cpu_stays_free_for_data() -> None:
     assert fit_to_cluster(config(num_workers=3), given(Node(4, 0)))[1] == 3
-    with pytest.raises(ClusterError, match="1 CPU must stay free for data"):
+    with pytest.raises(ClusterError, match="1 CPU is reserved for data"):
         fit_to_cluster(config(num_workers=4), given(Node(4, 0)))
 
 
@@ -108,7 +108,7 @@ def test_fewer_workers_start_where_that_is_allowed() -> None:
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)
     assert workers == 4  # 5 would fit, but does not divide 12 sequences
     assert fitted.cluster.num_workers == 6
-    with pytest.raises(ConfigError, match="no number of workers from 5 to 5"):
+    with pytest.raises(ConfigError, match="no worker count from 5 to 5"):
         fit_to_cluster(config(num_workers=6, min_workers=5), small)
 
 
@@ -216,9 +216,9 @@ def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
 @pytest.mark.parametrize(
     ("changes", "processes", "num_gpus", "words"),
     [
-        ({}, 1, 8, ["trains on 1 of 8 GPUs", "num_workers to 8", "--nproc_per_node=8"]),
-        ({}, 4, 2, ["4 processes", "has 2", "set use_gpu to false"]),
-        ({"use_gpu": True}, 1, 0, ["1 process ", "has 0"]),
+        ({}, 1, 8, ["would use 1 of 8 GPUs", "num_workers to 8", "--nproc_per_node=8"]),
+        ({}, 4, 2, ["4 local-mode processes need 4 GPUs", "has 2", "set use_gpu to false"]),
+        ({"use_gpu": True}, 1, 0, ["1 local-mode process needs 1 GPU", "has 0"]),
         ({}, 5, 5, ["5 workers", "global_batch_tokens"]),
     ],
 )
@@ -279,8 +279,8 @@ def test_gpus_that_the_batch_leaves_alone_are_said() -> None:
     resources = given(Node(128, 24))
     fitted, _ = fit_to_cluster(given_config, resources)
     assert idle_gpus(given_config, fitted, resources) == (
-        "num_workers auto: 16 of 24 GPUs, since no more divide the 512 sequences of a step; all would "
-        "share global_batch_tokens 491520, 589824"
+        "num_workers=auto uses 16 of 24 GPUs, the most that divides 512 sequences per step; to use all, "
+        "set global_batch_tokens to 491520, 589824"
     )
     for tokens in (491520, 589824):
         larger = given_config.updated({"global_batch_tokens": tokens})

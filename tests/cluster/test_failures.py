@@ -13,7 +13,7 @@ from raytrain_gpt.errors import ClusterError
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "no space left"), (errno.EROFS, "is read-only by now")]
+    ("number", "words"), [(errno.ENOSPC, "no space left"), (errno.EROFS, "became read-only")]
 )
 def test_a_disk_that_takes_no_more_is_one_line_however_it_is_told(number: int, words: str) -> None:
     system = OSError(number, os.strerror(number), "/runs/x/model.safetensors")

@@ -121,7 +121,7 @@ def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
     with raises_line(ClusterError, "127.0.0.1:1", "refused", "RAY_ADDRESS"):
         check_head(ask_head("127.0.0.1:1"))
     for address in ("head", "http://127.0.0.1:8265"):
-        with raises_line(ClusterError, address, "no HOST:PORT", "HOST:6379"):
+        with raises_line(ClusterError, address, "not HOST:PORT", "HOST:6379"):
             check_head(ask_head(address))
 
 
@@ -132,9 +132,9 @@ def test_what_keeps_a_driver_out(raises_line: RaisesLine) -> None:
     check_head(HEAD)
     check_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__))
     missing = replace(HEAD, token_from="", takes_token=False, ray_version="")
-    with raises_line(ClusterError, "asks for a token and there is none here", "copy"):
+    with raises_line(ClusterError, "requires a token, and this machine has none", "copy"):
         check_head(missing)
-    with raises_line(ClusterError, "refuses the token of RAY_AUTH_TOKEN", "check the token"):
+    with raises_line(ClusterError, "refuses the token of RAY_AUTH_TOKEN", "use the token"):
         check_head(replace(HEAD, takes_token=False, ray_version=""))
     with raises_line(ClusterError, "set RAY_AUTH_MODE=token"):
         check_head(replace(HEAD, sends_token=False))

@@ -37,8 +37,11 @@ def played(scenario: str) -> dict[str, Any]:
 @pytest.mark.parametrize("scenario", ["default", "further", "userns"])
 def test_a_stranger_who_connects_is_refused_by_all_ranks_and_gets_nothing(scenario: str) -> None:
     found = played(scenario)
-    refusal = f"ConnectionError: a process of uid {NOBODY}, which is no rank of this run, connected to rank 0"
-    assert [rank["error"].partition(" while")[0] for rank in found["ranks"]] == [refusal] * 2
+    refusal = (
+        f"ConnectionError: a process of uid {NOBODY}, which is not a rank of this run, "
+        "connected to rank 0"
+    )
+    assert [rank["error"].partition(" during")[0] for rank in found["ranks"]] == [refusal] * 2
     seen = found["stranger"]
     assert seen["ports"] == 1
     assert (seen["received"], seen["opened"]) == (0, [])

@@ -21,8 +21,8 @@ from raytrain_gpt.doctor.bench import (
     BenchFacts,
     describe,
     forecast,
+    full_step_s,
     plan_of_timing,
-    whole_step_s,
 )
 from raytrain_gpt.doctor.check import Check
 from raytrain_gpt.doctor.node_probe import NodeFacts, data_problem, judge_token, local_versions
@@ -98,7 +98,7 @@ def test_a_clock_that_is_surely_wrong() -> None:
 
 
 def test_storage_that_is_not_shared() -> None:
-    other = replace(OTHER, storage_error="it does not see what the driver wrote")
+    other = replace(OTHER, storage_error="it does not see the driver's file")
     check = node_probe.judge_storage([SOUND, other], "/nfs/runs", "")
     fails(check, "storage", "/nfs/runs is not shared", "10.0.0.2: it does not see", "s3://")
     check = node_probe.judge_storage([SOUND], "/nfs/runs", "the driver cannot write /nfs/runs")
@@ -251,7 +251,7 @@ def test_ranks_that_read_the_same_or_miss_something(ingest: IngestSpec) -> None:
         judge_sequences(given(good, more), ingest, range(3)),
         "sequences",
         "0 of 12",
-        "1 not of it",
+        "1 unplanned",
     )
 
 
@@ -280,7 +280,7 @@ def test_a_step_of_many_micro_batches_is_reckoned_from_shorter_ones() -> None:
         assert 1 <= several <= micro_batches
         assert several * steps * one_s <= max(BENCH_S, 3 * several * one_s) + 1e-9
     # 0.3 s for reducing and updating, 0.1 s for each micro-batch
-    assert whole_step_s(0.4, 0.3 + 33 * 0.1, 33, 512) == pytest.approx(0.3 + 512 * 0.1)
+    assert full_step_s(0.4, 0.3 + 33 * 0.1, 33, 512) == pytest.approx(0.3 + 512 * 0.1)
 
 
 def test_the_slowest_rank_decides_when_it_is_done() -> None:
@@ -305,5 +305,5 @@ def test_a_firewall_that_drops_what_fetches_a_tokenizer(
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
         check = examine.check_tokenizer("p50k_base", None)
-    fails(check, "tokenizer", "p50k_base", "not there within 0.5 s", "TIKTOKEN_CACHE_DIR")
+    fails(check, "tokenizer", "p50k_base", "not loaded within 0.5 s", "TIKTOKEN_CACHE_DIR")
     passes(examine.check_tokenizer("bytes", None))

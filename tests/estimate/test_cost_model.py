@@ -149,9 +149,9 @@ def test_sharding_makes_room_for_larger_models() -> None:
 def test_the_answer_says_what_is_not_known() -> None:
     config, found = answer(CONFIG, Facts(), print)
     printed = "\n".join(lines(config, found))
-    assert "time     not known: name a --device" in printed
+    assert "time     unknown: name a --device" in printed
     slow = answer(CONFIG.updated({"precision": "fp32"}), Facts(), print, "h200")
-    assert "time     not known: set --precision to bf16" in "\n".join(lines(*slow))
+    assert "time     unknown: set --precision to bf16" in "\n".join(lines(*slow))
     assert "124.5M parameters" in printed
     config, found = answer(CONFIG, Facts(price_per_hour=3.0), print, "h200")
     printed = "\n".join(lines(config, found))
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str, raises_lin
 
 
 def test_a_device_must_be_one_of_the_table() -> None:
-    with pytest.raises(ConfigError, match="may be several"):
+    with pytest.raises(ConfigError, match="is ambiguous"):
         answer(CONFIG, Facts(), print, "A100")
     with pytest.raises(ConfigError, match="is not in the table"):
         answer(CONFIG, Facts(), print, "voodoo")
@@ -209,7 +209,7 @@ def test_a_plain_name_means_the_sxm_variant_and_says_so(
     _, found = answer(CONFIG, Facts(), told.append, text)
     assert found.device is not None
     assert found.device.name == name
-    said = f"device   {text} means the SXM variant, {name}; also in the table: {others}"
+    said = f"device   {text} is {name}, the SXM variant; also in the table: {others}"
     assert told == ([said] if others else [])
 
 

@@ -177,7 +177,7 @@ def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
         if node.process.poll() is None:
             node.kill()
 
-    assert "nothing runs on this node any more" in node.output
+    assert "node drained after" in node.output
     run_dir = Path(config.run.storage_path, "node")
     assert [row["step"] for row in events(run_dir, "preemption_notice", "preempted")] == [24, 24]
     saved_at = {row["step"]: row["time"] for row in events(run_dir, "checkpoint")}

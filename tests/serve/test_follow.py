@@ -124,7 +124,7 @@ def test_while_a_replica_is_missing_nothing_changes(
         missing.setattr(followed, "served", served)
         for _ in range(2):
             followed.follower.look()
-    assert followed.said == ["no new checkpoint can be served now: a replica has ended"]
+    assert followed.said == ["cannot serve a new checkpoint now: a replica has ended"]
     assert followed.loaded == []
     followed.follower.look()
     assert followed.loaded == ["step=00000020"]

@@ -48,7 +48,7 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
     assert lines[9].split() == ["008", "9e-3", "90"]
     each, tokens, time = lines[10:]
     assert each == (
-        "each trial: 2 CPUs (1 × 1 for workers, 1 for data) | on this machine alone: 1 at once"
+        "each trial: 2 CPUs (1 × 1 for workers, 1 for data) | on this machine: 1 at once"
     )
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
     assert time.startswith("time: at most 12m 0s: 6m 45s of steps at 1,024 tok/s per trial")
@@ -90,7 +90,7 @@ def test_what_does_not_fit_here_has_no_time() -> None:
     lines = cost_lines(
         sweep(overrides={**huge, **resources, "micro_batch_sequences": "auto", "warmup_steps": 5})
     )
-    assert lines[-1] == "time: not known; a trial does not fit in this machine's memory"
+    assert lines[-1] == "time: unknown; a trial does not fit in this machine's memory"
 
 
 def test_the_example_of_the_documentation_has_a_cost(

@@ -136,7 +136,7 @@ def test_axes_have_names_and_units() -> None:
     bits = loss_figure(grid(), SPACE, "val/bits_per_byte", BUDGET).axes[0]
     assert bits.get_ylabel().endswith("(bits per byte)")
     axes = curves(grid()).axes[0]
-    assert axes.get_xlabel() == "tokens seen (tokens)"
+    assert axes.get_xlabel() == "tokens seen"
     assert "1M" in [label.get_text() for label in axes.get_xticklabels()]
 
 

@@ -116,7 +116,7 @@ def test_failed_trials_are_a_failure_and_other_ends_are_results() -> None:
     )
     assert text is not None
     assert len(text) < 300
-    assert text.endswith("start it with another --sweep_name")
+    assert text.endswith("start it with a new --sweep_name")
 
 
 def test_a_trial_is_compared_where_it_was_evaluated() -> None:
@@ -193,8 +193,8 @@ def test_before_the_first_trial_starts_there_is_only_a_count() -> None:
 @pytest.mark.parametrize(
     ("value", "grid", "end"),
     [
-        (1e-3, (1e-3, 2e-3, 4e-3), "lowest of its grid: a better one may lie below it"),
-        (4e-3, (1e-3, 2e-3, 4e-3), "highest of its grid: a better one may lie above it"),
+        (1e-3, (1e-3, 2e-3, 4e-3), "lowest of its grid; a better one may be below it"),
+        (4e-3, (1e-3, 2e-3, 4e-3), "highest of its grid; a better one may be above it"),
         (2e-3, (1e-3, 2e-3, 4e-3), ""),
         (1e-3, (1e-3, 2e-3), ""),
     ],

@@ -105,7 +105,7 @@ def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: A
         ("peak_lr", {"grid": []}, ["grid of peak_lr has no values"]),
         ("peak_lr", {"grid": 1e-3}, ["grid of peak_lr has no values", "write a list"]),
         ("peak_lr", {"grid": "1e-3"}, ["has no values"]),
-        ("peak_lr", {"grid": [1e-3, "1e-3"]}, ["peak_lr has a value twice", "0.001, 0.001"]),
+        ("peak_lr", {"grid": [1e-3, "1e-3"]}, ["peak_lr has a duplicate value", "0.001, 0.001"]),
         ("peak_lr", {"choice": [1e-3, "x"]}, ["peak_lr='x'"]),
         ("peak_lr", {"grid": [{"eval": "1"}]}, ["peak_lr={'eval': '1'}"]),
         ("peak_lr", {"loguniform": [1e-2, 1e-4]}, ["[0.01, 0.0001]", "low below high"]),
@@ -113,9 +113,9 @@ def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: A
         ("peak_lr", {"uniform": [1e-3, 1e-2, 1e-1]}, ["[low, high]"]),
         ("dropout", {"loguniform": [0, 0.1]}, ["starts at 0", "above 0"]),
         ("dropout", {"uniform": [0, 1]}, ["dropout=1", "less than 1"]),
-        ("num_layers", {"uniform": [2, 4]}, ["needs real numbers", "use randint, choice or grid"]),
-        ("peak_lr", {"randint": [1, 2]}, ["needs whole numbers", "use uniform or loguniform, "]),
-        ("schedule", {"uniform": ["cosine", "wsd"]}, ["needs real numbers", "use choice or grid"]),
+        ("num_layers", {"uniform": [2, 4]}, ["needs real values", "use randint, choice or grid"]),
+        ("peak_lr", {"randint": [1, 2]}, ["needs integer values", "use uniform or loguniform, "]),
+        ("schedule", {"uniform": ["cosine", "wsd"]}, ["needs real values", "use choice or grid"]),
         ("compile", {"randint": [False, True]}, ["compile does not have", "use choice or grid"]),
         ("schedule", {"expression": "peak_lr"}, ["schedule is not a number", "use grid or choice"]),
         ("compile", {"expression": "1"}, ["compile is not a number"]),
@@ -291,7 +291,7 @@ def test_a_whole_number_is_rounded() -> None:
     ("texts", "words"),
     [
         ({"min_lr": "min_lr / 2"}, ["min_lr -> min_lr"]),
-        ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["circle", "min_lr", "peak_lr"]),
+        ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["cycle", "min_lr", "peak_lr"]),
     ],
 )
 def test_a_circle_of_expressions_is_one_line(

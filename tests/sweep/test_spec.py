@@ -126,8 +126,8 @@ def test_flags_win_over_the_file(load: Load) -> None:
         ({"grace_tokens": "3"}, ["unknown configuration key grace_tokens"]),
         ({"num_trials": "many"}, ["num_trials='many'", "integer", "one for each point"]),
         ({"weight_decay": "much"}, ["weight_decay='much'", "must be a number"]),
-        ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "leave out one of them"]),
-        ({"max_steps": "9"}, ["max_steps is decided by the sweep; set budget_tokens"]),
+        ({"peak_lr": "1e-3"}, ["peak_lr", "overrides (0.001)", "remove one of them"]),
+        ({"max_steps": "9"}, ["max_steps is set by the sweep; set budget_tokens"]),
     ],
 )
 def test_a_wrong_flag_is_one_line(
@@ -166,10 +166,10 @@ def test_a_wrong_flag_is_one_line(
         ({"overrides": {1: 1}}, ["unknown configuration key 1"]),
         ({"overrides": {"num_layers": "abc"}}, ["num_layers='abc'", "integer"]),
         ({"overrides": {"model": {"num_layers": 1}}}, ["unknown configuration key model"]),
-        ({"overrides": {"peak_lr": 1e-3}}, ["peak_lr", "overrides (0.001)", "leave out one"]),
-        ({"space": None}, ["nothing is searched"]),
-        ({"space": {}}, ["nothing is searched"]),
-        ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["nothing is searched"]),
+        ({"overrides": {"peak_lr": 1e-3}}, ["peak_lr", "overrides (0.001)", "remove one"]),
+        ({"space": None}, ["has nothing to search"]),
+        ({"space": {}}, ["has nothing to search"]),
+        ({"space": {"min_lr": {"expression": "peak_lr / 9"}}}, ["has nothing to search"]),
         ({"space": "peak_lr"}, ["space has no fields"]),
         ({"space": {"model": {"num_layers": {"grid": [1]}}}}, ["unknown", "key model"]),
         ({"space": {"peek_lr": {"grid": [1]}}}, ["peek_lr", "did you mean peak_lr?"]),
@@ -184,7 +184,7 @@ def test_a_wrong_flag_is_one_line(
         ),
         (
             {"space": {"peak_lr": {"expression": "min_lr"}, "min_lr": {"expression": "peak_lr"}}},
-            ["nothing is searched"],
+            ["has nothing to search"],
         ),
         (
             {
@@ -194,7 +194,7 @@ def test_a_wrong_flag_is_one_line(
                     "min_lr": {"expression": "peak_lr"},
                 }
             },
-            ["in a circle"],
+            ["form a cycle"],
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_wrong_file_is_one_line(
 def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
     value = FIELDS[name][1].default
     entry = {name: value if place == "overrides" else {"grid": [value]}}
-    with raises_line(ConfigError, f"{name} is decided by the sweep; {SET_BY_SWEEP[name]}"):
+    with raises_line(ConfigError, f"{name} is set by the sweep; {SET_BY_SWEEP[name]}"):
         load(**{place: {**FILE.get(place, {}), **entry}})
 
 
@@ -229,7 +229,7 @@ def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, ra
 def test_resources_places_and_the_measure_are_the_same_in_all_trials(
     load: Load, name: str, values: list[Any], raises_line
 ) -> None:
-    with raises_line(ConfigError, f"{name} is the same in all trials; set it in overrides"):
+    with raises_line(ConfigError, f"{name} cannot vary between trials; move it"):
         load(space={name: {"grid": values}})
     assert load(overrides={name: values[0]}).overrides == {name: values[0]}
 
@@ -258,7 +258,7 @@ def test_numbers_of_trials_that_fit_the_space(
 @pytest.mark.parametrize(
     ("space", "num_trials", "searcher", "words"),
     [
-        (GRID, 6, "random", ["num_trials=6", "3 points", "leave num_trials out"]),
+        (GRID, 6, "random", ["num_trials=6", "3 points", "remove num_trials"]),
         (GRID, 2, "random", ["num_trials=2", "3 points"]),
         (BOTH, None, "random", ["set num_trials", "weight_decay"]),
         (BOTH, 10, "random", ["num_trials=10", "3 points", "nearest: 9, 12"]),
@@ -290,7 +290,10 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
         ({**ASHA, "grace_tokens": 5000}, ["grace_tokens=5000", "4096", "nearest: 4096, 8192"]),
         ({**ASHA, "grace_tokens": 1000}, ["grace_tokens=1000", "nearest: 4096"]),
         ({**ASHA, "grace_tokens": 40_960}, ["grace_tokens=40960", "below budget_tokens=40960"]),
-        ({**ASHA, "reduction_factor": 1}, ["reduction_factor=1", "One of this many"]),
+        (
+            {**ASHA, "reduction_factor": 1},
+            ["reduction_factor=1", "Fraction of trials that continues"],
+        ),
         ({**ASHA, "reduction_factor": 2.5}, ["reduction_factor=2.5", "integer"]),
         ({**PBT, "perturb_every_tokens": 6000}, ["perturb_every_tokens=6000", "4096, 8192"]),
         ({**PBT, "perturb_every_tokens": 81_920}, ["perturb_every_tokens=81920", "below"]),

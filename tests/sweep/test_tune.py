@@ -92,7 +92,7 @@ def ended_sweep(directory: Path, states: list[str], **changes: Any) -> SweepSumm
         (["finished", "finished", "finished"], {}, ""),
         (["finished", "finished", "diverged"], {}, ""),
         (["finished", "finished", "failed"], {}, "run the same command with --resume"),
-        (["finished", "finished", "failed"], PBT, "start it with another --sweep_name"),
+        (["finished", "finished", "failed"], PBT, "start it with a new --sweep_name"),
     ],
 )
 def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(

@@ -301,8 +301,8 @@ def test_evaluations_and_checkpoints_count_in_one_of_the_two() -> None:
     assert found.tokens_per_s_overall == 10_000 / 40  # the 30 s before the first step do not count
     assert found.data_wait_fraction == pytest.approx(0.005)
     assert found.summary() == (
-        "500 tokens/s in steps (median) | 250 tokens/s over all | data wait 0.50% of step time | "
-        "mfu 40.0% | peak memory 1.0 GB a worker"
+        "500 tokens/s in steps (median) | 250 tokens/s overall | data wait 0.50% of step time | "
+        "mfu 40.0% | peak memory 1.0 GB per worker"
     )
 
 

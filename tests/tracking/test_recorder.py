@@ -111,7 +111,7 @@ def test_rows_wait_for_a_disk_that_takes_them(
         run(writer.add_rows([step_row(1)]))
         run(writer.add_rows([step_row(2)]))
     assert read_rows(tmp_path) == []
-    expected = f"metrics wait in memory: cannot write {tmp_path}: No space left on device"
+    expected = f"keeping metrics in memory: cannot write {tmp_path}: No space left on device"
     assert news(writer) == [expected]  # once, not for every row
     run(writer.add_rows([step_row(3)]))
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3]
@@ -154,8 +154,8 @@ def test_a_checkpoint_copies_the_files_and_a_failure_is_said(
     writer = recorder(tmp_path)
     run(two_checkpoints())
     assert pushed == [tmp_path.name] * 2
-    assert [line for line in news(writer) if "not copied" in str(line)] == [
-        f"metrics not copied to {tmp_path} yet: out of reach"
+    assert [line for line in news(writer) if "cannot copy" in str(line)] == [
+        f"cannot copy metrics to {tmp_path} now: out of reach"
     ]
 
 

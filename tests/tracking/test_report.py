@@ -180,7 +180,7 @@ def test_numbers_of_a_finished_run(full_report: Path) -> None:
     html = page(full_report)
     for text in (
         "<h1>full</h1>", "at step 60 of 60", "2, then 4 workers", "4.4000", "2.5000", "4.2500",
-        "245.8k", "13.0k", "250 ms a step", "15s", "HellaSwag", "0.2875",
+        "245.8k", "13.0k", "250 ms per step", "15s", "HellaSwag", "0.2875",
         "acc 0.2710, 1,000 examples", "chance 0.25", "GPT-2 124M 0.2955",
         "60 (newest, best)", f"{60:016x}", "manifest hash", "1–30", "31–60", "peak_lr",
     ):  # fmt: skip
@@ -355,7 +355,7 @@ def test_unfinished_runs_are_compared(tmp_path: Path) -> None:
 
 def test_an_empty_directory_has_a_report(tmp_path: Path) -> None:
     checked(write_report(RunSync(Location.of(tmp_path))))
-    assert "There is no config.yaml" in page(tmp_path / "report.html")
+    assert "No config.yaml" in page(tmp_path / "report.html")
 
 
 def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
@@ -411,7 +411,12 @@ def test_profiles_are_shown(tmp_path: Path) -> None:
     ids = checked(path).ids
     assert len(ids) == len(set(ids))
     html = page(path)
-    for words in ("steps 6 to 7, 100.0 ms a step", "steps 26 to 27", "profile/1.json.gz", "75.0%"):
+    for words in (
+        "steps 6 to 7, 100.0 ms per step",
+        "steps 26 to 27",
+        "profile/1.json.gz",
+        "75.0%",
+    ):
         assert words in html
     assert "&lt;aten::mm&gt;" in html
     assert ">nan" not in html
@@ -456,14 +461,14 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
     path = write_comparison(runs, tmp_path / "comparison.html")
     html = page(path)
     assert len(set(checked(path).ids)) > 0
-    assert "data/order_hash at step 50, the last in common" in html
+    assert "data/order_hash at step 50, the last common step" in html
     verdicts = re.findall(r"<td>((?:yes|no|same order)[^<]*)</td>", html)
     assert verdicts == [
         "yes",
         "yes",
-        "no, differs from step 10 on",
+        "no, differs from step 10",
         "no, same order of other data",
-        "same order; dataset not known before a checkpoint",
+        "same order; dataset unknown before a checkpoint",
     ]
     differing = html[html.index("Differing configuration") :]
     assert "<td>peak_lr</td>" in differing

@@ -260,7 +260,7 @@ def test_rows_of_a_different_run_are_moved_away(tmp_path: Path) -> None:
         check_rows(tmp_path, saved, told.append)
         assert len(told) == 1
         aside = tmp_path / f"broken-{number}-metrics.jsonl"
-        assert f"to {aside.name}; it is a different run's" in told[0]
+        assert f"to {aside.name}: it is a different run's" in told[0]
         assert "in all 2 steps that both have" in told[0]
         assert aside.read_text() == content
         RunFiles(tmp_path, 6, saved)
@@ -274,7 +274,7 @@ def test_single_rows_that_differ_are_those_of_the_checkpoints(tmp_path: Path) ->
     check_rows(tmp_path, saved, told.append)
     path = tmp_path / METRICS_FILE
     assert told == [
-        f"replaced: 1 row of {path}, from step 6, by those of the checkpoints, which differ"
+        f"replaced 1 row of {path}, from step 6, by those of the checkpoints, which differ"
     ]
     RunFiles(tmp_path, 7, saved)
     assert read_rows(tmp_path) == [*map(train_row, range(1, 5)), *saved, train_row(7)]

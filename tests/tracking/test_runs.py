@@ -71,7 +71,7 @@ def test_a_damaged_configuration_is_told_and_the_run_is_shown(
         lines: list[str] = []
         names = [] if action == "list" else ["run"]
         runs_command(action, names, Location.of(tmp_path), True, lines.append)
-        assert f"left out: the configuration of {tmp_path / 'run'}: " in lines[0]
+        assert f"skipped the configuration of {tmp_path / 'run'}: " in lines[0]
     assert run_facts(RunHistory(RunSync(Location.of(tmp_path / "run"))))["train_loss"] == 2.0
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "damaged" / METRICS_FILE).mkdir()
     lines: list[str] = []
     runs_command("list", [], Location.of(tmp_path), True, lines.append)
-    assert lines[0].startswith(f"left out: run {tmp_path / 'damaged'}: ")
+    assert lines[0].startswith(f"skipped run {tmp_path / 'damaged'}: ")
     assert [run["run"] for run in json.loads(lines[-1])["runs"]] == ["whole"]
 
 

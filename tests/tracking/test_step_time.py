@@ -122,7 +122,7 @@ def test_what_lies_outside_of_the_steps_does_not_count() -> None:
     )
     assert spent_ms(use) == {"matmul": 10, "elementwise": 10, "rest": 20}
     assert use.num_steps == 2
-    assert use.title().startswith("steps 6 to 7, 20.0 ms a step")
+    assert use.title().startswith("steps 6 to 7, 20.0 ms per step")
 
 
 def test_waiting_for_another_threads_collective_is_communication() -> None:

@@ -130,7 +130,7 @@ def test_an_export_is_logged_with_its_run(
     assert [file.path for file in files] == ["exported/config.json"]
     assert len(lines) == 2
     assert "artifacts/exported of run run" in lines[0]
-    assert "has no run of run; the export is not logged" in lines[1]
+    assert "has no run of run; not logging the export" in lines[1]
 
 
 def test_the_database_beside_a_run_keeps_artifacts_beside_itself(

@@ -151,7 +151,7 @@ def test_dataset_smaller_than_one_global_batch(refused: Callable[..., str], tmp_
 def test_too_few_resources(cluster: str, refused: Callable[..., str]) -> None:
     line = refused("--num_workers=6", "--micro_batch_sequences=2")
     assert f"({CLUSTER_CPUS} CPUs and 0 GPUs on 1 node" in line
-    assert "1 CPU must stay free for data" in line
+    assert "1 CPU is reserved for data" in line
     assert "set num_workers to at most 5" in line
     assert "the cluster has 0 GPUs" in refused("--num_workers=1", "--use_gpu=true")
 
