@@ -60,7 +60,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
     (event,) = events(run_dir, "nonfinite")
     assert (event["step"], event["skipped_on_ranks"]) == (NAN_STEP, 2)
     for rank in range(2):
-        skipped = f"[rank {rank}] step {NAN_STEP}: not finite, the update was skipped"
+        skipped = f"[rank {rank}] step {NAN_STEP}: not finite, update skipped"
         assert skipped in lines
     row = steps(run_dir)[NAN_STEP - 1]
     assert row["optim/grad_norm"] is None
