@@ -177,7 +177,7 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
     train(make_config(**AUTO, run_name="auto-resumed"), lines.append)
     assert any(line.endswith("from the checkpoint of step 10") for line in lines)
     assert [line for line in lines if line.startswith("changed")] == [
-        "changed since then: run_name auto -> auto-resumed"
+        "changed since that checkpoint: run_name auto -> auto-resumed"
     ]
     assert weights(copy) == weights(whole.run_dir)
 
