@@ -149,7 +149,7 @@ def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(
-            f"{run_dir} has {size(free)} free, but {count(num, 'checkpoint')} of {size(each)} need "
+            f"{run_dir} has {size(free)} free, but {count(num, 'checkpoint')} of {size(each)} would need "
             f"{size(needed)}; free some space, set another storage_path, or lower keep_checkpoints"
         )
 

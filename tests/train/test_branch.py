@@ -39,7 +39,9 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
     assert weights(run.run_dir) == weights(straight(0).run_dir)
     assert losses(run) == losses(straight(0), above=20)
     assert RunProvenance("branch", Location.of(storage)).batch_of(21) == 20
-    with pytest.raises(ConfigError, match=r"trained steps 21 to 50; earlier steps belong to .*parent"):
+    with pytest.raises(
+        ConfigError, match=r"trained steps 21 to 50; earlier steps belong to .*parent"
+    ):
         RunProvenance("branch", Location.of(storage)).step(20)
     assert "branched from " in (run.run_dir.path / "report.html").read_text()
 

@@ -96,7 +96,10 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
     lines: list[str] = []
     check_changes(config.updated(changes), manifest, checkpoint, lines.append)
     for name, value in changes.items():
-        assert f"changed since that checkpoint: {name} {config.field_values()[name]} -> {value}" in lines
+        assert (
+            f"changed since that checkpoint: {name} {config.field_values()[name]} -> {value}"
+            in lines
+        )
     assert len(lines) == 2 + len(changes), "where it goes on, and that the learning rate rises"
 
 
@@ -251,9 +254,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     (event,) = recorder.events
     assert (event["step"], event["event"], event["to_step"]) == (34, "rollback", 20)
     assert (event["first_batch"], event["stop_batch"]) == (22, 34)
-    assert lines == [
-        "bad losses in steps 25–34: rolled back to step 20, skipping batches 22–33"
-    ]
+    assert lines == ["bad losses in steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
 @pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])
