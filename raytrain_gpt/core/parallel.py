@@ -50,9 +50,8 @@ def shard(
         reduce_dtype=None if matmul_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    linear = {
-        p for block in model.h for layer in (block.attn, block.mlp) for p in layer.parameters()
-    }  # type: ignore[union-attr]
+    layers = [layer for block in model.h for layer in (block.attn, block.mlp)]
+    linear = {p for layer in layers for p in layer.parameters()}  # type: ignore[union-attr]
     # The outer model first: after its blocks it would not get their norms.
     fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
