@@ -144,7 +144,7 @@ def test_the_example_trains_draws_samples_goes_on_and_is_interrupted(client: Cli
     ]
     (message,) = interrupted.outputs[-1].traceback
     found = re.match(
-        r"Interrupted: interrupted at step (\d+), saved: \S+; the same command", message
+        r"Interrupted: interrupted at step (\d+), saved: \S+; run the same command", message
     )
     assert found, message
     assert f"step={found[1]}" in texts(again), "the same kernel has the saved step"

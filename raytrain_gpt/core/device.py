@@ -1,4 +1,4 @@
-"""The device of a worker: precision, seeds, and what is known of kinds of GPUs."""
+"""The device of a worker: precision, seeds, and a table of GPUs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GpuSpec:
     """One kind of GPU, by NVIDIA's data sheet.
 
     Attributes:
-        name: How the name that torch reports begins.
+        name: Prefix of the name that torch reports.
         bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
-        memory_bytes: All of its memory.
+        memory_bytes: Total memory.
         is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 
@@ -53,18 +53,18 @@ GPU_SPECS = (
 
 
 def gpu_spec(name: str) -> GpuSpec | None:
-    """The kind of a GPU by the name that torch reports; None: not in the table.
+    """Look up a GPU by the name that torch reports; None if unlisted.
 
-    Only whole words match, and never a part of a GPU (MIG): no peak is better than a wrong one.
+    Only full words match, and no MIG slice: no peak is better than a wrong one.
     """
     if " MIG " in name:
         return None
-    found = [spec for spec in GPU_SPECS if re.match(rf"{re.escape(spec.name)}(?!\w)", name)]
-    return max(found, key=lambda spec: len(spec.name), default=None)
+    matching = [spec for spec in GPU_SPECS if re.match(rf"{re.escape(spec.name)}(?!\w)", name)]
+    return max(matching, key=lambda spec: len(spec.name), default=None)
 
 
 def gpu_specs_matching(text: str) -> list[GpuSpec]:
-    """Find the kinds of this name, or those with all words of a text like `h100` or `A100-80GB`."""
+    """Find GPUs by exact name, or by all words of a text like `h100` or `A100-80GB`."""
     wanted = text.casefold().removeprefix("nvidia").strip()
     exact = [spec for spec in GPU_SPECS if spec.name.casefold() == f"nvidia {wanted}"]
     words = re.findall(r"\w+", wanted)
@@ -74,23 +74,23 @@ def gpu_specs_matching(text: str) -> list[GpuSpec]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device; None: not known.
+    """Peak FLOP/s of one device, or None if unlisted.
 
-    Dense bf16 and fp16 have the same one. fp32 has none: matrix products then run in TF32 and the rest
-    does not, so no single peak is right.
+    Dense bf16 and fp16 have the same peak. fp32 has none: only matrix products run in TF32, so no single
+    peak is right.
     """
     spec = gpu_spec(device_name)
     return spec.bf16_flops if spec and precision in ("bf16", "fp16") else None
 
 
 def device_name(device: torch.device, in_detail: bool = False) -> str:
-    """What torch calls a GPU, else the device's type; in detail also what sort of CPU it is."""
+    """torch's name of a GPU, else the device's type; in detail also the kind of CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if not in_detail:
         return device.type
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    kind = found[1] if found else platform.machine()
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    kind = model[1] if model else platform.machine()
     return f"{kind} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -107,24 +107,25 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def bf16_is_faster(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are faster than in fp32: on a CPU if it multiplies bf16 natively.
+    """Whether bf16 matrix products are faster than fp32; on a CPU, if it multiplies bf16 natively.
 
     On a CPU only oneDNN (mkldnn) uses such instructions; without it bf16 is hundreds of times slower.
     """
     if device.type != "cpu":
         return device.type == "cuda" and has_bf16(device)
     usable = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    # Older versions of torch do not answer.
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if usable else {}
-    # `bf16` is what torch calls it on arm64.
-    return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    # Older versions of torch have no get_capabilities; `bf16` is its name on arm64.
+    capabilities: Mapping[str, Any] = (
+        getattr(torch.cpu, "get_capabilities", dict)() if usable else {}
+    )
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """`fp32`, `bf16` or `fp16`.
+    """Resolve `auto` to `fp32`, `bf16` or `fp16`.
 
     Raises:
-        ConfigError: bf16 is asked for on a GPU without it.
+        ConfigError: bf16 is set on a GPU without it.
     """
     if asked == "bf16" and not has_bf16(device):
         raise ConfigError(
@@ -137,12 +138,12 @@ def resolve_precision(asked: str, device: torch.device) -> str:
 
 
 def matmul_dtype(precision: str) -> torch.dtype | None:
-    """The type in which autocast computes matrix products; None for `fp32`, which has no autocast."""
+    """Type of matrix products under autocast, or None for `fp32`, which has no autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The type of a matrix product with a tensor at this point: autocast's, else the tensor's own."""
+    """Type of a matrix product with this tensor here: autocast's, else the tensor's."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 

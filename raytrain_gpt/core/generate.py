@@ -3,16 +3,15 @@
 `DecodingBatch.step` samples one token for every sequence:
 
 1. sequences in the cache: one forward pass of their newest tokens;
-2. sequences that outgrew the context: one forward pass of their last seq_len tokens. Keys depend on
-   learned positions, and on what tokens before them saw of the one that left: a cache cannot help;
+2. sequences that outgrew the context: one forward pass of their last seq_len tokens. A cache cannot help,
+   since keys depend on learned positions and on the token that left the window;
 3. new sequences, as many as `PREFILL_TOKENS` allow: one forward pass of their padded prompts.
 
-Every sequence has its own random generator and takes one number from it per token. Its tokens therefore
-depend only on its prompt, options and stream, apart from the last bits of sums, which depend on the size
-of the batch.
+Every sequence has a separate random generator and draws one number per token. Its tokens therefore depend
+only on its prompt, options and stream, except for the last bits of sums, which depend on the batch size.
 
-With a document mask, a sequence holds only what its newest token may attend to: the last document of its
-text. The token after the end of a document starts again at position 0, as in training.
+With a document mask, a sequence holds only the last document of its text. The token after a document's end
+starts again at position 0, as in training.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from raytrain_gpt.core.sampling import TokenScore, draw_tokens, token_scores
 from raytrain_gpt.errors import DataError
 
 PREFILL_TOKENS = 4096
-"""Padded tokens per forward pass of whole sequences, unless a single one has more. Bounds the memory of the
-pass and how long the other sequences wait for it."""
+"""Padded tokens per forward pass of new sequences, unless a single one is longer. Bounds the memory of the
+pass and the delay of other sequences."""
 SCORED_TOKENS = 512
-"""Tokens of a prompt that are scored at a time; bounds the memory of their logits."""
+"""Prompt tokens scored at a time; bounds the memory of their logits."""
 MAX_SEQUENCES = 64
 """Sequences that `sample_tokens` continues at a time, if their cache fits `CACHE_BYTES`."""
 CACHE_BYTES = 2**31
@@ -52,11 +51,11 @@ class SampledToken:
     """The result of one step for one sequence.
 
     Attributes:
-        handle: The sequence, as `DecodingBatch.add` named it.
-        token: None if the model ended the text; the end token is not part of it.
+        handle: Sequence handle from `DecodingBatch.add`.
+        token: None if the model ended the text; the end token is excluded.
         finish_reason: None while the sequence continues.
-        scores: As `SamplingOptions.scored` says; first those of the prompt, then the token's, also if that is
-            the end token.
+        scores: As set by `SamplingOptions.scored`: the prompt's first, then the token's, even if it ends
+            the text.
     """
 
     handle: int
@@ -77,15 +76,14 @@ class _Sequence:
         self.num_left = options.max_new_tokens
         self.generator = random.Random(f"{options.seed}/{stream}")
         self.unscored: Sequence[int] = ()  # tokens of the prompt, until its forward pass
-        self.scores: list[TokenScore] = []  # that the next result tells
+        self.scores: list[TokenScore] = []  # for the next result
 
 
 class DecodingBatch:
     """Sequences that are continued together; they may join and leave between steps.
 
-    The model runs eagerly and without gradients, even if it was compiled. Wrap all steps in one autocast,
-    which casts each weight once and keeps that until it ends. Only the sequences' own generators are used,
-    so sampling never changes training.
+    The model runs eagerly and without gradients, even if compiled. Wrap all steps in one autocast, which
+    casts each weight only once. Sampling uses the sequences' generators only, so it never changes training.
 
     Args:
         model: Not wrapped; it is put into evaluation mode.
@@ -108,23 +106,23 @@ class DecodingBatch:
 
     @property
     def num_free(self) -> int:
-        """Number of sequences that can be added now."""
+        """Sequences that can be added now."""
         return self._max_sequences - self.num_active
 
     def add(self, prompt: Sequence[int], options: SamplingOptions, stream: int = 0) -> int:
-        """Add a sequence and return its handle; a later step has its first token.
+        """Add a sequence and return its handle; a later step yields its first token.
 
         Args:
             prompt: At least one token; the model sees the last seq_len of them.
             stream: Selects one of many continuations with the same seed.
 
         Raises:
-            DataError: the prompt is empty or has a token that is not in the vocabulary.
+            DataError: the prompt is empty or has a token outside the vocabulary.
             RuntimeError: the batch is full; see `num_free`.
         """
         shape = self._model.shape
         if not prompt:
-            raise DataError("a prompt of 0 tokens cannot be continued; give at least 1")
+            raise DataError("the prompt is empty; give at least 1 token")
         if wrong := [token for token in prompt if not 0 <= token < shape.vocab_size]:
             raise DataError(
                 f"prompt token {wrong[0]} is not in the vocabulary of {shape.vocab_size} tokens; "
@@ -158,7 +156,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def step(self) -> list[SampledToken]:
-        """Sample one token per sequence; new ones may have to wait for a step with room for their prompt."""
+        """Sample one token per sequence; new ones may wait for a step with room for their prompt."""
         if not self.num_active:
             return []
         self._slide()
@@ -177,7 +175,7 @@ class DecodingBatch:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states (N, D) -> float32 (N, V), without padded ids."""
-        # On a GPU in fp32, also under autocast: in bf16, logits beyond 64 would have steps of a half.
+        # Without autocast on GPUs: bf16 logits beyond 64 would be multiples of 0.5.
         with torch.autocast("cuda", enabled=False):
             head = self._model.head_weight
             logits = F.linear(hidden.to(head.dtype), head).float()
@@ -223,7 +221,7 @@ class DecodingBatch:
         return admitted
 
     def _prefill(self, new: list[_Sequence]) -> list[Tensor]:
-        """Hidden states (N, D) of the last tokens of new sequences, which then are in the cache."""
+        """Hidden states (N, D) of the last tokens of new sequences, which enter the cache."""
         if not new:
             return []
         device, seq_len = self._model.device, self._model.shape.seq_len
@@ -243,9 +241,9 @@ class DecodingBatch:
         return [hidden[rows, torch.tensor([len(s.tokens) - 1 for s in new], device=device)]]
 
     def _score_prompt(self, sequence: _Sequence, hidden: Tensor) -> None:
-        """Score the prompt by the hidden states (T, D) of the part that the newest token sees."""
+        """Score the prompt by the hidden states (T, D) of the visible tokens."""
         prompt, sequence.unscored = sequence.unscored, ()
-        if len(prompt) > len(sequence.tokens):  # earlier documents, too
+        if len(prompt) > len(sequence.tokens):  # the prompt has earlier documents
             hidden = self._model.hidden(torch.tensor([prompt], device=hidden.device))[0]
         sequence.scores.append(TokenScore(prompt[0], None, ()))
         for start in range(1, len(prompt), SCORED_TOKENS):
@@ -254,7 +252,7 @@ class DecodingBatch:
             sequence.scores += token_scores(logits, tokens)
 
     def _advance(self, sequence: _Sequence, token: int) -> SampledToken:
-        """Append a sampled token to its sequence and end the sequence if it was the last."""
+        """Append a sampled token to its sequence, which may end it."""
         scores, sequence.scores = tuple(sequence.scores), []
         if sequence.options.stop_at_eot and token == self._eot_token:
             self._remove(sequence)
@@ -274,7 +272,7 @@ class DecodingBatch:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens sampled after a prompt, without the end token, and why they ended."""
+    """Tokens sampled after a prompt, without the end token, and the reason for the end."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -293,33 +291,33 @@ def sample_tokens(
     Args:
         model: Not wrapped.
         prompts: At least one token each; the model sees the last seq_len of them.
-        first_stream: Stream of the first prompt; the next ones count up.
+        first_stream: Stream of the first prompt; later ones count up.
         on_token: Called with the index of a prompt and a token as soon as it is sampled.
 
     Raises:
-        DataError: a prompt is empty or has a token that is not in the vocabulary.
+        DataError: a prompt is empty or has a token outside the vocabulary.
     """
     longest = max((len(prompt) for prompt in prompts), default=0) + options.max_new_tokens
     batch = DecodingBatch(model, eot_token, _max_sequences(model.shape, longest))
-    places: dict[int, int] = {}
+    index_by_handle: dict[int, int] = {}
     tokens: list[list[int]] = [[] for _ in prompts]
     reasons: list[FinishReason] = ["length"] * len(prompts)
-    while len(places) < len(prompts) or batch.num_active:
-        while len(places) < len(prompts) and batch.num_free:
-            place = len(places)
-            places[batch.add(prompts[place], options, first_stream + place)] = place
-        for drawn in batch.step():
-            place = places[drawn.handle]
-            if drawn.token is not None:
-                tokens[place].append(drawn.token)
+    while len(index_by_handle) < len(prompts) or batch.num_active:
+        while len(index_by_handle) < len(prompts) and batch.num_free:
+            index = len(index_by_handle)
+            index_by_handle[batch.add(prompts[index], options, first_stream + index)] = index
+        for sampled in batch.step():
+            index = index_by_handle[sampled.handle]
+            if sampled.token is not None:
+                tokens[index].append(sampled.token)
                 if on_token is not None:
-                    on_token(place, drawn.token)
-            reasons[place] = drawn.finish_reason or reasons[place]
+                    on_token(index, sampled.token)
+            reasons[index] = sampled.finish_reason or reasons[index]
     return [Continuation(t, reason) for t, reason in zip(tokens, reasons, strict=True)]
 
 
 def _max_sequences(shape: GPTShape, longest: int) -> int:
-    """How many sequences of `longest` tokens fit into `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
+    """Number of sequences of `longest` tokens that fit `CACHE_BYTES`, 1 to `MAX_SEQUENCES`."""
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_size
     fit = CACHE_BYTES // (token_bytes * min(longest, shape.seq_len))
     return max(1, min(MAX_SEQUENCES, fit))

@@ -1,7 +1,7 @@
 """The training loop: a generator of step results.
 
-It knows no Ray, no logger and no disk, and never waits for the device: losses and norms stay there
-until somebody reads them.
+It uses no Ray, no logger and no disk, and never waits for the device: losses and norms stay there until
+somebody reads them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class StepResult:
     """The result of one optimizer update on this rank.
 
     Attributes:
-        step: Updates done, this one included.
-        loss: Mean loss before the update, nats per token, on the device: of this rank's tokens, or, if sums
-            are exact, of all.
+        step: Updates done, including this one.
+        loss: Mean loss before the update in nats per token, on the device; over this rank's tokens, or over
+            all ranks' with exact sums.
         grad_norm: Global gradient norm before clipping, on the device.
         data_wait_s: Seconds spent waiting for micro-batches.
-        loss_scale: Factor of the loss in the backward pass, on the device; None: none.
+        loss_scale: Factor of the loss in the backward pass, on the device, or None without loss scaling.
     """
 
     step: int
@@ -65,13 +65,14 @@ def train_steps(
     """Train from `first_step` updates done to `max_steps`, yielding after every update.
 
     Args:
-        model: Returns the mean loss of (inputs, targets); wrapped in DDP, sharded, or neither.
+        model: Returns the mean loss of (inputs, targets); in DDP, sharded, or neither.
         micro_batches_per_step: Gradient accumulation; DDP reduces gradients once per step.
         learning_rate: Updates done -> learning rate of the next one.
         grad_clip: Largest global gradient norm.
-        seed: Decides dropout together with step and rank, so no generator state need be saved.
-        loss_scale: For fp16; None: no scaling.
-        exact: Sums that no number of ranks changes, of a model that is not wrapped; None: float sums.
+        seed: Determines dropout together with step and rank, so checkpoints need no generator state.
+        loss_scale: For fp16, or None without scaling.
+        exact: Integer gradient sums, independent of world size (unwrapped model only), or None for float
+            sums.
     """
     parameters = list(model.parameters())
     parts, keeps = micro_batches_per_step if exact is None else 1, keeps_gradients(model)
@@ -101,10 +102,10 @@ def train_steps(
 
 
 def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
-    """The factor, 1 if there is none, or NaN if a loss of the step is not finite.
+    """Return the factor (default 1), or NaN if a loss of the step is not finite.
 
-    It multiplies the gradients that are all-reduced. So all ranks skip the update of a step in which one
-    of them has a bad loss, without a collective of its own and without waiting.
+    It multiplies the gradients that are all-reduced, so one rank's bad loss makes all ranks skip the update,
+    without an extra collective and without waiting.
     """
     total = torch.stack(losses).sum()
     good = torch.isfinite(total)
@@ -113,17 +114,16 @@ def _factor_or_nan(losses: list[Tensor], factor: Tensor | None) -> Tensor:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step of one rank."""
-    # SplitMix-like mixing: neighbouring (seed, step, rank) get unrelated seeds.
+    # SplitMix-like mixing: neighboring (seed, step, rank) get unrelated seeds.
     mixed = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB
     torch.manual_seed(mixed % 2**63)
 
 
 def warm_up_ddp_buckets(model: nn.Module, micro_batch: MicroBatch, autocast: Autocast) -> None:
-    """Run one forward and backward pass and forget its gradients.
+    """Run one forward and backward pass and drop its gradients.
 
-    DDP rebuilds its buckets after the first backward pass, and with three or more workers sums are then
-    taken in another order. Called before the first step of every start, this makes a resumed run bitwise
-    equal to an uninterrupted one.
+    DDP rebuilds its buckets after the first backward pass, which changes the summation order with three or
+    more workers. Called at every start, this makes a resumed run bitwise equal to an uninterrupted one.
     """
     with autocast():
         loss = model(*micro_batch)

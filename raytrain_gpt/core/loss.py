@@ -1,10 +1,10 @@
-"""The language model's loss from hidden states, without logits of the whole micro-batch.
+"""The language model's loss from hidden states, without logits of a full micro-batch.
 
-With GPT-2's vocabulary the logits take most of the memory of a step, and their gradient as much again. So
-the head runs on one chunk of tokens at a time, and the gradients of a chunk are computed right after its
-loss: its logits are dropped before the next one, and no matrix product is computed twice. Small logits,
-like those of a vocabulary of bytes, are computed at once; so are all of them under `torch.compile`, which
-fuses the softmax with its surroundings and keeps no fp32 logits.
+With GPT-2's vocabulary the logits take most of a step's memory, and their gradient as much again. So the
+head runs on one chunk of tokens at a time and computes a chunk's gradients right after its loss: its logits
+are freed before the next chunk, and no matrix product runs twice. Small logits, as of a byte vocabulary, are
+computed at once. So are all logits under `torch.compile`, which fuses the softmax with its surroundings and
+saves no fp32 logits.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from raytrain_gpt.core.device import autocast_dtype
 
 IGNORE_INDEX = -100
-"""Target of a position that does not count."""
+"""Target of an ignored position."""
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}
-"""Device type -> bytes of the fp32 logits of a chunk. Larger on a GPU, since the accumulated gradient of the
-weight passes through memory once per chunk."""
+"""Device type -> bytes of a chunk's fp32 logits. Larger on GPUs, since each chunk passes the weight's
+accumulated gradient through memory."""
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of the logits `hidden · weightᵀ`, which have autocast's type if there is one.
+    """Cross-entropy in nats of the logits `hidden · weightᵀ`, in autocast's type if active.
 
     Args:
         hidden: (B, T, D).
         weight: (V, D).
-        targets: int64 (B, T); −100 does not count.
-        reduction: `mean`: a scalar; `none`: (B, T).
+        targets: int64 (B, T); −100 is ignored.
+        reduction: `mean` for a scalar, `none` for (B, T).
     """
     rows, labels = hidden.flatten(0, 1), targets.flatten()  # (N, D), (N,)
     chunk = chunk_tokens(len(weight), weight.device.type)
@@ -42,15 +42,15 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = 
         mean: Any = _ChunkedMean.apply
         loss = mean(rows, weight, labels, chunk, autocast_dtype(rows))
     else:
-        parts = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
-        loss = torch.cat([_loss(part, weight, label, "none") for part, label in parts])
+        chunks = zip(torch.split(rows, chunk), torch.split(labels, chunk), strict=True)
+        loss = torch.cat([_loss(x, weight, label, "none") for x, label in chunks])
         if reduction == "mean":
             loss = loss.sum() / (labels != IGNORE_INDEX).sum()
     return loss if reduction == "mean" else loss.view_as(targets)
 
 
 def chunk_tokens(padded_vocab_size: int, device_type: str) -> int:
-    """Tokens whose logits exist at once."""
+    """Tokens with logits at once."""
     num_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, num_bytes // (4 * padded_vocab_size))
 
@@ -61,7 +61,7 @@ def _loss(rows: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tenso
 
 
 class _ChunkedMean(torch.autograd.Function):
-    """The mean loss; its gradients are computed in the forward pass and only scaled in the backward pass."""
+    """The mean loss; gradients are computed in the forward pass and only scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -74,14 +74,14 @@ class _ChunkedMean(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             narrow = weight.to(dtype)  # (V, D)
             for start in range(0, len(rows), chunk):
-                part = slice(start, start + chunk)
-                x, counts = rows[part].to(dtype), counted[part]  # (C, D), (C, 1)
-                label = labels[part].clamp(min=0).unsqueeze(1)  # (C, 1)
+                at = slice(start, start + chunk)
+                x, counts = rows[at].to(dtype), counted[at]  # (C, D), (C, 1)
+                label = labels[at].clamp(min=0).unsqueeze(1)  # (C, 1)
                 log_p = F.log_softmax(x @ narrow.T, 1, dtype=torch.float32)  # (C, V)
                 total -= (log_p.gather(1, label) * counts).sum()
-                # Of the sum, not the mean, whose gradient would be too small for fp16.
+                # Gradient of the sum, as the mean's would be too small for fp16.
                 grad = log_p.exp_().scatter_add_(1, label, -torch.ones_like(counts)).to(dtype)
-                torch.mul(grad @ narrow, counts, out=grad_rows[part])
+                torch.mul(grad @ narrow, counts, out=grad_rows[at])
                 x = (x * counts).to(dtype)
                 if dtype == grad_weight.dtype:
                     grad_weight.addmm_(grad.T, x)
@@ -95,5 +95,5 @@ class _ChunkedMean(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         factor = grads[0] / ctx.num
         (rows, weight), ctx.gradients = ctx.gradients, None
-        # In place: there is no second backward pass.
+        # In place, as there is no second backward pass.
         return rows.mul_(factor), weight.mul_(factor), None, None, None

@@ -1,9 +1,8 @@
 """Loss scaling for fp16, whose small gradients would otherwise become zero.
 
-The loss is multiplied by a factor before the backward pass, and the gradients are divided by it before the
-update. If a gradient overflows, the factor is halved and the step changes nothing; after many steps
-without overflow it doubles. All of it stays on the device. Unlike in torch's GradScaler the factor never
-falls below 1: an overflow there means that the gradients themselves are broken.
+The loss is multiplied by a factor before the backward pass; the update divides gradients by it. An overflow
+halves the factor and skips the step; many steps without overflow double it. All of it stays on the device.
+Unlike torch's GradScaler, the factor never falls below 1: an overflow at 1 means broken gradients.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
@@ -18,10 +17,10 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The factor and the state that decides the next one; the same on all ranks, like the gradients.
+    """The factor and its growth state; equal on all ranks, like the gradients.
 
     Args:
-        factor: First value, or the one saved in a checkpoint; as an attribute a fp32 scalar on the device.
+        factor: First value, or a checkpoint's; the attribute is an fp32 scalar on the device.
         good_steps: Steps without overflow since the factor last changed.
     """
 
@@ -32,7 +31,7 @@ class LossScale:
         self._good_steps = torch.tensor(good_steps, device=device)
 
     def adjust(self, overflowed: Tensor) -> None:
-        """Update the factor by whether a step's gradients were not finite: a bool scalar on the device."""
+        """Update the factor; `overflowed` is a bool scalar on the device."""
         good_steps = torch.where(overflowed, 0, self._good_steps + 1)
         doubles = good_steps == GROWTH_INTERVAL
         halved = (self.factor / 2).clamp(min=1)
@@ -49,5 +48,5 @@ class LossScale:
 def loss_scale_for(
     precision: str, device: torch.device, saved: tuple[float, int] | None = None
 ) -> LossScale | None:
-    """The loss scale for a resolved precision, None except for fp16; `saved`: a checkpoint's `state`."""
+    """Loss scale for a resolved precision, or None except for fp16; `saved` is a checkpoint's `state`."""
     return LossScale(device, *(saved or ())) if precision == "fp16" else None

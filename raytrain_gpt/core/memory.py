@@ -1,8 +1,8 @@
-"""How much of a device's memory training needs, computed without the device.
+"""Memory of training on a device, computed without the device.
 
-Weights, gradients and optimizer moments follow from the number of parameters, the head's part from the
-number of tokens whose logits exist at once. What the blocks keep for the backward pass is counted: the
-model runs on tensors that have shapes but no memory, and those still alive afterwards are added up.
+Weights, gradients and moments follow from the number of parameters, the head's memory from the number of
+tokens with logits at once. Activations are traced: the model runs on fake tensors, which have shapes but no
+memory, and those alive afterwards are summed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _BF16_BYTES = 2
 
 
 def moment_bytes(shape: GPTShape, optimizer: str) -> int:
-    """Of the optimizer: two moments of every parameter, one of those that Muon updates; fp32."""
+    """Bytes of optimizer state in fp32: two moments per parameter, one where Muon updates."""
     by_muon = shape.num_layers * shape.block_matrix_parameters if optimizer == "muon" else 0
     return (2 * shape.num_parameters - by_muon) * _FP32_BYTES
 
 
 def checkpoint_bytes(shape: GPTShape, optimizer: str) -> int:
-    """Of a checkpoint's tensors: weights and moments."""
+    """Bytes of a checkpoint's tensors: weights and moments."""
     return shape.num_parameters * _FP32_BYTES + moment_bytes(shape, optimizer)
 
 
 def update_bytes(shape: GPTShape, optimizer: str, num_shards: int = 1) -> int:
-    """What the optimizer's update needs at most besides its state, as in fp32; AdamW needs nothing.
+    """Peak bytes of the optimizer's update besides its state, in fp32; 0 for AdamW.
 
-    Of the matrices that Muon works on at once their updates, the stack, and what an iteration begins and
-    ends with; of its products the two smaller ones. Shards are exchanged.
+    Muon's peak: update, stack, Newton-Schulz input and output (4x the elements, sharded 5x) and two Gram
+    matrices.
     """
     if optimizer == "adamw":
         return 0
@@ -59,13 +59,13 @@ def update_bytes(shape: GPTShape, optimizer: str, num_shards: int = 1) -> int:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device; weights, gradients and the optimizer's moments are in fp32.
+    """Bytes on one device; weights, gradients and moments are fp32.
 
     Attributes:
-        activations: Kept for the backward pass, without the logits.
+        activations: Saved for the backward pass, without logits.
         logits: Logits that exist at once, their softmax, and the head's gradients.
-        update: What the optimizer's update needs beyond all this; 0 if it needs less than it finds free.
-        evaluation: What an evaluation needs beyond all this; 0 if it needs less.
+        update: The optimizer's update beyond the memory that activations and logits free.
+        evaluation: An evaluation's need beyond all this; 0 if lower.
     """
 
     weights: int
@@ -78,21 +78,21 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """The sum, without what the allocator and CUDA take for themselves."""
+        """Sum, without overhead of the allocator and CUDA."""
         step = self.weights + self.gradients + self.moments + self.activations + self.logits
         return step + max(self.update, self.evaluation)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Predicts the memory of one rank for any micro-batch, as the eager model needs it on a GPU.
+    """Predicts the memory of one rank for any micro-batch, for the eager model on a GPU.
 
     Attributes:
         bf16: Whether the forward pass runs under 16-bit autocast.
-        compiled: A compiled model has the logits of all tokens at once. It also keeps fewer activations,
-            which is not taken into account.
-        num_shards: Ranks that share weights, gradients and moments; 1: every rank has all of them.
-        evaluates: Whether the ranks evaluate, for which sharded weights are gathered into a whole copy.
+        compiled: A compiled model has the logits of all tokens at once. Its savings in activations are
+            ignored.
+        num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
+        evaluates: Whether the ranks evaluate, which gathers an unsharded copy of the weights.
         optimizer, exact: As in the configuration.
     """
 
@@ -106,44 +106,44 @@ class MemoryModel:
 
     @classmethod
     def of(cls, config: Config, world_size: int, shape: GPTShape, bf16: bool) -> MemoryModel:
-        """The memory of a configuration's training, with a shape that need not be its own."""
+        """Model the memory of a configuration, with a shape that may differ from its own."""
         num_shards = world_size if config.train.parallel == "fsdp" else 1
         evaluates = config.eval.eval_mode == "inline"
         train, optimizer = config.train, config.optim.optimizer
         return cls(shape, bf16, train.compile, num_shards, evaluates, optimizer, train.exact)
 
     def predict(self, micro_batch_sequences: int, activation_checkpointing: str) -> TrainingMemory:
-        """The memory for a micro-batch and a mode (`none`, `selective` or `full`)."""
+        """Predict the memory of a micro-batch and mode (`none`, `selective` or `full`)."""
         state = self.shape.num_parameters * _FP32_BYTES
-        whole = TrainingMemory(
+        unsharded = TrainingMemory(
             weights=state,
-            gradients=state * (3 if self.exact else 1),  # the integers are twice as long
+            gradients=state * (3 if self.exact else 1),  # plus int64 sums, twice as long
             moments=moment_bytes(self.shape, self.optimizer),
             activations=self._activations(micro_batch_sequences, activation_checkpointing),
             logits=self._logits(micro_batch_sequences * self.shape.seq_len),
         )
-        memory = whole if self.num_shards == 1 else self._sharded(whole)
+        memory = unsharded if self.num_shards == 1 else self._sharded(unsharded)
         update = update_bytes(self.shape, self.optimizer, self.num_shards)
         return replace(memory, update=max(0, update - memory.activations - memory.logits))
 
     def _activations(self, sequences: int, mode: str) -> int:
-        """One block with all of its activations, the others with what the mode keeps.
+        """All activations of one block, plus those that the mode saves in the others.
 
-        While a block is recomputed, all of its activations exist; without recomputing all blocks are alike.
-        The bytes are linear in layers and sequences, so one and two of each tell the rest.
+        Recomputing a block restores all of its activations; without recomputation all blocks are alike.
+        Bytes are linear in layers and sequences, so one and two of each determine them.
         """
 
-        def kept(num_layers: int, mode: str) -> int:
+        def saved(num_layers: int, mode: str) -> int:
             shape = replace(self.shape, num_layers=num_layers)
-            one, two = (_kept_bytes(shape, num, self.bf16, mode) for num in (1, 2))
+            one, two = (_saved_bytes(shape, num, self.bf16, mode) for num in (1, 2))
             return one + (sequences - 1) * (two - one)
 
-        return kept(1, "none") + (self.shape.num_layers - 1) * (kept(2, mode) - kept(1, mode))
+        return saved(1, "none") + (self.shape.num_layers - 1) * (saved(2, mode) - saved(1, mode))
 
     def _logits(self, tokens: int) -> int:
         vocab, channels = self.shape.padded_vocab_size, self.shape.embd_size
         narrow = _BF16_BYTES if self.bf16 else 0
-        casts = (tokens + vocab) * channels * narrow  # of hidden states and weight
+        casts = (tokens + vocab) * channels * narrow  # hidden states and weight
         if self.compiled:
             return tokens * vocab * 2 * (narrow or _FP32_BYTES) + casts
         at_once = min(tokens, chunk_tokens(vocab, "cuda"))
@@ -153,31 +153,31 @@ class MemoryModel:
         gradients = (tokens + vocab) * channels * _FP32_BYTES
         return logits + gradients + 2 * vocab * channels * narrow
 
-    def _sharded(self, whole: TrainingMemory) -> TrainingMemory:
-        """What is left of the whole state on one of several ranks.
+    def _sharded(self, unsharded: TrainingMemory) -> TrainingMemory:
+        """Memory of one rank when training state is sharded.
 
-        From the forward to the backward pass every rank has the embeddings whole, with their gradient.
-        Of the blocks one at a time is whole, and the next one is being gathered.
+        From the forward to the backward pass every rank holds the full embeddings and their gradient, one
+        full block, and the next block while it is gathered.
         """
         shape = self.shape
         embeddings = shape.embedding_parameters * _FP32_BYTES
         block = shape.block_matrix_parameters * (_BF16_BYTES if self.bf16 else _FP32_BYTES)
         step = replace(
-            whole,
-            weights=whole.weights // self.num_shards + embeddings + 2 * block,
-            gradients=whole.gradients // self.num_shards + embeddings + 2 * block,
-            moments=whole.moments // self.num_shards,
+            unsharded,
+            weights=unsharded.weights // self.num_shards + embeddings + 2 * block,
+            gradients=unsharded.gradients // self.num_shards + embeddings + 2 * block,
+            moments=unsharded.moments // self.num_shards,
         )
         if not self.evaluates:
             return step
-        shards = whole.weights // self.num_shards + step.moments
-        evaluation = shards + whole.weights + whole.logits
+        shards = unsharded.weights // self.num_shards + step.moments
+        evaluation = shards + unsharded.weights + unsharded.logits
         return replace(step, evaluation=max(0, evaluation - step.total))
 
 
 @functools.cache
-def _kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> int:
-    """Bytes that a forward pass leaves allocated besides the parameters."""
+def _saved_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> int:
+    """Bytes allocated after a forward pass, besides the parameters."""
     allocations = _Allocations()
     with FakeTensorMode():
         model = new_model(shape, mode)
@@ -186,12 +186,12 @@ def _kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, mode: str) -> i
             ids = torch.zeros(num_sequences, shape.seq_len, dtype=torch.int64)
             hidden = model.hidden(ids)
         num_bytes = allocations.alive_bytes(without=model.parameters())
-        del hidden  # until here it kept the graph, and so the activations, alive
+        del hidden  # it kept the graph, and so the activations, alive
         return num_bytes
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records all tensors that are made, without keeping them alive."""
+    """Records all created tensors without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,10 +207,10 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def alive_bytes(self, without: Iterable[Tensor]) -> int:
-        """Bytes of what is still alive, except some tensors and their views."""
-        left_out = {tensor.untyped_storage()._cdata for tensor in without}
+        """Bytes still alive, except those of some tensors and their views."""
+        excluded = {tensor.untyped_storage()._cdata for tensor in without}
         return sum(
             num_bytes
             for address, (storage, num_bytes) in self._storages.items()
-            if address not in left_out and not storage.expired()
+            if address not in excluded and not storage.expired()
         )

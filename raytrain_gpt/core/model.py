@@ -1,4 +1,4 @@
-"""What the architectures have in common: sizes, the way from token ids to a loss, and recomputation.
+"""The code shared by all architectures: sizes, token ids to loss, and recomputation.
 
 Shapes: B sequences, T tokens, D channels, H heads, V padded vocabulary.
 """
@@ -53,10 +53,10 @@ class GPTShape:
     """Sizes of a model; only `qwen3` has the last four.
 
     Attributes:
-        num_kv_heads: Heads of keys and values; 0: as many as queries.
-        mlp_size: Channels between the MLP's linear maps; 0: see `default_mlp_size`.
-        tied_embeddings: The head is the embedding.
-        rope_theta: Base of the wavelengths of rotary positions.
+        num_kv_heads: Heads of keys and values; 0 for as many as queries.
+        mlp_size: Inner channels of the MLP; 0 for `default_mlp_size`.
+        tied_embeddings: Whether head and embedding share one matrix.
+        rope_theta: Base of the rotary wavelengths.
     """
 
     num_layers: int
@@ -82,14 +82,14 @@ class GPTShape:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
-        """The shape a configuration asks for with a tokenizer's vocabulary."""
-        known = cls.__dataclass_fields__
-        values = {name: value for name, value in config.field_values().items() if name in known}
+        """Shape of a configuration with a tokenizer's vocabulary."""
+        names = cls.__dataclass_fields__
+        values = {name: value for name, value in config.field_values().items() if name in names}
         return cls(vocab_size=vocab_size, **values)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a configuration that has this shape, see `of`."""
+        """Configuration fields of this shape, the inverse of `of`."""
         absent = {"vocab_size", *(QWEN3_FIELDS if self.architecture == "gpt2" else ())}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
@@ -100,12 +100,12 @@ class GPTShape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the next multiple of 64, for speed on tensor cores."""
+        """Rows of the embedding: rounded up to a multiple of 64, for speed on tensor cores."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def block_matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of a block."""
+        """(rows, columns) of each matrix in a block."""
         d, kv_size = self.embd_size, self.num_kv_heads * self.head_size
         if self.architecture == "gpt2":
             return [(3 * d, d), (d, d), (self.mlp_size, d), (d, self.mlp_size)]
@@ -126,7 +126,7 @@ class GPTShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, a tied embedding once, its padding included."""
+        """Number of parameters, including padding; a tied embedding counts once."""
         d = self.embd_size
         if self.architecture == "gpt2":  # biases of four matrices, two LayerNorms
             vectors, last = 9 * d + self.mlp_size, 2 * d
@@ -137,10 +137,10 @@ class GPTShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations of forward and backward for one token.
+        """FLOPs of forward and backward for one token.
 
-        `6·N + 12·layers·embd_size·seq_len`, N without embeddings that are only looked up. Causal attention
-        counts in full, and recomputed activations do not count: they are no progress.
+        `6·N + 12·layers·embd_size·seq_len`, where N excludes embeddings that are only looked up. Causal
+        attention counts in full; recomputed activations do not count.
         Source: Chowdhery et al., "PaLM" (2022), appendix B.
         """
         looked_up = self.embedding_parameters - self.padded_vocab_size * self.embd_size
@@ -149,18 +149,18 @@ class GPTShape:
 
 
 def default_mlp_size(architecture: str, embd_size: int) -> int:
-    """4 · embd_size; for the three matrices of `qwen3` 8/3 of it, to a multiple of 64: as many parameters."""
+    """4 · embd_size; for `qwen3`, with three matrices instead of two, 8/3 · embd_size, a multiple of 64."""
     if architecture == "gpt2":
         return 4 * embd_size
     return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
 
 
 Layers = Callable[[Tensor, AttentionFn], Tensor]
-"""What a block computes: (B, T, D) -> (B, T, D)."""
+"""A block's computation: (B, T, D) -> (B, T, D)."""
 
 
 class Block(nn.Module, ABC):
-    """One transformer block; its norms are its own, its linear layers those of `attn` and `mlp`."""
+    """One transformer block; it owns the norms, while `attn` and `mlp` hold only linear layers."""
 
     attn: nn.Module
     mlp: nn.Module
@@ -171,7 +171,7 @@ class Block(nn.Module, ABC):
         attend: AttentionFn,
         around: Callable[[Layers, Tensor, AttentionFn], Tensor] | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D); `around` calls the layers."""
+        """(B, T, D) -> (B, T, D); `around` wraps the call of `layers`."""
         return self.layers(x, attend) if around is None else around(self.layers, x, attend)
 
     @abstractmethod
@@ -180,18 +180,17 @@ class Block(nn.Module, ABC):
 
 
 class GPT(nn.Module, ABC):
-    """A language model; an architecture says what it is made of.
+    """A language model; subclasses define the architecture.
 
     Args:
-        activation_checkpointing: What of a block is recomputed in the backward pass: `none`, `selective` or
-            `full`, see `_recomputing`.
-        document_end: The token that closes a document. A token then attends only to those of its own
-            document, and positions count from its start. None: all T tokens are one text.
+        activation_checkpointing: `none`, `selective` or `full`, see `_recomputing`.
+        document_end: Token that closes a document. Tokens then attend only within their document, and
+            positions count from its start. None treats all T tokens as one text.
 
     Attributes:
-        wte: Embedding of the tokens.
-        h: Blocks, (B, T, D) -> (B, T, D), given an `Attend`.
-        ln_f: The last norm.
+        wte: Token embedding.
+        h: Blocks, (B, T, D) -> (B, T, D), given an `AttentionFn`.
+        ln_f: Last norm.
     """
 
     wte: nn.Embedding
@@ -209,13 +208,13 @@ class GPT(nn.Module, ABC):
         self.activation_checkpointing = activation_checkpointing
         self.document_end = document_end
         keep = partial(_policy, shape.embd_size)
-        # Here, since a model that is compiled takes it for a constant.
+        # Created here, since a compiled model treats it as a constant.
         self._selective = partial(create_selective_checkpoint_contexts, keep)
         self.make_layers(shape)
 
     @abstractmethod
     def make_layers(self, shape: GPTShape) -> None:
-        """Set `wte`, `h`, `ln_f` and what else there is, in the order of a token's way through them."""
+        """Set `wte`, `h`, `ln_f` and other layers, in forward order."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -224,20 +223,20 @@ class GPT(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.wte.weight.device
 
     @abstractmethod
     def init_weights(self, seed: int) -> None:
-        """Initialise all weights."""
+        """Initialize all weights."""
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first block gets: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
+        """First block's input: int64 (B, T) and positions (B, T) or (T,) -> (B, T, D)."""
 
     @abstractmethod
     def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
-        """How the blocks' attention knows positions, int64 (B, T) or (T,), in this architecture."""
+        """Add this architecture's positions, int64 (B, T) or (T,), to the blocks' attention."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states: int64 (B, T) -> (B, T, D)."""
@@ -256,26 +255,26 @@ class GPT(nn.Module, ABC):
         return out
 
     def _recomputing(self, layers: Layers, x: Tensor, attend: AttentionFn) -> Tensor:
-        """The output of a block's layers; what is recomputed does not change the gradients.
+        """Compute a block's layers, recomputing activations in the backward pass; gradients are unchanged.
 
-        `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor the
-        linear layers whose outputs the backward pass needs; `full` all but the block's input.
+        `selective` recomputes norms, activations, rotations, dropout and casts, but neither attention nor
+        linear layers whose outputs the backward pass needs; `full` recomputes everything.
         """
         if self.activation_checkpointing == "none" or not self.training:
             return layers(x, attend)
         contexts: dict[str, Any] = {}
         if self.activation_checkpointing == "selective":
             contexts["context_fn"] = self._selective
-        is_random = self.shape.dropout > 0  # dropout must be the same the second time
+        is_random = self.shape.dropout > 0  # dropout must repeat exactly
         again: Tensor = checkpoint(
             layers, x, attend, use_reentrant=False, preserve_rng_state=is_random, **contexts
         )
         return again
 
     def _attend_within(self, starts: Tensor, dropout: float) -> AttentionFn:
-        """The attention of all blocks, by a fused kernel if a GPU trains and there is one for this model.
+        """Attention of all blocks; by a fused kernel when training on a GPU, if one supports this model.
 
-        Selective checkpointing keeps outputs of single operators, and cannot see into a compiled kernel.
+        Selective checkpointing saves outputs of single operators, which a compiled kernel hides.
         """
         shape = self.shape
         if (
@@ -292,14 +291,11 @@ class GPT(nn.Module, ABC):
     def hidden_with_cache(
         self, ids: Tensor, positions: Tensor, attend_by_layer: Sequence[AttentionFn]
     ) -> Tensor:
-        """Final hidden states of tokens that may attend to more than each other, as with a cache.
+        """Final hidden states (B, T, D) where attention also sees cached tokens.
 
         Args:
             ids: int64 (B, T).
             positions: int64 (B, T) or (T,), below seq_len.
-
-        Returns:
-            (B, T, D)
         """
         x, positional_attention = self.embed(ids, positions), self.positional_attention(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
@@ -316,8 +312,8 @@ class GPT(nn.Module, ABC):
 
         Args:
             ids: int64 (B, T).
-            targets: int64 (B, T); positions with −100 do not count.
-            reduction: `mean`: a scalar; `none`: (B, T).
+            targets: int64 (B, T); −100 is ignored.
+            reduction: `mean` for a scalar, `none` for (B, T).
         """
         return head_loss(self.hidden(ids), self.head_weight, targets, reduction)
 
@@ -325,7 +321,7 @@ class GPT(nn.Module, ABC):
 def _policy(embd_size: int, _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if operation in _LINEAR_OPERATORS:
         rows = args[-2]
-        # Of a block's linear layers only the last one reads another size; its output is only added.
+        # Only a block's last linear layer has a different input size; nothing else reads its output.
         is_needed = rows.shape[1] == embd_size
     else:
         is_needed = operation in _ATTENTION_OPERATORS

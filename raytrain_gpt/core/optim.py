@@ -1,4 +1,4 @@
-"""The optimizer with weight decay on matrices and embeddings only, its learning rate, and its update."""
+"""The optimizer, its learning rate and its update; only matrices and embeddings decay."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ def build_optimizer(
     matmul_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over a model's parameters, or Muon for the matrices of its blocks.
-
-    Weights with two dimensions decay; biases and norms do not.
+    """Build AdamW, or Muon for the blocks' matrices and AdamW for the rest.
 
     Args:
-        matmul_dtype: Type of matrix products under autocast; None: there is no autocast.
-        group: Ranks that share Muon's work; None: this process alone.
+        matmul_dtype: Type of matrix products under autocast, or None without autocast.
+        group: Ranks that share Muon's work, or None for this process only.
     """
-    # GPT-2 has the maps to queries, keys and values in one matrix; apart they train better.
+    # GPT-2 fuses the query, key and value projections; Muon trains better on them separately.
     matrices = [
         (p, 3 if name.endswith("c_attn.weight") else 1)
         for name, p in model.h.named_parameters()
@@ -59,11 +57,11 @@ def build_optimizer(
 def learning_rate(step: int, config: OptimSection, max_steps: int) -> float:
     """Learning rate of the update after `step` updates.
 
-    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`; then cosine
-    `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)` and `min_lr` from max_steps on
-    (Loshchilov, Hutter, "SGDR", 2017), or warm-up–stable–decay, linear to `min_lr` over the last
-    `decay_fraction` of max_steps (Hu et al., "MiniCPM", 2024), which may begin during the warm-up: the lower
-    one counts; or constant.
+    Warm-up is linear, `peak_lr·(step+1)/warmup_steps`. Then `cosine` is
+    `min_lr + ½(1+cos(π·(step−warmup)/(max−warmup)))·(peak_lr−min_lr)`, and `min_lr` from max_steps on
+    (Loshchilov, Hutter, "SGDR", 2017). `wsd` decays linearly to `min_lr` over the last `decay_fraction` of
+    max_steps (Hu et al., "MiniCPM", 2024), and the lower value counts during an overlapping warm-up.
+    `constant` stays at `peak_lr`.
     """
     rising = config.peak_lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
     drop = config.peak_lr - config.min_lr
@@ -87,16 +85,16 @@ def update(
     loss_scale: LossScale | None = None,
     keeps_gradients: bool = False,
 ) -> Tensor:
-    """One optimizer step with clipped gradients, which are dropped or zeroed afterwards.
+    """Take one optimizer step with clipped gradients, then drop or zero them.
 
-    If a gradient is not finite, no weight and no moment changes. The device decides that by itself, so it
-    costs no synchronisation.
+    If a gradient is not finite, weights and moments stay unchanged. The device decides, without
+    synchronization.
 
     Args:
         optimizer: A `build_optimizer` over `parameters`.
         grad_clip: Largest global gradient norm.
-        loss_scale: The gradients are divided by its factor, and it is adjusted; None: no scaling.
-        keeps_gradients: They stay as tensors of zeros.
+        loss_scale: Divides the gradients and is adjusted, or None without scaling.
+        keeps_gradients: Zero the gradients in place instead of dropping them.
 
     Returns:
         The global gradient norm before clipping, a scalar on the device.
@@ -108,8 +106,8 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = lr
     not_finite = ~torch.isfinite(norm)
-    # A fused AdamW divides gradients by `grad_scale` and does nothing if `found_inf` is set; torch made both
-    # for its GradScaler. Clipping this way saves a pass through all gradients.
+    # Fused AdamW divides gradients by `grad_scale` and skips the step if `found_inf` is set, both made for
+    # torch's GradScaler. Clipping this way saves a pass over all gradients.
     divisor = factor * ((norm + 1e-6) / grad_clip).clamp(min=1.0)
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = not_finite.float()  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""Sharding (FSDP2): each rank keeps its part of every weight, gradient and moment, in fp32.
+"""Sharding (FSDP2): each rank holds a shard of every weight, gradient and moment, in fp32.
 
-1. `shard` splits the parameters of a model, initialised or loaded, along their first dimension.
-2. The linear layers of a block are gathered together for its forward and its backward pass, in the type
-   that autocast would cast them to anyway; embeddings and norms are gathered in fp32. So the arithmetic is
-   that of an unsharded model, and only sums over ranks are taken in another order. They are gathered
-   before a block is called and given up behind it, so that what is compiled or recomputed is a whole block.
+1. `shard` splits the parameters of an initialized or loaded model along their first dimension.
+2. A block's linear layers are gathered together for its forward and backward pass, in the type that autocast
+   would cast them to; embeddings and norms are gathered in fp32. The arithmetic is that of an unsharded
+   model, except for the summation order over ranks. Gathering happens around the call of a block, so that
+   a complete block is compiled or recomputed.
 3. Gradients are summed in fp32, and each rank updates its shards.
-4. `full_tensor` puts a sharded tensor together again, `gathered_weights` a model to evaluate.
+4. `full_tensor` gathers a sharded tensor, `gathered_weights` a model for evaluation.
 
-torch's sharding takes more than a second to import, so it is imported where it is used.
+torch's sharding takes more than a second to import, so it is imported on use.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ def shard(
     """Split a model's parameters among the ranks, in place.
 
     Args:
-        model: The whole model, the same on all ranks, on any device.
-        matmul_dtype: Type of matrix products under autocast; None: there is no autocast.
-        group: The ranks; None: the default group.
+        model: Unsharded, equal on all ranks, on any device.
+        matmul_dtype: Type of matrix products under autocast, or None without autocast.
+        group: The ranks, or None for the default group.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if group is None:
         group = dist.group.WORLD
-    assert group is not None, "torch.distributed is initialised"
+    assert group is not None, "torch.distributed must be initialized"
     mesh = DeviceMesh.from_group(group, device.type)
     linear_policy = MixedPrecisionPolicy(
         param_dtype=matmul_dtype,
         reduce_dtype=None if matmul_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
-    linear = {p for block in model.h for part in (block.attn, block.mlp) for p in part.parameters()}  # type: ignore[union-attr]
-    # The whole model first: after its blocks it would not get their norms.
+    layers = [layer for block in model.h for layer in (block.attn, block.mlp)]
+    linear = {p for layer in layers for p in layer.parameters()}  # type: ignore[union-attr]
+    # The outer model first: after its blocks it would not get their norms.
     fully_shard(model, mesh=mesh, ignored_params=linear)
     for block in model.h:
         others = set(block.parameters()) - linear
@@ -61,10 +62,10 @@ def shard(
 def gradient_sync(
     model: nn.Module, synchronized: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """A context for a forward and backward pass; without `synchronized` DDP only accumulates its gradients.
+    """Context for a forward and backward pass; unless `synchronized`, DDP only accumulates gradients.
 
-    A sharded model averages gradients over the ranks after every pass: accumulated ones would be whole on
-    every rank, in fp32, and saving memory is what a model is sharded for.
+    A sharded model reduces gradients after every pass: accumulating them would need full fp32 gradients on
+    every rank, which sharding avoids.
     """
     if synchronized or not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
@@ -72,15 +73,15 @@ def gradient_sync(
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether gradients stay in memory between steps: with DDP they are parts of the buckets it sends.
+    """Whether gradients stay in memory between steps, as DDP's are views of its buckets.
 
-    Dropped, they would get memory of their own in the next step's first passes, and have the buckets besides.
+    If dropped, they would get separate memory in the next step's first passes, besides the buckets.
     """
     return isinstance(model, DistributedDataParallel)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor in one piece, a collective of all ranks; any other tensor as it is."""
+    """Gather a sharded tensor, a collective of all ranks; return any other unchanged."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     gathered: Tensor = tensor.full_tensor()
@@ -88,20 +89,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor on the device of a parameter of its shape; if that is sharded, this rank's shard of it."""
+    """Move a tensor to a parameter's device, or to this rank's shard of it if the parameter is sharded."""
     if not hasattr(parameter, "full_tensor"):
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(parameter, DTensor)
-    # Every rank has read the same tensor: with None torch does not broadcast rank 0's.
+    # Every rank has read the same tensor; None skips the broadcast from rank 0.
     mesh, placements = parameter.device_mesh, parameter.placements
-    own = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-    return own.clone()  # a view would keep all of the tensor alive
+    distributed = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return distributed.clone()  # a view would keep the full tensor alive
 
 
 def make_eval_model(model: GPT) -> GPT:
-    """The model itself; if it is sharded, another one without memory until `gathered_weights`.
+    """The model, or, if it is sharded, an unsharded twin on the meta device for `gathered_weights` to fill.
 
     A forward pass of a sharded model is a collective, but in an evaluation the ranks have different
     numbers of batches, and only one of them draws samples.
@@ -114,10 +115,9 @@ def make_eval_model(model: GPT) -> GPT:
 
 @contextlib.contextmanager
 def gathered_weights(model: GPT, to: GPT) -> Iterator[None]:
-    """Give the model to evaluate its full weights while the context lasts.
+    """Give `make_eval_model(model)` the full weights inside the context.
 
-    All ranks enter together. Each needs memory for the whole model in fp32. `to` is the
-    `make_eval_model` of the one that is trained.
+    All ranks enter together. Each needs fp32 memory for the unsharded model.
     """
     if to is model:
         yield

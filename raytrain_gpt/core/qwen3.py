@@ -1,7 +1,7 @@
 """Qwen3: rotary positions, RMSNorm, norms of queries and keys, gated MLP, grouped heads, no biases.
 
-Source: Qwen Team, "Qwen3 Technical Report" (2025); modules are called as in transformers. Rotary positions:
-Su et al., "RoFormer" (2021). Shapes: B sequences, T tokens, D channels, H heads, K of keys and values.
+Source: Qwen Team, "Qwen3 Technical Report" (2025); module names as in transformers. Rotary positions:
+Su et al., "RoFormer" (2021). Shapes: B sequences, T tokens, D channels, H query heads, K key/value heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RMS_NORM_EPS = 1e-6
 
 
 class RMSNorm(nn.RMSNorm):
-    """Of the last dimension, in the type of what it gets (Zhang, Sennrich, 2019)."""
+    """RMSNorm over the last dimension, in its input's dtype (Zhang, Sennrich, 2019)."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, eps=RMS_NORM_EPS)
@@ -30,7 +30,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Qwen3Attention(nn.Module):
-    """Self-attention of all heads; its norms are the block's, so that it has matrices only."""
+    """Self-attention of all heads; it holds only matrices, the block has its norms."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3MLP(nn.Module):
-    """A linear map gated by another one, and one back (Shazeer, "GLU Variants", 2020)."""
+    """Gated MLP (Shazeer, "GLU Variants", 2020)."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Qwen3(GPT):
         return self.wte.weight if self.shape.tied_embeddings else self.lm_head.weight
 
     def init_weights(self, seed: int) -> None:
-        """Std 0.02; what a block adds and the head of its own begin with zeros."""
+        """Std 0.02; zeros for the blocks' output projections and an untied head."""
         generator = torch.Generator().manual_seed(seed)
         for name, module in self.named_modules():
             if name.endswith(("o_proj", "down_proj", "lm_head")):
@@ -117,31 +117,31 @@ class Qwen3(GPT):
                 nn.init.normal_(module.weight, std=INIT_STD, generator=generator)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Token embeddings; positions are in the attention."""
+        """Token embeddings; positions enter in the attention."""
         out: Tensor = self.wte(ids)  # (B, T, D)
         return out
 
     def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
-        """Attention of queries and keys that are rotated by their positions."""
+        """Rotate queries and keys by their positions."""
         half = self.shape.head_size // 2
         exponents = torch.arange(half, device=positions.device) / half
         frequencies = 1 / self.shape.rope_theta**exponents  # radians per position
         angles = positions[..., None] * frequencies  # (B, T, D/2H) or (T, D/2H)
         if positions.dim() == 2:
-            angles = angles[:, None]  # the same for all heads
+            angles = angles[:, None]  # equal for all heads
         cos, sin = angles.cos(), angles.sin()
 
-        def of(attend: AttentionFn) -> AttentionFn:
+        def rotated(attend: AttentionFn) -> AttentionFn:
             def attend_rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 q, k = (_rotated(x, cos, sin).to(v.dtype) for x in (q, k))
                 return attend(q, k, v)
 
             return attend_rotated
 
-        return of
+        return rotated
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channel i and i + D/2H of every head, turned: (B, H, T, D/H) -> (B, H, T, D/H)."""
+    """Rotate channels i and i + D/2H of every head: (B, H, T, D/H) -> (B, H, T, D/H)."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

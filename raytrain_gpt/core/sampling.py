@@ -1,6 +1,6 @@
-"""From logits to tokens: temperature, top-k and top-p, and one uniform number for each token.
+"""Logits to tokens: temperature, top-k, top-p and one uniform number per token.
 
-Scores of tokens come from the logits as they are.
+Token scores use the unmodified logits.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from raytrain_gpt.config.call_options import SamplingOptions
 
 TINY_TEMPERATURE = 1e-30
-"""Divisor in place of a temperature of 0 or too small for float32."""
+"""Replaces a temperature that is 0 or too small for float32."""
 BELOW_1 = 1 - 2**-24
-"""The largest float32 below 1."""
+"""Largest float32 below 1."""
 MAX_LOGPROBS = 5
-"""Most likely tokens whose log-probabilities are told."""
+"""Top log-probabilities reported per token."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """How likely the model took a token to be, whatever the temperature, top_k and top_p.
+    """Likelihood of a token, independent of temperature, top_k and top_p.
 
     Attributes:
-        logprob: In nats; None for the first token of a prompt, which nothing predicts.
-        top: The most likely tokens in its place with their log-probabilities, best first.
+        logprob: In nats; None for the first token of a prompt.
+        top: Most likely tokens at its position with their log-probabilities, best first.
     """
 
     token: int
@@ -37,12 +37,12 @@ class TokenScore:
 
 
 def token_scores(logits: Tensor, tokens: Sequence[int]) -> list[TokenScore]:
-    """Scores of N tokens by their logits, float32 (N, V) without padded ids."""
+    """Score N tokens by their logits, float32 (N, V) without padded ids."""
     logprobs = torch.log_softmax(logits, 1)  # (N, V)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     values, ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]))  # (N, k)
-    top = [list(zip(*of, strict=True)) for of in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [TokenScore(*of) for of in zip(tokens, own.tolist(), top, strict=True)]
+    top = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenScore(*row) for row in zip(tokens, chosen.tolist(), top, strict=True)]
 
 
 def draw_tokens(
@@ -56,9 +56,9 @@ def draw_tokens(
         uniforms: One per row, in [0, 1).
 
     Returns:
-        N tokens; any token of the vocabulary where a row is not finite.
+        N tokens; arbitrary for rows that are not finite.
     """
-    # Rows with the same k are drawn together, so that a row's sums do not depend on other rows' options.
+    # Rows are grouped by k, so that a row's sums do not depend on other rows' options.
     rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
     vocab_size = logits.shape[1]
     for row, wanted in enumerate(options):
@@ -66,10 +66,10 @@ def draw_tokens(
         rows_by_k[k, k < vocab_size or wanted.top_p < 1].append(row)
     tokens = [0] * len(options)
     for (k, ranked), rows in rows_by_k.items():
-        own = [(options[row], uniforms[row]) for row in rows]
+        group_options = [(options[row], uniforms[row]) for row in rows]
         numbers = [
             (max(wanted.temperature, TINY_TEMPERATURE), wanted.top_p, min(uniform, BELOW_1))
-            for wanted, uniform in own
+            for wanted, uniform in group_options
         ]
         group = logits if len(rows) == len(options) else logits[rows]
         drawn = _draw_group(group, k, ranked, torch.tensor(numbers, device=logits.device))
@@ -79,11 +79,11 @@ def draw_tokens(
 
 
 def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
-    """One token per row, int64 (N,).
+    """Sample one token per row, int64 (N,).
 
     Args:
-        logits: float32 (N, V)
-        ranked: Whether the tokens must be sorted by probability first.
+        logits: float32 (N, V).
+        ranked: Whether to sort the tokens by probability first.
         numbers: float32 (N, 3): temperature, top_p, uniform.
     """
     temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
@@ -95,6 +95,6 @@ def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor
     if ranked:
         weights = weights.where(weights.cumsum(1) - weights < top_p, 0)
     reached = weights.cumsum(1)  # (N, k)
-    # The first token past the uniform number; rounding must never select one of weight 0.
+    # First token past the uniform number; rounding must never select one of weight 0.
     beyond = (reached > uniform * reached[:, -1:]) & (weights > 0)
     return ids.gather(1, beyond.int().argmax(1, keepdim=True))[:, 0]

@@ -1,9 +1,9 @@
-"""Which steps are bad: not finite, or a loss or gradient norm far above the recent ones.
+"""Bad steps: not finite, or a loss or gradient norm far above recent ones.
 
-A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low
-values never are. Steps with a bad loss stay out of mean and deviation, so that a long spike cannot become
-normal, and count towards `spike_patience`. A high gradient norm alone is marked, but does not count, since
-clipping bounds its update, and it enters the window, since norms may settle at a higher level.
+A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low values
+never are. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
+and count toward `spike_patience`. A high gradient norm by itself is recorded but does not count, since
+clipping bounds its update; it enters the window, since norms may settle at a higher level.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import fmean
 from raytrain_gpt.config.sections import SpikesSection
 
 _LEAST_DEVIATION = 0.01
-"""As a fraction of the mean: if values hardly vary, a small step up is no spike."""
+"""Fraction of the mean; if values hardly vary, a small step up is no spike."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BadStep:
 
     Attributes:
         finite: Whether loss and gradient norm were finite; if not, the update was skipped.
-        loss_zscore: Standard deviations of the loss above the rolling mean; None: too few steps for one.
+        loss_zscore: Standard deviations of the loss above the rolling mean, or None with too few steps.
         grad_norm_zscore: The same for the gradient norm.
     """
 
@@ -38,7 +38,7 @@ class BadStep:
 
 @dataclass(frozen=True)
 class BadStreak:
-    """So many bad steps in a row that the run rolls back to before them.
+    """Bad steps in a row that require a rollback to before them.
 
     Steps and global batches are those of the first bad step and of the one that exhausted the patience.
     """
@@ -53,12 +53,12 @@ class SpikeDetector:
     """Judges steps in order.
 
     Args:
-        config: Thresholds; with `spike_detection` off only values that are not finite are bad.
+        config: Thresholds; without `spike_detection` only values that are not finite are bad.
         before: (step, loss, gradient norm, loss scale) of earlier steps, so that a resumed run judges like
             an uninterrupted one.
 
     Attributes:
-        streak: Consecutive steps with a bad loss up to now.
+        streak: Latest consecutive steps with a bad loss.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class SpikeDetector:
     def judge(
         self, step: int, loss: float, grad_norm: float, loss_scale: float | None = None
     ) -> BadStep | None:
-        """What is wrong with a step; None: nothing.
+        """Describe a bad step, or return None for a good one.
 
-        A step whose gradients overflowed only because of its loss scale is ignored: it changed nothing.
+        Steps whose gradients overflowed only because of the loss scale are ignored: they changed nothing.
         """
         if overflowed(loss, grad_norm, loss_scale):
             return None
@@ -111,12 +111,12 @@ def _zscore(value: float, window: deque[float]) -> float | None:
     if len(window) < window.maxlen // 4:
         return None
     mean = fmean(window)
-    # statistics.pstdev is exact but ten times slower, which shows when a step takes milliseconds.
+    # statistics.pstdev is exact but ten times slower, which matters for steps of milliseconds.
     deviation = math.sqrt(fmean((x - mean) * (x - mean) for x in window))
     return (value - mean) / max(deviation, _LEAST_DEVIATION * abs(mean), 1e-12)
 
 
 def overflowed(loss: float, grad_norm: float, loss_scale: float | None) -> bool:
-    """Whether a step's gradients left the range of fp16 only because of the loss scale's factor."""
+    """Whether gradients left fp16's range only because of the loss scale."""
     finite = abs(loss) < math.inf
     return loss_scale is not None and loss_scale > 1 and finite and not grad_norm < math.inf

@@ -1,6 +1,6 @@
-"""Training state to and from files of named full tensors: safetensors only, so reading runs no code.
+"""Training state in files of named full tensors: safetensors only, so reading runs no code.
 
-The files are the same whether the state was sharded or not; every rank reads its shards from them.
+The files do not depend on sharding; every rank reads its shards from them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class HostSnapshot:
-    """One of `num_parts` parts of the training state, copied into memory that is reused from copy to copy.
+    """One of `num_parts` shares of the training state, copied to reused host memory.
 
-    Part 0 has the whole model file; the moments are distributed so that all parts are about equally large.
-    Taking a copy costs a pass through memory; it can be written while training continues.
+    Share 0 has the complete model file; the moments are distributed to balance sizes. A copy costs one pass
+    through memory and can be written while training continues.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class HostSnapshot:
         self._copies = {k: copy for file in self._files.values() for k, copy in file.items()}
 
     def refresh(self) -> None:
-        """Take the copy; waits for the device.
+        """Copy the state; waits for the device.
 
-        The ranks of a sharded model call it together: each tensor is gathered on all of them while it is
-        copied, so there is never more than one besides the shards.
+        Ranks of a sharded model call it together. Tensors are gathered and copied one at a time, so at most
+        one full tensor exists besides the shards.
         """
         devices = set()
         for name, source in self._sources():
@@ -68,30 +68,30 @@ class HostSnapshot:
             synchronize(device)
 
     def _sources(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole state, in the same order on all ranks."""
+        """Yield all state tensors, in the same order on all ranks."""
         for name, parameter in self._parameters.items():
             yield name, parameter.detach()
             for key in optimizer_keys(self._optimizer, parameter):
                 yield f"{name}/{key}", self._optimizer.state[parameter][key]
 
     def files(self) -> list[str]:
-        """Names of this part's files."""
+        """File names of this share."""
         return list(self._files)
 
     def write(self, file: str, path: Path) -> None:
         """Write one file as of the last copy."""
-        # With more metadata keys the bytes would differ between processes.
+        # More metadata keys would make the bytes differ between processes.
         save_file(self._files[file], path, metadata={"format": "pt"})
 
 
 def optimizer_keys(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Names of what the optimizer keeps for a parameter."""
+    """Names of the optimizer's tensors for a parameter."""
     by_muon = MOMENTUM_BUFFER in optimizer.state[parameter]
     return (MOMENTUM_BUFFER,) if by_muon else _ADAMW_KEYS
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.AdamW, num_parts: int) -> dict[str, int]:
-    """Parameter name -> the part with its moments."""
+    """Parameter name -> index of the share with its moments."""
     loads = [0] * num_parts
     loads[0] = sum(parameter.numel() for parameter in model.parameters())
     parts = {}
@@ -111,8 +111,8 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
     """Read the weights of a checkpoint's files into a model of the same shape.
 
     Args:
-        model: Whole, not sharded.
-        crop_context: The model may have a shorter context; it gets the first positions.
+        model: Not sharded.
+        crop_context: Allow a shorter context, which takes the first positions.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the shapes differ.
@@ -125,25 +125,25 @@ def load_model(directory: Path, model: nn.Module, crop_context: bool = False) ->
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise CheckpointError(
-                f"{directory} has {name} {theirs.get(name, 'missing')}, the model "
-                f"{ours.get(name, 'none of it')}; use the configuration it was trained with"
+                f"{directory} has {name} {theirs.get(name, 'missing')}, but the model has "
+                f"{ours.get(name, 'none')}; use the configuration it was trained with"
             )
     model.load_state_dict(tensors)
 
 
 def check_model_size(directory: Path, shape: GPTShape) -> None:
-    """Compare a checkpoint's tensors with a model that is yet to be made, before it takes memory.
+    """Compare a checkpoint's size with its configuration, before a model takes memory.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or has another number of parameters.
+        CheckpointError: the file is missing or damaged, or has a different number of parameters.
     """
     with _opened(directory / MODEL_FILE) as file:
         stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     if stored != shape.num_parameters:
         raise CheckpointError(
-            f"{directory / MODEL_FILE} has {stored} parameters, another number than its configuration "
-            f"(num_layers={shape.num_layers}, embd_size={shape.embd_size}, seq_len={shape.seq_len}, "
-            f"vocab_size={shape.vocab_size}); use another checkpoint"
+            f"{directory / MODEL_FILE} has {stored} parameters, but its configuration gives "
+            f"{shape.num_parameters} (num_layers={shape.num_layers}, embd_size={shape.embd_size}, "
+            f"seq_len={shape.seq_len}, vocab_size={shape.vocab_size}); use a different checkpoint"
         )
 
 
@@ -153,18 +153,18 @@ def load_optimizer(
     optimizer: torch.optim.AdamW,
     listed: Container[str] | None = None,
 ) -> None:
-    """Read the optimizer's state from a checkpoint's files; a sharded model's ranks keep their shards.
+    """Read the optimizer's state from a checkpoint's files; sharded models read shards.
 
     Args:
-        listed: Names of the files that belong to the checkpoint; None: all that are there.
+        listed: File names in the checkpoint, or None for all existing ones.
 
     Raises:
         CheckpointError: the files are missing or damaged, lack tensors of the model, or have other shapes.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    there = sorted(directory.glob("optim-*.safetensors"))
-    for path in [path for path in there if listed is None or path.name in listed]:
+    paths = sorted(directory.glob("optim-*.safetensors"))
+    for path in [path for path in paths if listed is None or path.name in listed]:
         for full_name, tensor in _tensors(path):
             name, _, key = full_name.rpartition("/")
             parameter = parameters.get(name)
@@ -173,7 +173,7 @@ def load_optimizer(
             wanted = () if key == "step" else tuple(parameter.shape)
             if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
-                    f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, the model "
+                    f"{directory} has optimizer state {full_name} {tuple(tensor.shape)}, but the model has "
                     f"{wanted}; use the configuration it was trained with"
                 )
             states[name][key] = (
@@ -187,7 +187,7 @@ def load_optimizer(
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors one by one, so that a rank that keeps shards never holds the whole state."""
+    """Yield tensors one by one, so that a rank with shards never holds the full state."""
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             yield name, file.get_tensor(name)

@@ -1,7 +1,7 @@
 """One attempt of a run: one `fit()` of Ray with its recorder, watched until it ends.
 
-`fit()` runs in a thread. The main thread shows console lines, passes a stop on, and watches: for ranks
-that make no progress, for more workers that have become possible, and for the lease.
+`fit()` runs in a thread. The main thread prints console lines, forwards a stop signal, and watches for
+stalled ranks, for capacity for more workers, and for the lease.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 STACKS_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 300.0
-"""Longest time until every rank's process has reported; their resources come within 60 s or not at all."""
+"""Longest time until every rank's process has reported; Ray grants resources within 60 s or not at all."""
 END_TIMEOUT_S = 120.0
-"""Longest time from the ranks' leaving to the end of `fit()`, before its controller counts as hung."""
+"""Longest time from the ranks' exit to the end of `fit()`, after which its controller counts as hung."""
 TORCH_TIMEOUT_S = 600
-"""Longest wait in a collective of torch. Its default, 30 minutes, is how long the surviving ranks of a dead
-one would hang before Ray Train sees them fail."""
+"""Longest wait in a torch collective. Survivors of a dead rank would otherwise hang for torch's default of
+30 minutes before Ray Train sees them fail."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: What `fit()` raised, or what is missing.
-        user_error: Our own error inside `error`, which no other attempt would get past.
-        gone_back_to: Where the rollback led; None: to step 0.
+        error: Exception of `fit()`, or what is missing.
+        user_error: Our own error inside `error`, which a retry would meet again.
+        gone_back_to: Checkpoint rolled back to, or None for step 0.
     """
 
     kind: Kind
@@ -65,14 +65,14 @@ class AttemptEnd:
 def classify_end(
     outcome: CleanExit | None, error: Exception | None, *, stopping: bool, hung: bool
 ) -> AttemptEnd:
-    """How an attempt ended.
+    """Classify the end of an attempt.
 
     Args:
-        outcome: What the workers told the recorder when they left; None: they died, or it did.
-        hung: The ranks were killed because one of them made no progress.
+        outcome: The workers' report on exit, or None if they or the recorder died.
+        hung: The ranks were killed because one of them stalled.
     """
     if outcome is not None:
-        # They have saved and left; an error that Ray raises afterwards loses nothing.
+        # The workers have saved and exited; a later error from Ray loses nothing.
         if outcome.bad_streak is not None:
             return AttemptEnd("rolled_back", bad_streak=outcome.bad_streak)
         if outcome.left_for == "preempted":
@@ -89,12 +89,12 @@ def classify_end(
 
 @dataclass
 class Attempt:
-    """One `fit()`: made, run, closed.
+    """One `fit()`: created, run, closed.
 
     Attributes:
-        killed: Set where `stop` means that the run was interrupted; a sweep stops a trial without it.
-        evaluations: Evaluates the checkpoints asynchronously; None: the workers evaluate.
-        evaluated: In a trial of a sweep, called with every evaluation but the last, while the ranks wait.
+        killed: Set if `stop` means an interrupted run; a sweep ends a trial without it.
+        evaluations: Evaluates checkpoints asynchronously, or None if the workers evaluate.
+        evaluated: For a sweep's trial, called with every evaluation but the last, while the ranks wait.
     """
 
     spec: WorkerSpec
@@ -116,10 +116,10 @@ class Attempt:
         self._scale_up = ScaleUp(self.spec.plan.config, self.spec.plan.world_size)
 
     def run(self) -> AttemptEnd:
-        """Train until the workers have left or died.
+        """Train until the workers have exited or died.
 
         Raises:
-            ClusterError: another run took the name over.
+            ClusterError: another run took over the name.
         """
         self.recorder = ActorRecorder(self.recorder_spec)
         self.spec = replace(self.spec, recorder=self.recorder)
@@ -158,7 +158,10 @@ class Attempt:
                     if not self.recorder.ask("is_training"):
                         self._kill_ranks()
                         return None
-                    self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+                    self.log(
+                        "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without "
+                        "saving)"
+                    )
                     self.recorder.send("command", "stop")
                 self._watch()
         except ray.exceptions.RayActorError as error:
@@ -178,6 +181,10 @@ class Attempt:
                 self.recorder.send("command", "continue_run")
 
     def _watch(self) -> None:
+        # Each phase has its own timeout. Until all ranks are training, START_TIMEOUT_S bounds the start of
+        # their processes, since compiling may take longer than hang_timeout_s. While they train,
+        # hang_timeout_s bounds the time without progress of any rank. After they exit, a stalled rank is
+        # normal, so only END_TIMEOUT_S applies, to Ray's controller.
         now = time.monotonic()
         if now - self._watched_at < WATCH_EVERY_S:
             return
@@ -186,7 +193,7 @@ class Attempt:
             self._kill_ranks()
             self.lease.check()
         if not self._is_training:
-            remove_orphaned_groups()  # this attempt may be waiting for what a dead one holds
+            remove_orphaned_groups()  # this attempt may be waiting for a dead one's resources
             self._is_training = self.recorder.ask("is_training")
             self._watch_start(now)
         if self._left_at is None and self.recorder.ask("outcome") is not None:
@@ -200,7 +207,7 @@ class Attempt:
             self._dump_stacks(timeout_s)
             self._kill_ranks()
         if self._scale_up.is_due(cluster_resources, now):
-            self.log("more workers are possible: saving a checkpoint and restarting with them")
+            self.log("capacity for more workers: saving a checkpoint and restarting with them")
             self.recorder.send("command", "stop")
 
     def _watch_start(self, now: float) -> None:
@@ -211,36 +218,37 @@ class Attempt:
         if num_started < world_size:
             self._hung = True
             self.log(
-                f"{num_started} of {count(world_size, 'worker')} started within {START_TIMEOUT_S:g} s"
+                f"only {num_started} of {count(world_size, 'worker')} started within {START_TIMEOUT_S:g} s"
             )
             kill_controllers()
 
     def _watch_end(self, since_left_s: float) -> None:
-        """End a controller of Ray Train that hangs after its workers have saved and left."""
+        """Kill a Ray Train controller that hangs after its workers have saved and exited."""
         if since_left_s >= END_TIMEOUT_S and not self._controller_hung:
             self._controller_hung = True
             self.log(
-                f"Ray Train has not ended {END_TIMEOUT_S:g} s after its workers left; ending it"
+                f"Ray Train still running {END_TIMEOUT_S:g} s after its workers exited; killing its "
+                "controller"
             )
             kill_controllers()
 
     def _dump_stacks(self, timeout_s: float) -> None:
-        """Show and write where all ranks are, so that the one that hangs can be told."""
+        """Log and save the stacks of all ranks, to identify the hung one."""
         self.recorder.send("command", "dump")
         stacks: dict[int, str] = self.recorder.ask("take_stacks", STACKS_TIMEOUT_S)
         ranks: dict[int, RankState] = self.recorder.ask("ranks")
         self.log(f"no progress for {timeout_s:g} s (hang_timeout_s); stacks of all ranks:")
         texts = []
         for rank, state in sorted(ranks.items()):
-            missing = f"does not answer (process {state.pid})"
+            missing = f"does not respond (process {state.pid})"
             texts.append(f"[rank {rank}] {stacks.get(rank, missing).rstrip()}")
             self.log(texts[-1])
         path = self.recorder_spec.sync.work_dir / f"stacks-{self.spec.attempt:03d}.txt"
-        with contextlib.suppress(OSError):  # they are on the console, too
+        with contextlib.suppress(OSError):  # the console also shows them
             path.write_text("\n".join(texts) + "\n", "utf-8")
 
     def _kill_ranks(self) -> None:
-        """End all workers at once."""
+        """Kill all workers immediately."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         ranks: dict[int, RankState] = self.recorder.ask("ranks")
         for state in ranks.values():
@@ -248,17 +256,17 @@ class Attempt:
                 kill_process(state.node_id, state.pid)
 
     def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Write the attempt's last event; a dead recorder cannot."""
+        """Write the attempt's last event, unless the recorder is dead."""
         details = {} if end.error is None else {"error": root_cause(end.error)}
         with contextlib.suppress(ray.exceptions.RayActorError):
             self.recorder.ask("add_event", resume_step(newest), end.kind, **details)
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """Finish all files and hand them to the trackers; a dead recorder's next one does so."""
+        """Finish all files and hand them to the trackers; after a dead recorder, the next one does."""
         statuses = {"finished": "FINISHED", "failed": "FAILED", "hung": "FAILED"}
         status = statuses.get(end.kind, "KILLED")
         if end.kind == "stopped" and not self.killed.is_set():
-            status = "FINISHED"  # a trial that has trained as long as its sweep wanted
+            status = "FINISHED"  # the sweep ended this trial as complete
         with contextlib.suppress(ray.exceptions.RayActorError):
             self.recorder.ask("close", status, str(newest.path) if newest else None)
             for news in self.recorder.ask("take_news", 0.01):

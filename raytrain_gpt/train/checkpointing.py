@@ -1,4 +1,4 @@
-"""A rank's checkpoints: begun after a step, written while training goes on, then reported."""
+"""A rank's checkpoints: copied after a step, written while training continues, then reported."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 WRITE_TIMEOUT_S = 1800.0
-"""A checkpoint that takes longer to write, although the storage answers, hangs."""
+"""Longest write of one checkpoint while the storage responds; anything longer counts as hung."""
 
 
 class Checkpointing:
-    """Writes checkpoints of what a rank trains; all ranks call each method at the same step.
+    """Writes a rank's checkpoints; all ranks call each method at the same step.
 
-    The log's position goes into each of them; time spent here is left out of its steps.
+    Each contains the log's position. Time spent here is excluded from the log's steps.
     """
 
     def __init__(
@@ -61,32 +61,32 @@ class Checkpointing:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's part is still being written."""
+        """Whether this rank is still writing its files."""
         return self._writer.writing
 
     def add_rows(self, rows: list[Row]) -> None:
-        """Keep rows in the next checkpoint, from which a lost metrics.jsonl is filled in."""
+        """Add rows to the next checkpoint, from which a lost metrics.jsonl is restored."""
         self._rows += rows
 
     def begin(self, step: int, val_loss: float | None) -> None:
-        """Copy the state and write it in the background, after the checkpoint before is complete."""
+        """Collect the previous checkpoint, then copy the state and write it in the background."""
         self.collect()
         started = time.perf_counter()
         lines = "".join(json.dumps(row) + "\n" for row in self._rows)
         self._rows = []
         texts = {TOKENIZER_FILE: tokenizer_json(self._setup.tokenizer), ROWS_FILE: lines}
-        # In a bad stretch the checkpoint before it must stay: the run may roll back to it.
+        # In a bad stretch, keep the checkpoint before it: the run may roll back to it.
         prune = not self._log.in_bad_stretch
         self._writer.begin(self._state(step, val_loss), texts, prune=prune)
         self._blocked_since(started)
 
     def collect(self) -> None:
-        """Wait for the checkpoint in flight, if there is one, and report it.
+        """Wait for the checkpoint in flight, if any, and report it.
 
         Raises:
             CheckpointError: the disk is full.
-            ClusterError: another run took the name over.
-            StorageError: the storage was out of reach for too long.
+            ClusterError: another run took over the name.
+            StorageError: the storage was unreachable for too long.
         """
         if not self._writer.in_flight:
             return
@@ -94,7 +94,7 @@ class Checkpointing:
         retry_for_s = self._spec.plan.config.run.retry_for_s
 
         def waiting() -> None:
-            # A rank that waits longer than the storage may be away counts as hanging.
+            # Waiting longer than the storage may be unreachable counts as hanging.
             if time.perf_counter() - started < retry_for_s + WRITE_TIMEOUT_S:
                 self._recorder.progress()
 
@@ -117,7 +117,7 @@ class Checkpointing:
         self._log.exclude_time(time.perf_counter() - started)
 
     def _check_lease(self) -> None:
-        """Before anything is final: a driver that was frozen may have lost the run's name."""
+        """Check the lease before files become final: a frozen driver may have lost it."""
         if not still_held(self._spec.run_dir / LEASE_FILE, self._spec.lease_token):
             raise ClusterError(
                 f"run {self._spec.run_dir.name} was taken over by another process; this one stops writing"
@@ -148,10 +148,10 @@ class Checkpointing:
     def _report_to_ray(self, path: Location, state: CheckpointState) -> None:
         """Report a small pointer to the checkpoint, so that Ray's results name it.
 
-        Ray Train keeps its own index of reported checkpoints, but may lose the newest entry when it is
-        killed and leaves partial ones behind (ray #41700); so our catalog alone decides what is resumed.
+        Resuming uses our catalog: Ray Train's index may lose the newest entry when it is killed, and
+        leaves partial ones (ray #41700).
         """
-        # A NaN is written as null, on which the controller fails at the next report; so -1 instead.
+        # NaN is written as null, which breaks the controller's next report; hence -1.
         loss = -1.0 if state.val_loss is None else float(state.val_loss)
         metrics = {"step": state.step, "val_loss": loss if math.isfinite(loss) else -1.0}
         pointer = None
@@ -159,7 +159,7 @@ class Checkpointing:
             directory = tempfile.mkdtemp(prefix="raytrain-gpt-")
             Path(directory, "pointer.json").write_text(json.dumps({"checkpoint": str(path)}))
             pointer = ray.train.Checkpoint.from_directory(directory)
-        # Asynchronously: otherwise the report waits for the controller's next poll.
+        # Asynchronous, since a synchronous report waits for the controller's next poll.
         ray.train.report(
             metrics,
             checkpoint=pointer,

@@ -1,10 +1,9 @@
 """A worker's connection to the recorder, and through it to the driver.
 
-Rows, samples and lines go there by calls that nobody waits for. A thread of every rank sends a
-heartbeat every few seconds with a count of what it has done, by which a hanging rank is noticed. The
-answer is what the driver orders: `stop` (save and leave), `continue_run` (to a trial that waits for it) or
-`dump` (send the stacks of all threads). A rank whose recorder is gone ends itself. In local mode, where the
-rank's process is its own driver, there are no heartbeats.
+Rows, samples and lines are sent by calls that nobody waits for. A thread of every rank sends periodic
+heartbeats with a progress count, which reveals a hung rank. Replies carry the driver's commands: `stop`
+(save and exit), `continue_run` (to a waiting trial) or `dump` (send all threads' stacks). A rank that loses
+its recorder exits. Local mode, where the rank's process is its own driver, has no heartbeats.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from raytrain_gpt.tracking.run_files import Row
 
 SEND_EVERY_S = 1.0
 RECORDER_TIMEOUT_S = 30.0
-"""How long a rank goes on while the recorder cannot be reached; below the lease's expiry, so that it is gone
-before another process may take the run's name."""
+"""Time without contact to the recorder until a rank exits; below the lease's expiry, so that it is gone
+before another process may take over the run's name."""
 
 
 class RecorderClient:
     """One rank's side of the connection.
 
     Args:
-        stop: In a process that is its own driver, what asks it to leave; None: heartbeats ask the driver.
+        stop: Stop event of a process that is its own driver, or None to use heartbeats.
 
     Attributes:
-        stop: Set when the workers are to save and leave.
+        stop: Set when the workers should save and exit.
     """
 
     def __init__(self, recorder: RecorderHandle, rank: int, stop: threading.Event | None) -> None:
@@ -52,7 +51,7 @@ class RecorderClient:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def progress(self) -> None:
-        """Count something done: this rank does not hang."""
+        """Count a unit of work, as proof that this rank does not hang."""
         self._progress += 1
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -60,11 +59,11 @@ class RecorderClient:
         self._wait_for_last_call = self._recorder.send(method, *args, **kwargs)
 
     def log(self, line: str) -> None:
-        """Show a line with this rank."""
+        """Print a line with this rank."""
         self.call("log", self._rank, line)
 
     def event(self, step: int, event: str, **details: Any) -> None:
-        """Send an event's row, behind the rows that wait."""
+        """Send an event's row after all waiting rows."""
         self.rows([{"step": step, "event": event, "time": time.time(), **details}], force=True)
 
     def rows(self, rows: list[Row], force: bool = False) -> None:
@@ -77,7 +76,7 @@ class RecorderClient:
             self._rows, self._sent_at = [], time.monotonic()
 
     def await_scheduler(self) -> bool:
-        """Wait until the driver orders `continue_run` or `stop`; a rank that waits for it does not hang."""
+        """Wait for the driver's `continue_run` or `stop`; the wait does not count as hanging."""
         while True:
             try:
                 return self._decisions.get(timeout=SEND_EVERY_S) == "continue_run"
@@ -85,7 +84,7 @@ class RecorderClient:
                 self.progress()
 
     def close(self) -> None:
-        """Send what is left and wait until the recorder has taken all of it."""
+        """Send waiting rows and wait until the recorder has taken everything."""
         self.rows([], force=True)
         self._wait_for_last_call()
         self._closed = True
@@ -106,8 +105,8 @@ class RecorderClient:
                 unheard_since = unheard_since or time.monotonic()
                 gone = isinstance(error, ray.exceptions.ActorDiedError)
                 if gone or time.monotonic() - unheard_since > RECORDER_TIMEOUT_S:
-                    # The attempt is over without this rank. Ray may leave workers of a dead raylet
-                    # alive (ray #20706), and they would go on writing while the next attempt runs.
+                    # The attempt has ended without this rank. Ray may leave workers of a dead raylet
+                    # alive (ray #20706), which would keep writing during the next attempt.
                     os._exit(1)
                 time.sleep(SEND_EVERY_S)
                 continue
@@ -122,7 +121,7 @@ class RecorderClient:
 
 
 def _stacks() -> str:
-    """Where every other thread of this process is."""
+    """Stacks of all other threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))

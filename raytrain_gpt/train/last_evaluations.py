@@ -1,4 +1,4 @@
-"""The end of a run with async evaluation: wait for the evaluations that are due after the last step."""
+"""The end of a run with async evaluation: wait for the pending evaluations."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def await_evaluations(
     output: RunOutput,
     signals: StopSignals,
 ) -> bool:
-    """Wait until all is evaluated and written everywhere.
+    """Wait until every evaluation is done and written everywhere.
 
     Returns:
-        Whether anything was missing: an evaluation, or the row of one.
+        Whether an evaluation or its row was missing.
 
     Raises:
-        ClusterError: another run took the name over.
-        Interrupted: a signal came first; the next command does the rest.
-        TrainingFailed: an evaluation or the recorder failed; the next command tries again.
+        ClusterError: another run took over the name.
+        Interrupted: stopped by a signal; the next command does the rest.
+        TrainingFailed: an evaluation or the recorder failed; the next command retries.
     """
     catalog = Catalog(output.run_dir)
     written = {row["step"] for row in output.rows() if "val/loss" in row}
@@ -45,18 +45,19 @@ def await_evaluations(
     if waited:
         signals.defer()
         if due:
-            output.log(f"all steps are done; waiting for the evaluation of step {due}")
+            output.log(f"training finished; waiting for the evaluation of step {due}")
         evaluations.hand_over(None, output.log)
-        # Listed again: what ended since is in the checkpoints, and was just dropped with the queue.
+        # List again: evaluations finished since then are in the checkpoints, no longer in the queue.
         spec = output.recorder_spec(config, newest.state.step, catalog.complete(), attempt=None)
         evaluations.look()
         try:
             _watch(evaluations, ActorRecorder(spec), newest, lease, output, signals)
         except ray.exceptions.RayActorError as error:
             raise TrainingFailed(
-                f"the recorder died ({root_cause(error)}); everything is saved, the same command resumes it"
+                f"the recorder died ({root_cause(error)}); everything is saved, run the same command to "
+                "resume"
             ) from error
-    # Some were kept only until their evaluation, or were the best until another was evaluated.
+    # Some checkpoints stayed only until evaluated, or were the best until a newer evaluation.
     with contextlib.suppress(OSError, RaytrainGptError):
         catalog.prune(config.train.keep_checkpoints)
     if not waited:
@@ -65,13 +66,13 @@ def await_evaluations(
     missing = _steps(evaluations.due())
     if signals.stop.is_set() and missing:
         raise Interrupted(
-            f"interrupted at step {newest.state.step}, saved: {newest.path}; the same command "
-            f"evaluates step {missing}"
+            f"interrupted at step {newest.state.step}, saved: {newest.path}; run the same command to "
+            f"evaluate step {missing}"
         )
     if missing:
         raise TrainingFailed(
-            f"all steps are done and saved: {newest.path}, but step {missing} is not evaluated; the "
-            "same command tries it again"
+            f"training finished, saved: {newest.path}, but step {missing} is not evaluated; run the same "
+            "command to try again"
         )
     return True
 

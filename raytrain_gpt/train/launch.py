@@ -1,4 +1,4 @@
-"""`train` on a cluster: connect, do the work, shut down a cluster that was started for it."""
+"""`train` on a cluster: connect, train, and shut down a cluster started for the command."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DEFAULT_TOKENIZER = "bytes"
 
 
 def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> RunSummary:
-    """Run a configuration to its end, resuming where the run of that name stopped.
+    """Run a configuration to its end, resuming the run of that name.
 
     Args:
         config: May hold `auto` and relative paths.
-        train_loop: What every worker runs; tests inject faults here.
+        train_loop: Function that every worker runs; tests inject faults here.
 
     Raises:
-        UserError: the configuration, data, storage or cluster cannot be used.
-        StorageError: the storage was out of reach for longer than `retry_for_s`.
+        UserError: the configuration, data, storage or cluster is unusable.
+        StorageError: the storage was unreachable for longer than `retry_for_s`.
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed more than `max_failures` times without progress.
     """
@@ -50,10 +50,10 @@ def train(config: Config, log: Log, train_loop: TrainLoop = train_worker) -> Run
 
 @contextlib.contextmanager
 def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, int, Mixture]]:
-    """Inside, the cluster is connected and the data is there; gives fitted configuration, world size, data.
+    """Connect to a cluster and load the data; yields fitted configuration, world size and data.
 
     Raises:
-        UserError: the configuration, data or cluster cannot be used.
+        UserError: the configuration, data or cluster is unusable.
     """
     config, data = load_or_prepare_data(config, log)
     busy = busy_cores(config)
@@ -66,10 +66,10 @@ def training_session(config: Config, log: Log) -> Iterator[tuple[FittedConfig, i
 
 
 def load_or_prepare_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
-    """The configuration with absolute paths, and its data; DEFAULT_DATA is prepared where it is not there.
+    """Return the configuration with absolute paths, and its data; prepares a missing DEFAULT_DATA.
 
     Raises:
-        ConfigError: a dataset of several has no weight, or a path is relative in a submitted job.
+        ConfigError: one of several datasets has no weight, or a path is relative in a submitted job.
         DataError: other data is missing, or cannot be mixed.
     """
     is_default = config.data.data_path == DEFAULT_DATA
@@ -82,7 +82,7 @@ def load_or_prepare_data(config: ConfigT, log: Log) -> tuple[ConfigT, Mixture]:
 
 
 def expected_vocab_size(config: Config) -> int:
-    """Vocabulary size of the data, or what it will probably be where the data is not there yet."""
+    """Vocabulary size of the data, or a guess if the data is missing."""
     if data_is_there(config):
         return data_of(config).vocab_size
     if config.data.data_path == DEFAULT_DATA:

@@ -1,11 +1,10 @@
-"""Training without Ray's processes, by Ray Train's local mode: in the command's own process, `num_workers` 0.
+"""Training without Ray's processes (`num_workers` 0), in the command's process, by Ray Train's local mode.
 
-`torchrun`, or whatever else sets its variables, may start the command several times: each process is a rank
-then. Rank 0 does what the driver does otherwise (lease, configuration, recorder, rollbacks) and sends the
-others what they need for every attempt; they only train. Order, checkpoints and files are those of a run
-with workers, which may go on from here and the other way round.
+`torchrun`, or anything that sets its variables, may start one process per rank. Rank 0 does the driver's
+work (lease, configuration, recorder, rollbacks) and sends the others the spec of every attempt; they only
+train. Order, checkpoints and files equal those of Ray workers, so a run can switch between the two.
 
-A process that dies is not restarted, and a rank that hangs is not noticed: the same command goes on.
+Dead processes are not restarted and hung ranks are not detected; run the same command to resume.
 """
 
 from __future__ import annotations
@@ -61,22 +60,22 @@ def train_locally(
     log: Log,
     train_loop: TrainLoop,
 ) -> RunSummary:
-    """Run a configuration in this process, as one of several where `torchrun` has started them.
+    """Run a configuration in this process, one of several if started by `torchrun`.
 
     Args:
-        load_or_prepare_data: Gives the configuration with absolute paths, and its data; rank 0 calls it.
+        load_or_prepare_data: Called by rank 0; returns the configuration with absolute paths, and its data.
 
     Raises:
-        UserError: the configuration, data or storage cannot be used, or the launch is not possible.
+        UserError: the configuration, data, storage or launch is unusable.
         Interrupted: Ctrl+C or SIGTERM, after saving.
         TrainingFailed: the run failed.
     """
     check_no_cluster_named()
     ranks = LaunchRanks.of_environment()
-    # Among ranks that start together each would take the others for other programs.
+    # Ranks of one launch would count each other as load from other programs.
     busy = busy_cores(config) if ranks.world_size == 1 else 0.0
     if config.cluster.use_gpu is False and ranks.world_size > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they meet by NCCL, which has no CPU tensors
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else they use NCCL, which has no CPU tensors
 
     def run() -> RunSummary:
         if ranks.in_node == ranks.world_size > 1:
@@ -90,8 +89,8 @@ def train_locally(
         fitted, data = load_or_prepare_data(fitted, log)
         ranks.init_group()
         log(
-            f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray; nothing restarts what "
-            "dies or hangs: the same command goes on"
+            f"local mode: {count(ranks.world_size, 'process', 'processes')}, no Ray, no automatic "
+            "restarts; run the same command again to resume"
         )
         try:
             return LocalRun(ranks, fitted, data, signals, log, train_loop).train()
@@ -99,9 +98,9 @@ def train_locally(
             ranks.release_followers()
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
-    alone = ray.train.ScalingConfig(num_workers=0)
-    # Ray Train's local mode joins the ranks of `torchrun`.
-    summary: RunSummary = ray.train.torch.TorchTrainer(run, scaling_config=alone).fit().return_value
+    local = ray.train.ScalingConfig(num_workers=0)
+    # Ray Train's local mode initializes the process group of `torchrun`.
+    summary: RunSummary = ray.train.torch.TorchTrainer(run, scaling_config=local).fit().return_value
     return summary
 
 
@@ -116,11 +115,11 @@ _ORDERS: TypeAdapter[_Orders | None] = TypeAdapter(_Orders | None)
 
 @dataclass
 class LaunchRanks:
-    """This process among those that were started together.
+    """This process among those of one launch.
 
     Attributes:
-        in_node: How many of them are on this machine.
-        training: Whether the others may be anywhere in an attempt, and so do not wait for what is sent.
+        in_node: Processes on this machine.
+        training: Whether followers may be inside an attempt, and so not waiting for a broadcast.
     """
 
     rank: int
@@ -131,7 +130,7 @@ class LaunchRanks:
 
     @classmethod
     def of_environment(cls) -> LaunchRanks:
-        """By the variables of `torchrun`; without them one process.
+        """Read the variables of `torchrun`; without them, a single process.
 
         Raises:
             ConfigError: some of them are missing.
@@ -147,24 +146,24 @@ class LaunchRanks:
         missing = [name for name in names if name not in os.environ]
         if missing and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but "
-                f"{' and '.join(missing)} is not set; set all that torchrun sets, or unset WORLD_SIZE"
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} needs several processes, but "
+                f"{' and '.join(missing)} is not set; set all of torchrun's variables, or unset WORLD_SIZE"
             )
         if missing:
             return cls(0, 1, 1)
         return cls(*(int(os.environ[name]) for name in names[:3]))
 
     def init_group(self) -> None:
-        """Make the group in which rank 0 sends; all ranks call it, in local mode.
+        """Create the group for rank 0's broadcasts; all ranks call it, in local mode.
 
         Raises:
-            ConnectionError: another process has connected to a rank.
+            ConnectionError: a different process has connected to a rank.
         """
         if self.world_size > 1:
             self._group = new_group("orders", "gloo", _WAIT_FOR_RANK_0)
 
     def broadcast_spec(self, spec: WorkerSpec | None) -> None:
-        """Send the other ranks their orders; None ends them."""
+        """Send the other ranks their spec; None makes them exit."""
         if self.world_size > 1:
             sent = None if spec is None else _Orders(spec, spec.hellaswag)
             text = as_bytes(_ORDERS.dump_json(sent))
@@ -172,13 +171,13 @@ class LaunchRanks:
             dist.broadcast(text, 0, group=self._group)
 
     def release_followers(self) -> None:
-        """Have the other ranks leave, unless an error has ended rank 0 alone: then the launcher ends them."""
+        """Have followers exit; if an error stopped rank 0 mid-attempt, the launcher ends them."""
         if not self.training:
-            with contextlib.suppress(RuntimeError):  # a rank that a signal has ended already
+            with contextlib.suppress(RuntimeError):  # a signal may have ended a rank already
                 self.broadcast_spec(None)
 
     def run_follower(self, train_loop: TrainLoop, signals: StopSignals, log: Log) -> NoReturn:
-        """Do what rank 0 sends, and leave."""
+        """Train by the specs that rank 0 broadcasts, then exit."""
         with signals.left_alone():
             self.init_group()
         while (orders := self._received(signals)) is not None:
@@ -204,7 +203,7 @@ class LaunchRanks:
 
 
 class LocalRun(Run):
-    """A run whose ranks are these processes."""
+    """A run whose ranks are the processes of this launch."""
 
     def __init__(self, ranks: LaunchRanks, config: FittedConfig, *args: Any) -> None:
         super().__init__(config, ranks.world_size, *args)
@@ -212,8 +211,8 @@ class LocalRun(Run):
         self._cpus = ranks.in_node * config.cluster.cpus_per_worker
 
     def resources(self) -> Resources:
-        """What this machine has for its ranks."""
-        memory_bytes = estimate_available_memory()  # as on a cluster; a container's, if it is one
+        """CPUs, GPUs and memory of this machine."""
+        memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
         return Resources((Node(self._cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
 
     def _put_choices(self) -> Any:
@@ -231,20 +230,20 @@ class LocalRun(Run):
         if end.kind == "failed" and end.user_error is None:
             assert end.error is not None
             raise TrainingFailed(
-                f"run {self.run_dir.name} failed ({root_cause(end.error)}); the same command goes on from "
-                "its newest checkpoint"
+                f"run {self.run_dir.name} failed ({root_cause(end.error)}); run the same command to resume "
+                "from its newest checkpoint"
             ) from end.error
         return end
 
 
 @dataclass
 class LocalAttempt(Attempt):
-    """An attempt in this process, of which rank 0 is a part."""
+    """An attempt that trains in this process, as rank 0."""
 
     ranks: LaunchRanks = field(kw_only=True)
 
     def run(self) -> AttemptEnd:
-        """Train until all ranks have left."""
+        """Train until all ranks exit."""
         self.recorder = ThreadRecorder(self.recorder_spec)
         error = None
         try:
@@ -268,7 +267,7 @@ class LocalAttempt(Attempt):
             shown.result()
 
     def _show(self, ended: threading.Event) -> None:
-        """Show console lines, and have the ranks leave when the run's name is lost, or the console."""
+        """Print console lines; stop the ranks if the lease or the console is lost."""
         try:
             is_over = False
             while not is_over:
@@ -279,7 +278,10 @@ class LocalAttempt(Attempt):
                     self.stop.set()
                 if self.stop.is_set() and not self._asked_to_stop:
                     self._asked_to_stop = True
-                    self.log("stopping: saving a checkpoint first (twice more to stop at once)")
+                    self.log(
+                        "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without "
+                        "saving)"
+                    )
         except Exception:
             self.stop.set()
             raise

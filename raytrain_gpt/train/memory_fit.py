@@ -1,10 +1,10 @@
-"""What `auto` means for `micro_batch_sequences` and `activation_checkpointing`, decided before every attempt.
+"""Resolves `auto` of `micro_batch_sequences` and `activation_checkpointing` before every attempt.
 
-- On GPUs a task with a worker's resources, in local mode the process itself, takes real steps to see what
-  fits. One process cannot take a step of sharded training; what fits is then predicted for the task's GPU.
-- On CPUs it is predicted for the memory that Ray knows of, shared among a node's workers.
+- GPU: a task with a worker's resources, or the process itself in local mode, takes real steps. Sharded
+  training needs several processes, so its memory is predicted for the task's GPU instead.
+- CPU: predicted for the memory that Ray reports, divided among a node's workers.
 
-A run that resumes with as many workers keeps what its checkpoint was trained with, so that it ends
+A run that resumes with the same number of workers reuses its checkpoint's fit, so that it ends
 bitwise like an uninterrupted one.
 """
 
@@ -46,15 +46,15 @@ from raytrain_gpt.train.memory_search import (
 )
 
 OTHER_MEMORY_FIELDS = ("compile", "parallel", "use_gpu", "gpus_per_worker")
-"""May change on resume; then another micro-batch may fit."""
+"""Fields that may change on resume and invalidate a checkpoint's fit."""
 PROCESS_BYTES = 2**30
-"""Left for a worker's process on a CPU: Python, torch, Ray, batches."""
+"""Reserve for a CPU worker's process: Python, torch, Ray, batches."""
 POLL_S = 0.5
 PROBE_TIMEOUT_S = 1800.0
-"""Includes waiting for a worker's resources and a few compilations."""
+"""Includes the wait for a worker's resources and a few compilations."""
 
 Decision = tuple[MemoryFit, str]
-"""What fits, and why, for people."""
+"""The fit and its reason, as printed."""
 
 
 def fit_memory(
@@ -68,12 +68,12 @@ def fit_memory(
     stop: threading.Event | None = None,
     is_trial: bool = False,
 ) -> RunPlan:
-    """The plan of a run whose micro-batches fit the memory of its workers.
+    """Plan a run whose micro-batches fit the memory of its workers.
 
     Args:
-        resources: What there is to train on now.
+        resources: Returns what is available now.
         stop: Set by a signal; ends a probe.
-        is_trial: Part of a sweep, whose trials share the nodes.
+        is_trial: Belongs to a sweep, whose trials share the nodes.
 
     Raises:
         ClusterError: not even one sequence fits.
@@ -86,8 +86,8 @@ def fit_memory(
     micro, mode = config.train.micro_batch_sequences, config.train.activation_checkpointing
     if micro != "auto" and mode != "auto":
         return RunPlan.of(config, world_size, micro, mode)
-    if resumed is not None and (kept := fit_from_checkpoint(config, world_size, resumed)):
-        fit, why = kept, f", as the checkpoint of step {resumed.step} had it"
+    if resumed is not None and (saved := fit_from_checkpoint(config, world_size, resumed)):
+        fit, why = saved, f", from the checkpoint of step {resumed.step}"
     elif config.cluster.is_local and config.cluster.use_gpu:
         fit, why = _fit_gpu(config, world_size, vocab_size)
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -96,20 +96,20 @@ def fit_memory(
         fit, why = _probe_gpu(config, world_size, vocab_size, stop or threading.Event())
     else:
         search = _search(config, world_size, vocab_size, torch.device("cpu"))
-        there = resources()
+        available = resources()
 
         def limit_of(changed: Config, workers: int) -> float:
             sized = config.updated({"num_layers": changed.model.num_layers})
-            return cpu_limit_bytes(sized, workers, vocab_size, there, is_trial)
+            return cpu_limit_bytes(sized, workers, vocab_size, available, is_trial)
 
-        most_workers = there.room_for(config.cluster.cpus_per_worker, 0)
-        fit, why = _decide(search, limit_of, "a worker, counted", most_workers=most_workers)
+        most_workers = available.room_for(config.cluster.cpus_per_worker, 0)
+        fit, why = _decide(search, limit_of, "per worker, estimated", most_workers=most_workers)
     log(describe(config, world_size, fit) + why)
     return RunPlan.of(config, world_size, fit.sequences, fit.activation_checkpointing)
 
 
 def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
-    """What became of each `auto`, for people."""
+    """Describe how each `auto` was resolved."""
     micro_auto, mode_auto = (
         " auto:" * (config.field_values()[name] == "auto") for name in AUTO_MEMORY_FIELDS
     )
@@ -122,7 +122,7 @@ def describe(config: Config, world_size: int, fit: MemoryFit) -> str:
 def fit_from_checkpoint(
     config: FittedConfig, world_size: int, state: CheckpointState
 ) -> MemoryFit | None:
-    """What the checkpoint was trained with; None if that no longer answers for this configuration."""
+    """Memory fit stored in the checkpoint, or None if the setup has changed."""
     before, now = parse_config(state.config, "the checkpoint").field_values(), config.field_values()
     same = all(before[name] == now[name] for name in OTHER_MEMORY_FIELDS)
     same &= all(now[name] in ("auto", before[name]) for name in AUTO_MEMORY_FIELDS)
@@ -139,9 +139,9 @@ def cpu_limit_bytes(
     resources: Resources,
     is_trial: bool = False,
 ) -> float:
-    """What training may use of a worker's share of its node's memory; infinite if Ray knows no node's.
+    """Memory budget of one CPU worker in bytes; infinite if Ray reports none.
 
-    A trial's share is what it has when the other trials fill the nodes' CPUs.
+    A trial's budget assumes that other trials fill the nodes' CPUs.
     """
     cpus = config.cluster.cpus_per_worker
     processes = math.inf if is_trial else world_size + num_async_evaluations(config)
@@ -150,7 +150,7 @@ def cpu_limit_bytes(
         for node in resources.nodes
         if node.cpus >= cpus
     ]
-    # Every worker copies the checkpoint that it writes into its own memory first.
+    # Every worker copies its checkpoint in memory before writing it.
     copy_bytes = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
     return min(shares, default=math.inf) * USABLE_FRACTION - PROCESS_BYTES - copy_bytes
 
@@ -159,7 +159,7 @@ def _probe_gpu(
     config: FittedConfig, world_size: int, vocab_size: int, stop: threading.Event
 ) -> Decision:
     c = config.cluster
-    # The process ends after the task, which gives the memory back.
+    # `max_calls=1` ends the process after the task, which frees its GPU memory.
     needs = {"num_cpus": c.cpus_per_worker, "num_gpus": c.gpus_per_worker}
     fit_gpu = ray.remote(max_retries=0, max_calls=1, **needs)(_fit_gpu)
     task = fit_gpu.remote(config, world_size, vocab_size)
@@ -176,14 +176,14 @@ def _probe_gpu(
                 f"the GPU memory probe timed out after {PROBE_TIMEOUT_S:g} s"
             )
     try:
-        found: Decision = ray.get(task)
-        return found
+        decision: Decision = ray.get(task)
+        return decision
     except ray.exceptions.RayError as error:
         raise user_error_in(error) or error from None
 
 
 def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
-    """What fits this process's GPU."""
+    """Largest fit for this process's GPU."""
     check_compiler(config, on_gpu=True, where=f"node {socket.gethostname()}")
     device = torch.device("cuda")
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -197,8 +197,8 @@ def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision
         return limit_bytes + NCCL_BYTES * ((world_size > 1) - (workers > 1))
 
     if search.memory.num_shards > 1:
-        return _decide(search, limit_of, f"{where}, counted")
-    return _decide(search, limit_of, f"{where}, tried", partial(search.measure, device=device))
+        return _decide(search, limit_of, f"{where}, estimated")
+    return _decide(search, limit_of, f"{where}, measured", partial(search.measure, device=device))
 
 
 def _search(
@@ -216,13 +216,10 @@ def _decide(
     measured: MeasureBytes | None = None,
     most_workers: float = math.inf,
 ) -> Decision:
-    """Return the largest fit, with its needs beside the limit.
-
-    Args:
-        limit_of, most_workers: As of `MemorySearch.remedy`.
+    """Return the largest fit and its memory against the limit.
 
     Raises:
-        ClusterError: not even one sequence fits; names the cheapest change with which one would.
+        ClusterError: not even one sequence fits; names the cheapest change that would help.
     """
     limit_bytes = limit_of(search.config, search.world_size)
     fit = search.largest(limit_bytes, measured)
@@ -234,7 +231,7 @@ def _decide(
     raise ClusterError(
         f"{least.sequences} × {shape.seq_len} tokens in a micro-batch do not fit: "
         f"{amount(shape.num_parameters)} parameters with activation_checkpointing="
-        f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, training may use "
-        f"{size(max(limit_bytes, 0))} {where}; "
+        f"{least.activation_checkpointing} need about {size(least.needed_bytes)}, but training may use "
+        f"only {size(max(limit_bytes, 0))} {where}; "
         f"{remedy.way_out if remedy else NO_REMEDY}, or use devices with more memory"
     )

@@ -1,10 +1,10 @@
-"""The micro-batch that fits into a device's memory, and whether activations are recomputed for it.
+"""The micro-batch and activation checkpointing that fit a device's memory.
 
-1. Candidates are the divisors of a rank's share of the batch: with each of them a step has the same
-   sequences, only their sums are taken in another order.
-2. `MemoryModel` predicts what a candidate needs; on a GPU `measure` takes real steps with it.
-3. `largest` takes the largest candidate that fits, and recomputes only if too little fits without.
-4. Where nothing fits, `remedy` finds the cheapest settings that are predicted to fit.
+1. Candidates are the divisors of a rank's share of the batch: a step then has the same sequences, only
+   summed in a different order.
+2. `MemoryModel` predicts the memory of a candidate; on a GPU `measure` takes real steps with it.
+3. `largest` picks the largest candidate that fits, and recomputes activations only if it is too small.
+4. If nothing fits, `remedy` finds the cheapest settings that are predicted to fit.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, size
 
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-"""Of activation checkpointing, from the fastest to the one that needs least memory."""
+"""Modes of activation checkpointing, from fastest to least memory."""
 USABLE_FRACTION = 0.92
-"""Of a device's memory: on a GPU CUDA and gaps between tensors take the rest."""
+"""Fraction of a device's memory; on a GPU, CUDA and gaps between tensors take the rest."""
 NCCL_BYTES = 2 * 2**30
-"""On each of several GPUs, for buffers of their collectives; reckoned, not measured."""
+"""Bytes of NCCL buffers on each of several GPUs; estimated."""
 MIN_EFFICIENT_TOKENS = 2048
-"""In a micro-batch on a GPU. With fewer, weights are read and gradients accumulated so often that it may
-pay to recompute activations for more; by calculation, not measured."""
+"""Tokens per GPU micro-batch. Below it, reading weights and accumulating gradients costs so much that
+recomputing activations for a larger micro-batch may pay; estimated."""
 MAX_CPU_TOKENS = 2048
-"""In a micro-batch on a CPU, where more of them take memory and gain little speed (docs/training.md)."""
+"""Tokens per CPU micro-batch; more take memory and gain little speed (docs/training.md)."""
 MAX_GPU_TOKENS = 2**16
-"""In a micro-batch on a GPU. About half of them are reckoned to fill it; not measured."""
+"""Tokens per GPU micro-batch; about half are estimated to saturate it."""
 MAX_LOGITS = 2**31 - 1
-"""Of a micro-batch on a GPU: with more, torch's compiled kernels count in 64 bits, which is slower."""
+"""Logits per GPU micro-batch; above it, torch's compiled kernels use slower 64-bit indices."""
 
 Limit = Callable[[Config, int], float]
-"""Bytes that training may use, for a configuration and its number of workers."""
+"""Memory budget in bytes, by configuration and number of workers."""
 NO_REMEDY = "set a smaller embd_size or seq_len"
-"""The way out where even one block does not fit."""
+"""Advice if not even one block fits."""
 
 MeasureBytes = Callable[[int, ActivationCheckpointing], float]
-"""Bytes that training needs for a number of sequences and a mode; infinite: it ran out of memory."""
+"""Bytes needed by a number of sequences and a mode; infinite if out of memory."""
 
 
 def gpu_limit_bytes(total_bytes: float, world_size: int, share: float = 1.0) -> float:
-    """What training may use of a GPU, or of a worker's share of one."""
+    """Memory budget of a GPU, or of a worker's share of one, in bytes."""
     return share * USABLE_FRACTION * total_bytes - NCCL_BYTES * (world_size > 1)
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """A micro-batch, what is recomputed for it, and the bytes it needs; 0: nobody asked."""
+    """A micro-batch, its activation checkpointing and the bytes it needs, 0 if unmeasured."""
 
     sequences: int
     activation_checkpointing: ActivationCheckpointing
@@ -74,19 +74,14 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which a run that does not fit would fit, by prediction.
-
-    Attributes:
-        changes: Field -> value.
-        fit: The micro-batch that fits with these settings.
-    """
+    """Settings that are predicted to fit (field -> value), and the micro-batch that then fits."""
 
     changes: dict[str, Any]
     fit: MemoryFit
 
     @property
     def way_out(self) -> str:
-        """The settings to make and the fit, in one phrase."""
+        """Phrase with the settings and the fit."""
         changes = ", ".join(f"{name} to {value}" for name, value in self.changes.items())
         return (
             f"set {changes} (micro-batches of {count(self.fit.sequences, 'sequence')} with "
@@ -97,11 +92,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class MemorySearch:
-    """Finds what fits for a run whose `auto` is still open.
-
-    Attributes:
-        config: With `use_gpu` decided.
-    """
+    """Searches the fit of a run whose `auto` is unresolved; `use_gpu` must be resolved."""
 
     config: Config
     world_size: int
@@ -109,7 +100,7 @@ class MemorySearch:
 
     @property
     def sizes(self) -> list[int]:
-        """Sequences that a micro-batch may have, ascending."""
+        """Allowed sequences per micro-batch, ascending."""
         micro = micro_batch_for(self.config, self.world_size)
         if micro != "auto":
             return [micro]
@@ -122,31 +113,31 @@ class MemorySearch:
 
     @property
     def modes(self) -> tuple[ActivationCheckpointing, ...]:
-        """Modes of activation checkpointing that may be chosen, the fastest first."""
+        """Allowed modes of activation checkpointing, fastest first."""
         mode = self.config.train.activation_checkpointing
         return MODES if mode == "auto" else (mode,)
 
     def predict(self, sequences: int, mode: ActivationCheckpointing) -> float:
-        """The bytes that a candidate is predicted to need."""
+        """Predicted bytes of a candidate."""
         return self.memory.predict(sequences, mode).total
 
     def least(self) -> MemoryFit:
-        """The candidate that needs least, fitting or not."""
+        """Candidate with the lowest memory, whether or not it fits."""
         sequences, mode = self.sizes[0], self.modes[-1]
         return MemoryFit(sequences, mode, self.predict(sequences, mode))
 
     def largest(self, limit_bytes: float, measured: MeasureBytes | None = None) -> MemoryFit | None:
-        """The first mode in which enough sequences fit, else the one in which most do; None: none fit.
+        """First mode that fits enough sequences, else the one that fits most; None if none fits.
 
         Args:
-            measured: Decides, and is asked as seldom as possible; None: the prediction decides.
+            measured: Measures a candidate, called as rarely as possible; None to use the prediction.
         """
         enough = min(MIN_EFFICIENT_TOKENS / self.config.data.seq_len, self.sizes[-1])
         best: MemoryFit | None = None
         for mode in self.modes:
-            found = self._largest(mode, limit_bytes, measured or self.predict)
-            if found is not None and (best is None or found.sequences > best.sequences):
-                best = found
+            fit = self._largest(mode, limit_bytes, measured or self.predict)
+            if fit is not None and (best is None or fit.sequences > best.sequences):
+                best = fit
             if best is not None and best.sequences >= enough:
                 break
         return best
@@ -154,8 +145,8 @@ class MemorySearch:
     def _largest(
         self, mode: ActivationCheckpointing, limit_bytes: float, measured: MeasureBytes
     ) -> MemoryFit | None:
-        # Down from the predicted size to one that fits, then up: a good prediction costs two measurements,
-        # each of which may compile. Halving alone would start in the middle.
+        # Start at the predicted size, go down until one fits, then up: a good prediction needs only two
+        # measurements, each of which may compile. Bisection would start in the middle.
         sizes = self.sizes
         needed = functools.cache(lambda at: measured(sizes[at], mode))
         predicted = bisect_right(sizes, limit_bytes, key=lambda size: self.predict(size, mode)) - 1
@@ -190,23 +181,23 @@ class MemorySearch:
         fewer = [workers for workers in reversed(shares) if workers < world_size]
         changes += [both | {"num_workers": workers} for workers in fewer]
         for change in changes:
-            if (found := self._changed(change, limit_of)) is not None:
-                return found
+            if (remedy := self._changed(change, limit_of)) is not None:
+                return remedy
         several: list[dict[str, Any]] = [sharded, {}, {"num_workers": 1}]
         for change in several if world_size > 1 else [{}]:
-            if (found := self._shallower(change | both, limit_of)) is not None:
-                return found
+            if (remedy := self._shallower(change | both, limit_of)) is not None:
+                return remedy
         return None
 
     def _shallower(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
-        """Return the changes with the most blocks that fit, or None if not even one does."""
+        """Apply the changes with the most blocks that fit, or return None if none do."""
 
-        def tried(num_layers: int) -> Remedy | None:
+        def with_layers(num_layers: int) -> Remedy | None:
             return self._changed({**changes, "num_layers": num_layers}, limit_of)
 
         numbers = range(1, self.config.model.num_layers)
-        most = bisect_left(numbers, True, key=lambda num_layers: tried(num_layers) is None)
-        return tried(most) if most else None
+        most = bisect_left(numbers, True, key=lambda num_layers: with_layers(num_layers) is None)
+        return with_layers(most) if most else None
 
     def _changed(self, changes: Mapping[str, Any], limit_of: Limit) -> Remedy | None:
         """Return the changes as a remedy, or None if they are invalid or not enough."""
@@ -224,10 +215,10 @@ class MemorySearch:
         return Remedy(changes, fit) if fit is not None and changes else None
 
     def measure(self, sequences: int, mode: ActivationCheckpointing, device: torch.device) -> float:
-        """Peak bytes of a GPU's allocator while it takes steps of the run; 0 on a CPU, infinite: too many.
+        """Peak bytes of a GPU's allocator during real steps; 0 on a CPU, infinite if out of memory.
 
-        The second step starts with AdamW's moments and its second micro-batch with gradients, so two of
-        each need what all later ones need.
+        Step 2 starts with AdamW's moments and its second micro-batch with gradients, so two of each
+        reach the peak of all later steps.
         """
         num_bytes = math.inf
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -246,12 +237,12 @@ class MemorySearch:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with device:
-            # Which token closes documents changes no size.
+            # The choice of end-of-text token does not affect sizes.
             model = configured_model(config, vocab_size, vocab_size - 1, mode)
             ids = torch.zeros(sequences, config.data.seq_len, dtype=torch.int64)
         if config.train.compile:
             model.compile()
-        # Among several ranks DDP keeps gradients in memory between steps.
+        # With several ranks, DDP keeps gradients between steps.
         passes = config.batch_sequences // sequences if self.world_size == 1 else 2
         for _ in train_steps(
             model,

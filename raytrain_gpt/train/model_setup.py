@@ -1,4 +1,4 @@
-"""A model made ready for training: loaded, compiled, on its device, replicated or sharded over the ranks."""
+"""A model ready for training: loaded, compiled, on its device, replicated or sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from raytrain_gpt.data.tokenizer import read_tokenizer
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A rank's model and what its steps need besides data.
+    """A rank's model, optimizer and numerics.
 
     Attributes:
-        raw_model: The GPT itself; with `fsdp` its parameters are this rank's shards.
-        model: What the training loop runs: `raw_model`, in DDP where it is replicated.
-        eval_model: What evaluations run, without collectives.
-        loss_scale: For fp16; None: no scaling.
+        raw_model: The GPT; with `fsdp` its parameters are this rank's shards.
+        model: Model for the training loop: `raw_model`, in DDP if it is replicated.
+        eval_model: Model for evaluations, without collectives.
+        loss_scale: For fp16, or None without scaling.
     """
 
     tokenizer: tiktoken.Encoding
@@ -64,7 +64,7 @@ def set_up_training(
     device: torch.device,
     ranks: Collectives,
 ) -> TrainingSetup:
-    """The model of a run that begins, or that goes on from a checkpoint; all ranks call it.
+    """Set up a new run or one that resumes from a checkpoint; all ranks call it.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -81,13 +81,13 @@ def set_up_training(
     if source is None and config.model.init_from:
         source = read_checkpoint(location(config, config.model.init_from))
     with nullcontext() if source is None else files_on_machine(source, ranks) as directory:
-        # Weights before the model is sharded, moments after: the optimizer's are made of shards.
+        # Weights load before sharding, moments after it: the optimizer is built on shards.
         if directory is None:
             model.init_weights(config.train.seed)
         else:
             load_model(directory, model, crop_context=resumed is None)
         prepared = prepare_model(model, config.train, precision, device)
-        # With exact sums each rank takes the whole step: dealt out it may have other bits.
+        # With exact sums each rank updates every matrix, as splitting the work may change bits.
         sharing = None if config.train.exact else gradient_group()
         optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
         if directory is not None and resumed is not None:
@@ -111,23 +111,23 @@ def set_up_training(
 
 @contextmanager
 def files_on_machine(checkpoint: Checkpoint, ranks: Collectives) -> Iterator[Path]:
-    """A checkpoint's `files` for all ranks; those of an object store are fetched once on each machine."""
+    """Yield a checkpoint's `files` on all ranks; each machine downloads from an object store once."""
     if checkpoint.path.is_local:
         with checkpoint.files() as directory:
             yield directory
         return
-    found = Path(tempfile.gettempdir()).stat()
-    place = (uuid.getnode(), found.st_dev, found.st_ino)
-    fetching = ranks.all_gather_json(place, tuple[int, int, int]).index(place)
-    with checkpoint.files() if fetching == ranks.rank else nullcontext() as own:
-        fetched = ranks.all_gather_json(own, Path | None)[fetching]
+    temporary = Path(tempfile.gettempdir()).stat()
+    machine = (uuid.getnode(), temporary.st_dev, temporary.st_ino)
+    fetching = ranks.all_gather_json(machine, tuple[int, int, int]).index(machine)
+    with checkpoint.files() if fetching == ranks.rank else nullcontext() as directory:
+        fetched = ranks.all_gather_json(directory, Path | None)[fetching]
         assert fetched is not None, "the rank that fetches has a directory"
         yield fetched
-        ranks.all_gather_json(None, None)  # until all of them have read
+        ranks.all_gather_json(None, None)  # barrier: until all ranks have read
 
 
 def gradient_group() -> dist.ProcessGroup | None:
-    """The ranks that have the same gradients; None: this one alone."""
+    """Group of the ranks with equal gradients, or None for a single rank."""
     return dist.group.WORLD if ray.train.get_context().get_world_size() > 1 else None
 
 
@@ -137,7 +137,7 @@ def exact_sum(
     micro_batches_per_step: int,
     group: dist.ProcessGroup | None = None,
 ) -> ExactSum | None:
-    """Exact sums of the ranks' gradients; None: they are not asked for. For `group` see `prepare_model`."""
+    """Exact sums of the ranks' gradients, or None if off. For `group` see `prepare_model`."""
     if not train.exact:
         return None
     return ExactSum([*model.parameters()], micro_batches_per_step, group or gradient_group())
@@ -150,14 +150,14 @@ def prepare_model(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """What the training loop runs: the model, wrapped or changed in place, as it is if sums are exact.
+    """Wrap the model for its strategy: DDP, FSDP (in place), or unchanged for exact sums.
 
     All ranks call it.
 
     Args:
-        model: Whole, initialised or loaded, the same on all ranks.
-        train: `compile` and `parallel`; a single rank shards nothing.
-        group: The process group that reduces gradients; None: the default group.
+        model: Unsharded, initialized or loaded, equal on all ranks.
+        train: `compile` and `parallel`; a single rank is not sharded.
+        group: Process group that reduces gradients, or None for the default.
     """
     if train.compile:
         model.compile()

@@ -1,8 +1,8 @@
-"""What follows an attempt, and with how many workers: pure functions of small values, without Ray.
+"""What to do after an attempt, and with how many workers: pure functions of small values, without Ray.
 
-The supervisor executes what is decided here. Ray's own retries and its elastic mode are off: they save
-nothing before a resize, take numbers of workers that do not divide the batch, and never retry an error
-of Ray Train's controller, such as a slow object store.
+The supervisor executes these decisions. Ray's retries and elastic mode are off: they do not save before a
+resize, choose worker counts that do not divide the batch, and never retry controller errors such as a slow
+object store.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from raytrain_gpt.config.sections import ClusterSection
 from raytrain_gpt.format import Log, count
 
 MAX_ROLLBACKS = 3
-"""Rollbacks in a row without progress; if more are needed, it is not the data that is wrong."""
+"""Rollbacks in a row without progress; after that many, bad data is not the cause."""
 BACK_OFF_S = (0.0, 5.0, 15.0, 30.0, 60.0)
-"""Pause after the first, second … failure in a row: one dead process needs none, a full disk does."""
+"""Pause by failures in a row: a dead process needs none, a full disk does."""
 WAIT_LINE_EVERY_S = 60.0
 POLL_S = 1.0
 
@@ -30,12 +30,12 @@ Kind = Literal["finished", "stopped", "preempted", "resized", "rolled_back", "hu
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended, and where the run would go on.
+    """How an attempt ended, and where the run would resume.
 
     Attributes:
-        step: The newest good checkpoint's; after a rollback that of the one gone back to.
-        reason: One line; empty unless it failed or hung.
-        user_error: The reason is an error that another attempt would only meet again.
+        step: Step of the newest good checkpoint, or of the rollback's target.
+        reason: One line; empty unless the attempt failed or hung.
+        user_error: A retry would meet the same error.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class Counters:
-    """Failures and rollbacks in a row without progress, and all preemptions of this command."""
+    """Failures and rollbacks in a row without progress, and all preemptions in this command."""
 
     failures: int = 0
     preemptions: int = 0
@@ -73,13 +73,13 @@ class StartAttempt:
 
 
 Action = Literal["finish", "interrupt"] | GiveUp | StartAttempt
-"""`finish`: all steps are done and saved; `interrupt`: a signal ended the run after it had saved."""
+"""`finish`: all steps are done and saved; `interrupt`: stopped by a signal after saving."""
 
 
 def next_action(
     result: AttemptResult, done: Counters, limits: ClusterSection, run_name: str
 ) -> Action:
-    """What follows an attempt, given what happened in this command before it."""
+    """Decide whether to start another attempt, and how."""
     step = result.step
     made_progress = step > result.started_at
     if result.user_error:
@@ -89,7 +89,7 @@ def next_action(
     if result.kind == "stopped":
         return "interrupt"
     if result.kind == "rolled_back":
-        # Progress here: the attempt itself wrote the checkpoint that the run goes back to.
+        # Progress means that this attempt wrote the checkpoint that the run rolls back to.
         rollbacks = 1 if made_progress else done.rollbacks + 1
         if rollbacks > MAX_ROLLBACKS:
             return GiveUp(
@@ -106,7 +106,7 @@ def next_action(
         if limits.max_preemptions is not None and preemptions > limits.max_preemptions:
             return GiveUp(
                 f"run {run_name} was preempted {count(preemptions, 'time')} (max_preemptions="
-                f"{limits.max_preemptions}); everything is saved, the same command resumes it"
+                f"{limits.max_preemptions}); everything is saved, run the same command to resume"
             )
         return StartAttempt(step, replace(done, preemptions=preemptions))
     if result.stopping:
@@ -122,9 +122,9 @@ def next_action(
 
 
 class ScaleUp:
-    """Notices when more workers have been possible for long enough to restart with them.
+    """Detects that more workers have been available for long enough to restart with them.
 
-    Every restart costs some steps' time, and nodes of an autoscaler come one by one: hence the wait.
+    A restart costs several steps' time and autoscalers add nodes one by one; hence the wait.
     """
 
     def __init__(self, config: FittedConfig, world_size: int) -> None:
@@ -133,7 +133,7 @@ class ScaleUp:
         self._is_due = world_size < config.cluster.num_workers
 
     def is_due(self, resources: Callable[[], Resources], now: float) -> bool:
-        """Whether to restart; true at most once. `resources` is asked only below `num_workers`."""
+        """Whether to restart; true at most once. Calls `resources` only below `num_workers`."""
         if not self._is_due:
             return False
         possible = largest_world_size(self._config, resources())
@@ -153,17 +153,17 @@ def wait_for_workers(
     log: Log,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """The largest number of workers that fits; waits while not even `min_workers` do.
+    """Return the largest number of workers that fits; waits while it is below `min_workers`.
 
     Args:
-        current: Workers up to now, to say so when it is another number.
-        pause: Waits for some seconds; raises when the run is to stop.
+        current: Workers so far; a change is logged.
+        pause: Waits for some seconds; raises on a stop signal.
     """
     c = config.cluster
     said_at = -math.inf
     while True:
-        found = resources()
-        world_size = largest_world_size(config, found)
+        available = resources()
+        world_size = largest_world_size(config, available)
         if world_size is not None:
             if world_size != current or math.isfinite(said_at):
                 log(f"{world_size} of {count(c.num_workers, 'worker')}")
@@ -172,6 +172,6 @@ def wait_for_workers(
             said_at = clock()
             log(
                 f"waiting for nodes: the run needs {count(c.least_workers, 'worker')}, the cluster has "
-                f"{count(found.cpus, 'CPU', form='g')} and {count(found.gpus, 'GPU')}"
+                f"{count(available.cpus, 'CPU', form='g')} and {count(available.gpus, 'GPU')}"
             )
         pause(POLL_S)

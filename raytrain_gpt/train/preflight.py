@@ -1,4 +1,4 @@
-"""What a run checks before it starts: data, checkpoints, disk, tools. The doctor calls the same functions."""
+"""Checks before a run starts: data, checkpoints, disk, tools. The doctor calls the same functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrain_gpt.storage.location import Location, cache_directory, is_url
 from raytrain_gpt.tracking.mlflow_run import OFF, SQLITE, check_uri, mlflow_store
 
 VERIFY_CONTENT_BYTES = 2**30
-"""Data up to this size is hashed at every start; of more data only sizes and footers are read."""
+"""Data up to this size is hashed at every start; beyond it only sizes and footers are read."""
 RUN_FILES_BYTES = 2**24
 """Room for metrics, logs and events."""
 
@@ -37,14 +37,14 @@ def check_data(ingest: IngestSpec) -> None:
     """Compare the shards with their manifest, and the batch with the data.
 
     Raises:
-        ConfigError: there is no directory for a cache.
+        ConfigError: there is no cache directory.
         DataError: a shard is missing or damaged, the data is too small, or the tokenizer differs.
     """
-    shards = [shard for part in ingest.data.datasets for shard in part.manifest.shards]
+    shards = [shard for dataset in ingest.data.datasets for shard in dataset.manifest.shards]
     content = sum(shard.file_bytes for shard in shards) <= VERIFY_CONTENT_BYTES
-    for part in ingest.data.datasets:
-        check_tokenizer(part.directory, part.manifest)
-        check_shards(part.directory, part.manifest, content)
+    for dataset in ingest.data.datasets:
+        check_tokenizer(dataset.directory, dataset.manifest)
+        check_shards(dataset.directory, dataset.manifest, content)
     ingest.order()
     check_val_split(ingest.data, ingest.seq_len)
     if ingest.cache_bytes:
@@ -52,30 +52,30 @@ def check_data(ingest: IngestSpec) -> None:
 
 
 def warnings(config: Config) -> list[str]:
-    """List settings that train allows and that are rarely intended."""
-    found, max_steps = [], config.train.max_steps
+    """List settings that are allowed but rarely intended."""
+    messages, max_steps = [], config.train.max_steps
     if (warmup := config.optim.warmup_steps) > max_steps:
-        found.append(
+        messages.append(
             f"warmup_steps={warmup} is above max_steps={max_steps}, so the learning rate never reaches "
             "peak_lr; usual: a twentieth of max_steps"
         )
     if config.tracking.mlflow_uri == "auto" and mlflow_store(config) == (None, None):
-        found.append(OFF)
-    return found
+        messages.append(OFF)
+    return messages
 
 
 def sizes_of_init_from(
     preset: str | None, file: Path | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Field -> value of the shape of `init_from`'s checkpoint, but for what file or fields give.
+    """Field -> value of the model sizes in `init_from`'s checkpoint that file and fields leave open.
 
-    If that checkpoint is gone, the shape is that of the run which started from it.
+    If that checkpoint is gone, the sizes come from the run which started from it.
 
     Raises:
         CheckpointError: there is no good checkpoint.
-        ConfigError: the configuration is not possible.
+        ConfigError: the configuration is invalid.
     """
-    # The others may be possible only with these sizes.
+    # Other fields may be valid only with these sizes.
     named = ("init_from", "run_name", "storage_path", "s3_endpoint", "retry_for_s")
     where = {name: fields[name] for name in named if name in fields}
     config = resolve(preset, file, where)
@@ -87,27 +87,27 @@ def sizes_of_init_from(
     try:
         checkpoint = resolve_checkpoint(start)
     except CheckpointError:
-        if not (own := Catalog(run_location(config)).complete()):
+        if not (checkpoints := Catalog(run_location(config)).complete()):
             raise
-        checkpoint = own[-1]
+        checkpoint = checkpoints[-1]
     theirs = parse_config(checkpoint.state.config, str(checkpoint.path)).field_values()
     return {name: theirs[name] for name in open_fields}
 
 
 def _start_path(config: Config, init_from: str) -> str:
-    """Return the path in `init_from`; the name of a run stands for its directory in storage_path."""
+    """Path in `init_from`; a run's name means its directory in storage_path."""
     if "/" in init_from or Path(init_from).exists():
         return init_from
     return f"{config.run.storage_path}/{init_from}"
 
 
 def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
-    """The configuration with `init_from` naming one checkpoint, which exists and fits the model.
+    """Return the configuration with `init_from` resolved to one checkpoint that fits the model.
 
     Raises:
-        CheckpointError: there is no good checkpoint, or its tensors are not those of its configuration.
+        CheckpointError: there is no good checkpoint, or its tensors do not match its configuration.
         ConfigError: the context is longer than the checkpoint's, or the architecture or a size differs.
-        DataError: the data has another tokenizer.
+        DataError: the data has a different tokenizer.
     """
     if config.model.init_from is None:
         return config
@@ -124,7 +124,7 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
         if (ours := getattr(shape, name)) != (value := getattr(has, name)):
             value = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
-                f"{name}={ours}, {checkpoint.path} has {value}; set {name} to {value}"
+                f"{name}={ours}, but {checkpoint.path} has {value}; set {name} to {value}"
             )
     with checkpoint.files() as directory:
         model = new_model(shape)
@@ -133,33 +133,33 @@ def check_init_from(config: FittedConfig, data: Mixture) -> FittedConfig:
 
 
 def check_disk(config: Config, run_dir: Location, vocab_size: int, existing: int) -> None:
-    """Check that there is room for the checkpoints to come, beside the `existing` ones.
+    """Check for disk space for the remaining checkpoints, given the `existing` ones.
 
     Raises:
-        ClusterError: says what is needed and what is free.
+        ClusterError: too little is free.
     """
     each = checkpoint_bytes(GPTShape.of(config, vocab_size), config.optim.optimizer)
     train = config.train
     in_all = -(-train.max_steps // train.checkpoint_every_steps)
-    if config.eval.eval_mode == "async":  # every evaluation has a checkpoint as well
+    if config.eval.eval_mode == "async":  # every evaluation adds a checkpoint
         in_all += -(-train.max_steps // config.eval.eval_every_steps)
-    # The best one is kept besides the newest, and one more exists while it is being written.
+    # The best one stays besides the newest, and one more exists while it is written.
     num = max(1, min(in_all, train.keep_checkpoints + 2) - existing)
     needed = num * each + RUN_FILES_BYTES
     free = run_dir.free_bytes()
     if free is not None and free < needed:
         raise ClusterError(
-            f"{run_dir} has {size(free)} free, {count(num, 'checkpoint')} of {size(each)} would take "
-            f"{size(needed)}; make room, set another storage_path, or lower keep_checkpoints"
+            f"{run_dir} has {size(free)} free, but {count(num, 'checkpoint')} of {size(each)} would need "
+            f"{size(needed)}; free some space, set another storage_path, or lower keep_checkpoints"
         )
 
 
 def absolute_paths(config: ConfigT) -> ConfigT:
-    """The configuration with every path absolute.
+    """Return the configuration with every path absolute.
 
     Raises:
         ConfigError: a path is relative in a submitted job, whose working directory is deleted afterwards, or
-            MLflow has no such store.
+            the MLflow store is invalid.
     """
     values = config.field_values()
 

@@ -1,12 +1,12 @@
-"""A profile of a few steps: torch's profiler around them, in the process that trains.
+"""A profile of a few steps by torch's profiler, in the training process.
 
-1. The first steps after a start are left alone: they compile and fill caches.
-2. In the step before the profiled ones the profiler warms up. These steps are slower and must not be
-   averaged with others, so all ranks report before them and after them (`is_edge`).
-3. The profiled steps are recorded, each in a span that ends when the GPU is done.
-4. The trace is kept whole, and summed up by `time_use`.
+1. The first steps after a start are excluded: they compile and fill caches.
+2. The profiler warms up during the step before the profiled ones. These steps are slower and must not be
+   averaged with others, so all ranks report before and after them (`is_edge`).
+3. Each profiled step is a span that ends when the GPU is done.
+4. The full trace is saved, and summarized by `time_use`.
 
-A profile changes nothing that is computed.
+A profile does not change any computed value.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from raytrain_gpt.tracking.step_time import DATA_WAIT_SPAN, STEP_SPAN, StepTimeB
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of the profiled steps went, and their Chrome trace (JSON in gzip)."""
+    """Time breakdown of the profiled steps, and their Chrome trace (gzipped JSON)."""
 
     use: StepTimeBreakdown
     trace: bytes
 
 
 OnProfile = Callable[[Profile | Exception, float], None]
-"""Gets the profile, or why there is none, and the seconds spent on it after the last step."""
+"""Receives the profile or the error, and the seconds spent on it after the last step."""
 
 
 class StepProfile:
-    """Which steps of an attempt are profiled and, on the rank that records, how.
+    """Chooses the profiled steps of an attempt and, on the recording rank, records them.
 
     Args:
-        num_steps: How many steps to profile; 0: none.
-        take: Called after the last profiled step; None: this rank records nothing.
+        num_steps: Steps to profile; 0 for none.
+        take: Called after the last profiled step, or None if this rank does not record.
 
     Attributes:
-        steps: The profiled steps; fewer than asked for where the run ends before.
-        slowed: These, and the one in which the profiler warms up.
+        steps: The profiled steps; fewer if the run ends earlier.
+        slowed: These, and the profiler's warm-up step.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class StepProfile:
         first = steps_done + STEPS_BEFORE_PROFILE + 1
         self.steps = range(first, min(first + num_steps, max_steps + 1))
         self.slowed = range(first - 1, self.steps.stop) if self.steps else self.steps
-        if self.steps:  # else the profiler tells stderr when it starts and stops
+        if self.steps:  # silences the profiler's start and stop messages on stderr
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     def is_edge(self, step: int) -> bool:
-        """Whether all ranks report after this step, to keep slowed steps and others apart."""
+        """Whether all ranks report after this step, to separate slowed steps from others."""
         return bool(self.slowed) and step in (self.slowed.start - 1, self.slowed[-1])
 
     def mark_data_wait(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same micro-batches; the trace shows the waiting for them."""
+        """Pass micro-batches through; the trace shows the time spent waiting for them."""
         return self._marked(micro_batches) if self._take and self.steps else micro_batches
 
     def record_steps(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
-        """The same results; some of their steps are recorded."""
+        """Pass results through, recording the chosen steps."""
         return self._record_steps(results, self._take) if self._take and self.steps else results
 
     def _marked(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -109,7 +109,7 @@ class StepProfile:
             trace = _trace(profiler)
             use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
             outcome = Profile(use, trace)
-        except Exception as error:  # no profile is worth a run
+        except Exception as error:  # a failed profile must not stop the run
             outcome = error
         take(outcome, time.perf_counter() - done_at)
         yield result

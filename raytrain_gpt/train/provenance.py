@@ -1,7 +1,7 @@
-"""What a run's steps were trained on, told from the run's files alone: `data at` and `data find`.
+"""The sequences behind each step, from the run's files (`data at`, `data find`).
 
-A step reads a global batch, whose number follows from the steps before it and the batches that rollbacks
-skipped; the order tells the batch's sequences.
+A step's global batch number follows from its step number and the skipped batches; the data order lists the
+batch's sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raytrain_gpt.train.resume import Rollback
 SAY_EVERY_S = 10.0
 SHOWN_CHARACTERS = 100
 _NO_TEXT = b"\xff"
-"""For tokens that are not text: no UTF-8 has it, so nothing is found across documents."""
+"""Stands for special tokens; it is invalid UTF-8, so no match spans documents."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,10 @@ class TrainedSequence:
     """A sequence of a step.
 
     Attributes:
-        id: Its number in the train split of all datasets.
-        dataset: Its dataset's name, as in metrics.
-        row: Row of the shard's parquet file at which it begins.
-        text: All of its tokens, the last target included.
-        document: Number of the document, in its dataset's train split, that it begins in; None: not asked.
+        id: Index in the combined train split.
+        row: First row in the shard's parquet file.
+        text: All tokens, including the last target.
+        document: Index, in its dataset's train split, of the document at its start, or None if skipped.
     """
 
     id: int
@@ -56,16 +55,16 @@ class TrainedSequence:
 
 
 class RunProvenance:
-    """A run's steps and its data.
+    """A run's steps and their data.
 
     Args:
-        name: Of the run in `storage`, or its path.
-        data: Its dataset, as in `data_path`, or None for where the run's files say.
+        name: Run name in `storage`, or path.
+        data: Dataset as in `data_path`, or None for the one recorded in the run's files.
 
     Raises:
         CheckpointError: there is no such run.
         ConfigError: its configuration is damaged.
-        DataError: its dataset is missing, or another one is in its place.
+        DataError: its dataset is missing or has changed.
     """
 
     def __init__(self, name: str, storage: Location, data: str | None = None) -> None:
@@ -83,8 +82,8 @@ class RunProvenance:
         newest = next(reversed(Catalog(self.dir).complete()), None)
         if newest is not None and newest.state.manifest_hash != self._data.hash:
             raise DataError(
-                f"run {self.dir} was trained on other data than {data or self._config.data.data_path} has "
-                "now; put the old dataset back in its place, or name it with --data"
+                f"run {self.dir} was trained on different data than {data or self._config.data.data_path} "
+                "has now; restore the old dataset, or pass it as --data"
             )
         rollback = Rollback(self.dir, self._config.spikes.skip_before, print)
         rollback.read_skipped(newest)
@@ -94,14 +93,14 @@ class RunProvenance:
         counts = [
             p.manifest.row_group_sequences("train", self._seq_len) for p in self._data.datasets
         ]
-        self._starts = [np.cumsum(own) - own for own in counts]
+        self._starts = [np.cumsum(sequences) - sequences for sequences in counts]
         rows = read_rows(sync.work_dir)
         self._attempts = read_attempts(rows)
         self.last_step = max((row["step"] for row in rows if "train/loss" in row), default=0)
         self._tokenizer = read_tokenizer(self._data.first.directory)
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """All steps of this run, each with the global batch that it read."""
+        """Yield every step of this run with its global batch."""
         step, first = self._base
         for start, stop in batches_to_read(first, self.last_step - step, self._skipped):
             for batch in range(start, stop):
@@ -109,24 +108,24 @@ class RunProvenance:
                 yield step, batch
 
     def batch_of(self, step: int) -> int:
-        """The global batch that a step read.
+        """Global batch of a step.
 
         Raises:
             ConfigError: the run has no such step.
         """
         before, first = self._base
         if not before < step <= self.last_step:
-            others = f"; those before are of {self._branch.checkpoint}" if self._branch else ""
+            earlier = f"; earlier steps belong to {self._branch.checkpoint}" if self._branch else ""
             raise ConfigError(
-                f"step {step}: run {self.dir} has trained steps {before + 1} to {self.last_step}{others}; "
-                "set --step to one of them"
+                f"step {step}: run {self.dir} has trained steps {before + 1} to "
+                f"{self.last_step}{earlier}; set --step to one of them"
             )
         return batches_to_read(first, step - before, self._skipped)[-1][1] - 1
 
     def step(
         self, step: int, worker: int | None = None, documents: bool = False
     ) -> list[TrainedSequence]:
-        """What a step, or one worker in it, was trained on; `documents` as in `batch`.
+        """Sequences of a step, or of one worker in it; `documents` as in `batch`.
 
         Raises:
             ConfigError: the run has no such step, or the step had no such worker.
@@ -136,48 +135,50 @@ class RunProvenance:
             num = next((int(a.row["num_workers"]) for a in self._attempts if step in a.kept), 0)
             if worker >= num:
                 had = f"had {count(num, 'worker')}; set it to 0 to {num - 1}"
-                none = f"has no event in {self.dir} that tells its workers; leave it out"
+                none = f"has no event in {self.dir} that records its workers; omit --worker"
                 raise ConfigError(f"--worker {worker}: step {step} {had if num else none}")
             ids = np.split(ids, num)[worker]
         return self._described(ids, documents)
 
     def batch(self, batch: int, documents: bool = False) -> list[TrainedSequence]:
-        """The sequences of a global batch, which a rollback may have skipped.
+        """Sequences of a global batch, even one that a rollback skipped.
 
         Args:
-            documents: Number the documents, for which shards are read from their start.
+            documents: Number the documents, which reads shards from their start.
         """
         return self._described(self._order.batch_ids(batch), documents)
 
     def _described(self, ids: Ids, documents: bool = False) -> list[TrainedSequence]:
         tokens, _ = self._data.read("train", self._seq_len, ids)
         first_ids = np.cumsum([0, *self._data.num_sequences("train", self._seq_len)])
-        found = []
-        for sequence, own in zip(ids.tolist(), tokens, strict=True):
+        sequences = []
+        for sequence, own_tokens in zip(ids.tolist(), tokens, strict=True):
             at = int(np.searchsorted(first_ids, sequence, side="right")) - 1
-            part, starts = self._data.datasets[at], self._starts[at]
-            in_part = sequence - int(first_ids[at])
-            group = int(np.searchsorted(starts, in_part, side="right")) - 1
-            ((shard, index),) = part.manifest.find_row_groups("train", np.array([group]))
-            in_group = (in_part - int(starts[group])) * self._seq_len
-            found.append(
+            dataset, starts = self._data.datasets[at], self._starts[at]
+            index_in_dataset = sequence - int(first_ids[at])
+            group = int(np.searchsorted(starts, index_in_dataset, side="right")) - 1
+            ((shard, index),) = dataset.manifest.find_row_groups("train", np.array([group]))
+            in_group = (index_in_dataset - int(starts[group])) * self._seq_len
+            sequences.append(
                 TrainedSequence(
                     id=sequence,
                     dataset=self._data.names[at],
                     shard=shard.path,
-                    row=index * part.manifest.row_group_tokens + in_group,
-                    text=decode_tokens(self._tokenizer, own.tolist()),
-                    document=_documents_before(part, group, index, in_group) if documents else None,
+                    row=index * dataset.manifest.row_group_tokens + in_group,
+                    text=decode_tokens(self._tokenizer, own_tokens.tolist()),
+                    document=_documents_before(dataset, group, index, in_group)
+                    if documents
+                    else None,
                 )
             )
-        return found
+        return sequences
 
     def find(self, text: str, say: Log) -> dict[str, Any]:
-        """Which steps had a text whole in one of their sequences.
+        """Find the steps that had a text inside one of their sequences.
 
         Returns:
-            `steps`, each with its sequences, and `cut`: how often the text lies across two sequences or
-            row groups' ends, so that no step had it whole.
+            `steps`, each with its sequences, and `cut`: occurrences split across two sequences or row
+            groups, which no step saw in full.
 
         Raises:
             ConfigError: the text is empty.
@@ -190,12 +191,12 @@ class RunProvenance:
             hits = self._order.batch_ids(batch)
             hits = hits[np.isin(hits, ids)]
             if len(hits):
-                found = [asdict(one) for one in self._described(hits)]
-                steps.append({"step": step, "sequences": found})
+                sequences = [asdict(sequence) for sequence in self._described(hits)]
+                steps.append({"step": step, "sequences": sequences})
         return {"steps": steps, "cut": cut}
 
     def _ids_with(self, text: bytes, say: Log) -> tuple[Ids, int]:
-        """Ids of the sequences that have a text whole, and how often it is in none."""
+        """Ids of the sequences that contain a text, and the number of split occurrences."""
         tokenizer, size, said_at = self._tokenizer, self._seq_len, time.monotonic()
         special = set(tokenizer._special_tokens.values())
         table = [
@@ -205,18 +206,18 @@ class RunProvenance:
         lengths = np.array([len(one) for one in table])
         first_id = done = cut = 0
         ids: list[int] = []
-        for part in self._data.datasets:
-            counts = part.manifest.row_group_sequences("train", self._seq_len)
-            groups = part.manifest.find_row_groups("train", np.arange(len(counts)))
+        for dataset in self._data.datasets:
+            counts = dataset.manifest.row_group_sequences("train", self._seq_len)
+            groups = dataset.manifest.find_row_groups("train", np.arange(len(counts)))
             for (shard, index), num in zip(groups, counts.tolist(), strict=True):
-                tokens = read_row_group(part.directory, part.manifest, shard, index)
+                tokens = read_row_group(dataset.directory, dataset.manifest, shard, index)
                 content = b"".join([table[token] for token in tokens.tolist()])
                 ends = np.cumsum(lengths[tokens])
                 at = content.find(text)
                 while at >= 0:
                     begins = int(np.searchsorted(ends, at, side="right"))
                     last = int(np.searchsorted(ends, at + len(text) - 1, side="right"))
-                    # A sequence's last token is also the first one of the next: two may have it.
+                    # A sequence's last token is also the first of the next, so two may contain the text.
                     first = max(0, -(-(last - size) // size))
                     having = range(first_id + first, first_id + min(begins // size + 1, num))
                     ids += having
@@ -232,20 +233,20 @@ class RunProvenance:
         return np.unique(np.array(ids, np.int64)), cut
 
 
-def _documents_before(part: WeightedDataset, group: int, index: int, in_group: int) -> int:
-    """Documents of a dataset's train split that end before a token of one of its row groups.
+def _documents_before(dataset: WeightedDataset, group: int, index: int, in_group: int) -> int:
+    """Count documents of a dataset's train split that end before a token.
 
     Args:
-        group: Number of the row group in the split.
-        index: Its number in its shard.
-        in_group: Place of the token in it.
+        group: Row group in the split.
+        index: Row group in its shard.
+        in_group: Token offset in the row group.
     """
-    manifest = part.manifest
-    found = manifest.find_row_groups("train", np.arange(group - index, group + 1))
+    manifest = dataset.manifest
+    groups = manifest.find_row_groups("train", np.arange(group - index, group + 1))
     shards = manifest.split_shards("train")
-    ended = sum(shard.documents for shard in shards[: shards.index(found[0][0])])
-    for shard, number in found:
-        tokens = read_row_group(part.directory, manifest, shard, number)
+    ended = sum(shard.documents for shard in shards[: shards.index(groups[0][0])])
+    for shard, number in groups:
+        tokens = read_row_group(dataset.directory, manifest, shard, number)
         if number == index:
             tokens = tokens[:in_group]
         ended += int(np.count_nonzero(tokens == manifest.eot_token))
@@ -253,7 +254,7 @@ def _documents_before(part: WeightedDataset, group: int, index: int, in_group: i
 
 
 def describe_sequence(sequence: TrainedSequence) -> str:
-    """A sequence on one line, its text cut."""
+    """Format a sequence on one line, with its text shortened."""
     document = "" if sequence.document is None else f", document {sequence.document}"
     where = f"{sequence.dataset} {sequence.shard} row {sequence.row}{document}"
     return f"sequence {sequence.id} | {where} | {preview(sequence.text, SHOWN_CHARACTERS)}"

@@ -1,7 +1,7 @@
-"""Where a run goes on from: after another command, or back before bad steps.
+"""The checkpoint a run starts from: after an earlier command, or rolled back before bad steps.
 
-`skipped.json` in the run's directory holds the global batches that are skipped after a rollback, so that
-a run that goes on from a checkpoint before them, whose state does not have them, skips them too.
+`skipped.json` in the run's directory holds the global batches skipped by rollbacks, so that a run that
+resumes from an older checkpoint, whose state lacks them, also skips them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 SKIPPED_FILE = "skipped.json"
 DECIDES_EXACT_SUMS = {"micro_batch_sequences", "compile", "activation_checkpointing"}
 START_FIELDS = ("init_from", "branch_from")
-"""Read when a run starts, and never again."""
+"""Fields that are read only when a run starts."""
 
 
 def find_resume(config: Config, catalog: Catalog, name: str, log: Log) -> Checkpoint | None:
-    """The newest good checkpoint of the run, or None for a new run.
+    """Newest good checkpoint of the run, or None for a new run.
 
     Raises:
         CheckpointError: `resume=never` and the name is taken, or no checkpoint is good.
@@ -57,25 +57,27 @@ def keep_start(config: ConfigT, resumed: Checkpoint) -> ConfigT:
     """
     started = _values(resumed.state)
     for name in START_FIELDS:
-        given, own = config.field_values()[name], started[name]
-        if given is None or given == own or _same_start(config, name, given, resumed, own):
+        given, original = config.field_values()[name], started[name]
+        if given in (None, original) or _same_start(config, name, given, resumed, original):
             continue
-        own = "null" if own is None else own
+        original = "null" if original is None else original
         raise CheckpointError(
-            f"{name}={given}, but run {_run_dir(resumed).name} started with {name}={own}; set {name} to "
-            f"{own}, or use another run_name"
+            f"{name}={given}, but run {_run_dir(resumed).name} started with {name}={original}; set {name} "
+            f"to {original}, or use another run_name"
         )
     return config.updated({name: started[name] for name in START_FIELDS if started[name]})
 
 
 def _same_start(
-    config: Config, name: str, given: str, resumed: Checkpoint, own: str | None
+    config: Config, name: str, given: str, resumed: Checkpoint, original: str | None
 ) -> bool:
-    """Whether a start in different words, or of a run that has forgotten its own, is the run's."""
+    """Whether a differently written start means the run's own, or the run has not recorded one."""
     if name == "branch_from":
         return branches_from(config, given, _run_dir(resumed))
-    # A run's directory became one of its checkpoints.
-    return own is not None and location(config, own).parent.parent == location(config, given)
+    # A run's directory was resolved to one of its checkpoints.
+    return original is not None and location(config, original).parent.parent == location(
+        config, given
+    )
 
 
 def _run_dir(checkpoint: Checkpoint) -> Location:
@@ -91,7 +93,7 @@ def _values(state: CheckpointState) -> dict[str, Any]:
 
 
 def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) -> None:
-    """Refuse changes that would alter the maths of a resumed run; log harmless ones.
+    """Refuse changes that would alter the math of a resumed run; log harmless ones.
 
     Raises:
         CheckpointError: lists the keys that differ.
@@ -115,16 +117,16 @@ def check_changes(config: Config, data: Mixture, resumed: Checkpoint, log: Log) 
             f"{listed}; change it back, or use another run_name"
         )
     if state.step < config.train.max_steps:
-        log(f"going on from step {state.step} ({resumed.path})")
+        log(f"resuming from step {state.step} ({resumed.path})")
     then = for_workers(config, state.num_workers).field_values()
     for name, change in changed_fields(before, then).items():
         if name not in AUTO_MEMORY_FIELDS or then[name] != "auto":
-            log(f"changed since then: {name} {change}")
+            log(f"changed since that checkpoint: {name} {change}")
     _say_if_rate_rises(config, state.step, before["max_steps"], log)
 
 
 def _say_if_rate_rises(config: Config, step: int, steps_before: int, log: Log) -> None:
-    """Say that another number of steps makes the learning rate rise again, as the end of its decay moves."""
+    """Warn if a new max_steps moves the end of the decay so that the learning rate rises again."""
     last, planned = (learning_rate(at, config.optim, steps_before) for at in (step - 1, step))
     rate = learning_rate(step, config.optim, config.train.max_steps)
     if rate > max(last, planned):
@@ -135,13 +137,13 @@ def _say_if_rate_rises(config: Config, step: int, steps_before: int, log: Log) -
 
 
 class Rollback:
-    """Takes a run back; remembers what is skipped and where it went back to last.
+    """Rolls a run back, and remembers skipped batches and the last target.
 
     Args:
-        skip_before: Global batches that are skipped before the first bad one.
+        skip_before: Global batches to skip before the first bad one.
 
     Attributes:
-        skipped: Ranges of global batches that are left out, (first, stop).
+        skipped: Ranges of skipped global batches, (first, stop).
     """
 
     def __init__(self, run_dir: Location, skip_before: int, log: Log) -> None:
@@ -151,29 +153,32 @@ class Rollback:
         self.skipped: BatchRanges = ()
 
     def read_skipped(self, resumed: Checkpoint | None) -> None:
-        """Take the ranges of the run's file and of a checkpoint, which may be another run's copy."""
-        found = set()
+        """Merge the skipped ranges of the run's file and of a checkpoint, perhaps another run's."""
+        skipped = set()
         try:
             content = parse_json(self._file.read_bytes()) if self._file.is_file() else []
-            found = set(TypeAdapter(BatchRanges).validate_python(content))
+            skipped = set(TypeAdapter(BatchRanges).validate_python(content))
         except ValueError as error:
             self._log(
-                f"left out: {self._file} is damaged ({reason(error)}); the checkpoint's ranges count"
+                f"ignoring damaged {self._file} ({reason(error)}); using the skipped batches stored in the "
+                "checkpoint"
             )
-        self.skipped = tuple(sorted(found | set(resumed.state.skipped_batches if resumed else ())))
+        if resumed:
+            skipped.update(resumed.state.skipped_batches)
+        self.skipped = tuple(sorted(skipped))
 
     def go_back(
         self, bad: BadStreak, started_at: int, origin: Checkpoint | None, recorder: RecorderHandle
     ) -> Checkpoint | None:
-        """Back to the last checkpoint before the bad steps, whose batches are skipped from now on.
+        """Return to the last checkpoint before the bad steps, and skip their batches from now on.
 
-        When it returns the rollback is durable: later checkpoints are set aside, the ranges written.
-        `origin` is the checkpoint of another run that this one began with.
+        On return the rollback is durable: later checkpoints are retired, the ranges written.
+        `origin` is the checkpoint of a different run that this one started from.
         """
         resumed = self._catalog.newest_good(self._log, before_step=bad.first_step) or origin
         if 0 < started_at == resume_step(resumed) == self._last_step:
-            # A rollback led here before and it went wrong again: the weights may have been hurt
-            # earlier than the loss has shown.
+            # A second rollback to this checkpoint: its weights may be bad already, although the loss
+            # did not show it, so use an earlier one.
             resumed = self._catalog.newest_good(self._log, before_step=started_at) or resumed
         self._last_step = step = resume_step(resumed)
         self._catalog.clean(good_until=step)
@@ -189,7 +194,7 @@ class Rollback:
         }
         recorder.ask("add_event", bad.last_step, "rollback", **details)
         self._log(
-            f"steps {bad.first_step} to {bad.last_step} were bad: back to step {step}, "
-            f"global batches {skipped[0]} to {skipped[1] - 1} are skipped"
+            f"bad losses in steps {bad.first_step}–{bad.last_step}: rolled back to step {step}, "
+            f"skipping batches {skipped[0]}–{skipped[1] - 1}"
         )
         return resumed

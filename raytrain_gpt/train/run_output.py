@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints: configuration, report, and the rows of its recorder."""
+"""Files of a run besides checkpoints: configuration, report and the recorder's rows."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ from raytrain_gpt.tracking.sync import RunSync
 
 
 class RunOutput:
-    """The small files of a run, worked on in a local directory and copied to an object store."""
+    """Small files of a run, edited in a local directory and copied to an object store."""
 
     def __init__(self, run_dir: Location, mlflow_tags: dict[str, str], log: Log) -> None:
         self.run_dir, self.sync = run_dir, RunSync(run_dir)
         self._mlflow_tags, self.log = mlflow_tags, log
 
     def check_is_ours(self) -> None:
-        """Check, before the first step, that no file is replaced that a run did not write.
+        """Check, before the first step, that only files of a run would be replaced.
 
         Raises:
-            CheckpointError: the directory has files of these names and no run's configuration.
+            CheckpointError: the directory has files of these names but no run's configuration.
         """
         names = (CONFIG_FILE, METRICS_FILE, LOG_FILE, SAMPLES_FILE, REPORT_FILE)
-        there = [name for name in names if (self.sync.work_dir / name).exists()]
-        if not there:
+        existing = [name for name in names if (self.sync.work_dir / name).exists()]
+        if not existing:
             return
         try:
             load_config_file(self.sync.work_dir / CONFIG_FILE)
         except ConfigError:
             raise CheckpointError(
-                f"{self.run_dir} has {' and '.join(there)}, but no run wrote there; use another run_name or "
-                "storage_path"
+                f"{self.run_dir} has {' and '.join(existing)}, but was not written by a run; use another "
+                "run_name or storage_path"
             ) from None
 
     def write_config(self, config: FittedConfig) -> None:
-        """Write the resolved configuration, with which `--config` repeats the run."""
+        """Write the resolved configuration, so that `--config` can repeat the run."""
         Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
         self.sync.push()
 
     def rows(self) -> list[Row]:
-        """What is in metrics.jsonl."""
+        """Rows of metrics.jsonl."""
         return read_rows(self.sync.work_dir)
 
     def recorder_spec(
         self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row | None
     ) -> RecorderSpec:
-        """What a recorder begins with.
+        """Specify a recorder.
 
         Args:
-            step: Rows above it are dropped: those steps are done again.
-            checkpoints: Their rows fill in what a dead recorder had not written.
-            attempt: Details of the event `attempt`; None: nothing is trained, only evaluated.
+            step: Rows above it are dropped, since those steps are repeated.
+            checkpoints: Their rows replace those that a dead recorder did not write.
+            attempt: Details of the event `attempt`, or None if the recorder serves evaluations only.
         """
         saved_rows = [row for checkpoint in checkpoints for row in checkpoint.rows()]
         check_rows(self.sync.work_dir, saved_rows, self.log)
@@ -81,23 +81,25 @@ class RunOutput:
         )
 
     def last_steps(self, step: int, saved_rows: list[Row], number: int) -> list[Row]:
-        """The rows of up to `number` steps before a step, those of dead recorders included."""
+        """Rows of up to `number` steps before a step, including rows of dead recorders."""
         rows = merge_rows(self.rows(), saved_rows, step)
         return [row for row in rows if "train/loss" in row][-number:]
 
     def write_report(self) -> None:
-        """Write `report.html`; before the recorder closes, which hands it to the trackers."""
+        """Write `report.html`; call it before closing the recorder, which uploads it to the trackers."""
         try:
             write_report(self.sync)
-        except Exception as error:  # a chart that cannot be drawn must not cost a trained model
+        except Exception as error:  # a failed chart must not cost a trained model
             self.log(f"no report: {error!r}")
 
     def next_attempt(self, newest: int) -> int:
-        """The first attempt number, above `newest`, that Ray has no directory for and no row tells of.
+        """First attempt number above `newest` that is unused by Ray's directories and by rows.
 
-        Every `fit()` gets a name of its own: Ray Train resumes by itself from a name's index, which it
-        rewrites in place, so that one killed at the wrong moment makes the name unusable.
+        Every `fit()` gets a fresh name. Ray Train resumes automatically from the index of a used name
+        and rewrites it in place, so a kill at the wrong moment makes the name unusable.
         """
         names = (self.run_dir / "ray").names()
-        told: list[int] = [row["attempt"] for row in self.rows() if row.get("event") == "attempt"]
-        return max([newest, *told, *(int(name) for name in names if name.isdigit())]) + 1
+        recorded: list[int] = [
+            row["attempt"] for row in self.rows() if row.get("event") == "attempt"
+        ]
+        return max([newest, *recorded, *(int(name) for name in names if name.isdigit())]) + 1

@@ -1,9 +1,8 @@
-"""From step results on the device to rows: reduced over the ranks, checked and judged.
+"""Rows from step results: reduced over the ranks, checked against the plan and judged.
 
-Results stay on the device until `flush`, the one place that waits for it. There the losses are reduced,
-what the ranks received is compared with the plan, the order's hash grows by a batch a step, and every
-step is judged: a step that is not finite changed nothing, a spike is marked, and after too many bad
-steps in a row the run rolls back.
+Results stay on the device until `flush`, the only call that waits for it. `flush` reduces losses over the
+ranks, checks the delivered sequences, extends the order hash by one batch per step, and judges every step:
+a step that is not finite changed nothing, a spike is marked, and too many bad steps in a row roll back.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ from raytrain_gpt.tracking.run_files import Row, finite
 
 @dataclass
 class Position:
-    """Where a run is in its data; goes into every checkpoint.
-
-    Attributes:
-        next_batch: The global batch that the next update reads.
-        order_hash: Rolling hash of what was delivered so far.
-    """
+    """Data position of a run, stored in every checkpoint: its next batch and order hash."""
 
     next_batch: int
     order_hash: str
@@ -41,16 +35,16 @@ class Position:
 
 
 class StepLog:
-    """Steps that are done and not yet reported.
+    """Finished steps that are not reported yet.
 
     Args:
-        rows_before: The last rows of steps before, so that the detector judges as in an unbroken run.
-        flops_per_token: FLOP of a token's forward and backward pass.
-        peak_flops: FLOP/s of one worker's device; None where it is not known.
-        slowed: Steps slowed by a profile, whose speed would mislead.
+        rows_before: Last rows before this attempt, so that the detector judges as in an unbroken run.
+        flops_per_token: FLOPs of a token's forward and backward pass.
+        peak_flops: FLOP/s of one worker's device, or None if unlisted.
+        slowed: Steps slowed by a profile, whose speed is not reported.
 
     Attributes:
-        bad_streak: So many bad steps in a row that the run rolls back before them.
+        bad_streak: Bad steps in a row that require a rollback, or None.
     """
 
     def __init__(
@@ -88,41 +82,42 @@ class StepLog:
         return bool(self._detector.streak)
 
     def start_clock(self) -> None:
-        """Begin to measure: the first step comes now."""
+        """Start measuring; the first step follows."""
         self._clock_from = self._began = time.perf_counter()
 
     def exclude_time(self, seconds: float) -> None:
-        """Do not count time that was not training, before the next `flush`."""
+        """Exclude seconds that were not training from the next `flush`."""
         self._clock_from += seconds
 
     def add(self, result: StepResult) -> None:
-        """Keep a result; nothing is read from the device yet."""
+        """Add a result without reading it from the device."""
         self._pending.append(result)
 
     def flush(self) -> list[Row]:
-        """The rows of all steps since the last time; none behind a stretch of bad steps."""
+        """Rows of all steps since the last call, up to a streak of bad steps."""
         if not self._pending:
             return []
-        # One exchange for all pending steps; every rank adds up in the order of the ranks.
+        # Float64 values travel as the bits of int64, so one collective carries losses, waits, hashes and
+        # flags of all pending steps. Every rank then sums in rank order and gets the same bits.
         pending, self._pending = self._pending, []
         sums = [self._feed.take_hash_sums() for _ in pending]
         norms = torch.stack([r.grad_norm.float() for r in pending]).cpu()
         scales = _on_host([r.loss_scale for r in pending])
-        # In float64 the mean of equal losses, which ranks with exact sums have, is that loss.
+        # The float64 mean of equal losses (exact sums) is exactly that loss.
         losses = torch.stack([r.loss for r in pending]).double().cpu()
         waits = torch.tensor([r.data_wait_s for r in pending], dtype=torch.float64)
-        delivered = torch.tensor([own for own, _ in sums])
+        delivered = torch.tensor([hash_sum for hash_sum, _ in sums])
         skips = (~torch.isfinite(norms)).long()
         peak_bytes = torch.tensor([peak_memory_bytes(self._device)])
-        own = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
-        of_ranks = self._collectives.all_gather_rows(torch.cat(own))
-        losses, waits, delivered, skips, peak_bytes = torch.split(of_ranks, [*map(len, own)], 1)
+        fields = [losses.view(torch.int64), waits.view(torch.int64), delivered, skips, peak_bytes]
+        by_rank = self._collectives.all_gather_rows(torch.cat(fields))
+        losses, waits, delivered, skips, peak_bytes = torch.split(by_rank, [*map(len, fields)], 1)
         losses, waits = (
-            part.contiguous().view(torch.float64).sum(0) / len(of_ranks) for part in (losses, waits)
+            bits.contiguous().view(torch.float64).sum(0) / len(by_rank) for bits in (losses, waits)
         )
         delivered, skips = delivered.sum(0), skips.sum(0)
         now = time.perf_counter()
-        # The device runs ahead of the host, so only the mean over a flush is true.
+        # The device runs ahead of the host, so only the mean over a flush is meaningful.
         step_time_s = (now - self._clock_from) / len(pending)
         self._clock_from = now
         self._steps_done += len(pending)
@@ -133,7 +128,7 @@ class StepLog:
         }
         rows: list[Row] = []
         for i, result in enumerate(pending):
-            # Ray Data deals rows to ranks by an order that it does not promise: so the proof is here.
+            # Ray Data promises no assignment of rows to ranks, so delivery is checked here.
             if int(delivered[i]) != sums[i][1]:
                 raise RuntimeError(
                     f"step {result.step}: the ranks did not receive the sequences of the plan"
@@ -152,7 +147,7 @@ class StepLog:
                 streak = self._detector.streak
                 first = batch_before(batch, result.step - streak[0], self.position.skipped)
                 self.bad_streak = BadStreak(streak[0], result.step, first, batch)
-                break  # the steps behind it will be done again
+                break  # later steps are repeated after the rollback
         return rows
 
     def _row(
@@ -196,9 +191,9 @@ class StepLog:
 
 
 def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
-    """Their values by one copy; of one run either all are None or none is."""
-    found = [scalar for scalar in scalars if scalar is not None]
-    return list(torch.stack(found).tolist()) if found else [None] * len(scalars)
+    """Copy scalars to the host at once; in a run either all are None or none is."""
+    scales = [scalar for scalar in scalars if scalar is not None]
+    return list(torch.stack(scales).tolist()) if scales else [None] * len(scalars)
 
 
 def _event(bad: BadStep, loss: float, norm: float, batch: int, skipping_ranks: int) -> Row:

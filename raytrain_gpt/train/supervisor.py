@@ -1,15 +1,15 @@
-"""A run from its checks to its end, over as many attempts as it takes.
+"""A run from its checks to its end, over any number of attempts.
 
-Before every attempt the largest number of workers that fits is chosen; while not even `min_workers`
-fit, the run waits. After it, `policy` decides what follows:
+Each attempt uses the largest number of workers that fits; below `min_workers` the run waits. After it,
+`policy` decides:
 
-- finished, or stopped by a signal: the end.
-- failed or hung: again from the newest good checkpoint, `max_failures` times in a row without progress.
-- preempted: again with the nodes that are left, `max_preemptions` times in all.
-- resized: again with more workers.
-- rolled back: again from the last checkpoint before the bad steps, without their global batches.
+- finished, or stopped by a signal: end.
+- failed or hung: retry from the newest good checkpoint, `max_failures` times in a row without progress.
+- preempted: retry on the remaining nodes, `max_preemptions` times in total.
+- resized: restart with more workers.
+- rolled back: restart from the last checkpoint before the bad steps, skipping their global batches.
 
-With async evaluation a run is finished when its last checkpoint is evaluated.
+With async evaluation a run finishes once its last checkpoint is evaluated.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ TrainLoop = Callable[[WorkerSpec], None]
 
 @dataclass(frozen=True)
 class TrialHooks:
-    """The part of a sweep in a run that is one of its trials.
+    """Callbacks of a sweep into a run that is one of its trials.
 
     Attributes:
         evaluated: Called with every evaluation but the last while the ranks wait; to end the run it
             sets the stop signal and returns.
-        killed: Set before the stop signal, except where the sweep has seen enough of the trial.
-        origin: Checkpoint of another run that this one continues while it has none of its own.
+        killed: Set before the stop signal, unless the sweep ends the trial as complete.
+        origin: Checkpoint of a different run to start from, until the trial has its own.
     """
 
     evaluated: Callable[[Row], None]
@@ -108,19 +108,19 @@ class Run:
         self._attempts = 0
 
     def train(self) -> RunSummary:
-        """Check, resume, train, and end well."""
-        # What only reads is checked before the lease: a mistake must not disturb a run that holds it.
+        """Check, resume, train and finish."""
+        # Read-only checks run before the lease: a mistake must not disturb a run that holds it.
         ingest = self._ingest(None)
         preflight.check_data(ingest)
         self._choices = self._put_choices()
-        if not self.config.cluster.use_gpu:  # the workers of GPUs look themselves
+        if not self.config.cluster.use_gpu:  # GPU workers check on their nodes
             check_compiler(self.config, on_gpu=False, where="a CPU")
         self._check_storage()
         with hold_lease(self.run_dir / LEASE_FILE, f"run {self.run_dir.name}", self.log) as lease:
             existing = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
-            self.output.sync.pull()  # by the lease's holder alone: nobody else writes these files now
+            self.output.sync.pull()  # under the lease nobody else writes these files
             if resumed is not None:
                 self.config = keep_start(self.config, resumed)
                 check_changes(self.config, self.data, resumed, self.log)
@@ -139,7 +139,7 @@ class Run:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside, checkpoints are evaluated asynchronously, if they are to be."""
+        """Evaluate checkpoints asynchronously inside, if so configured."""
         if self.config.eval.eval_mode == "inline":
             yield
             return
@@ -159,17 +159,17 @@ class Run:
         )
 
     def resources(self) -> Resources:
-        """What there is to train on now."""
+        """Nodes available now."""
         return cluster_resources()
 
     def _check_storage(self) -> None:
-        check_storage(self.run_dir, [part.directory for part in self.data.datasets])
+        check_storage(self.run_dir, [dataset.directory for dataset in self.data.datasets])
 
     def _await_workers(self) -> int:
         return wait_for_workers(self.config, self.world_size, self.resources, self._pause, self.log)
 
     def _put_choices(self) -> Any:
-        """A reference to HellaSwag, read here so that nodes need not share its file; None: not asked."""
+        """Reference to HellaSwag, read here so that nodes need not share its file, or None."""
         choices = self._read_choices()
         return None if choices is None else ray.put(choices)
 
@@ -223,12 +223,12 @@ class Run:
             if end.error is not None:
                 self.log(f"run failed ({result.reason})")
             self._pause(action.pause_s)
-            if end.bad_streak is None:  # the rollback has said where it goes on
-                self.log(f"{end.kind}; going on from step {action.from_step}")
+            if end.bad_streak is None:  # the rollback has printed where it resumes
+                self.log(f"{end.kind}; resuming from step {action.from_step}")
             counters = action.counters
 
     def _resume_point(self, end: AttemptEnd, resumed: Checkpoint | None) -> Checkpoint | None:
-        """Where the run stands after an attempt; files are only verified if they are to be loaded."""
+        """Checkpoint the run stands at after an attempt; verified only if it will be loaded."""
         if end.user_error is not None:
             return resumed
         if end.kind == "rolled_back":
@@ -238,12 +238,12 @@ class Run:
         return self.catalog.newest_good(self.log) or self.origin
 
     def _pause(self, seconds: float) -> None:
-        """Wait; a signal ends the run."""
+        """Wait; a signal interrupts the run."""
         if self.signals.stop.wait(seconds):
             raise Interrupted(self._interrupted_message(started_at=0))
 
     def _finished(self, newest: Checkpoint, lease: Lease, trained: bool = True) -> RunSummary:
-        """The end of the training, and of the async evaluations that are due."""
+        """Summarize a trained run after its pending async evaluations."""
         waited = self._evaluations is not None and await_evaluations(
             self._evaluations, self.config, newest, lease, self.output, self.signals
         )
@@ -251,12 +251,16 @@ class Run:
         return RunSummary(self.run_dir, self.output.sync, newest.state.step, newest, was_finished)
 
     def _attempt(self, resumed: Checkpoint | None, lease: Lease) -> AttemptEnd:
-        """One attempt; when it returns, all files are written and a rollback is done.
+        """Run one attempt; on return all files are written and a rollback is complete.
+
+        The order matters: the attempt runs, the lease is verified again, a rollback retires checkpoints,
+        and only then are the end recorded and the report written. If the storage failed or the lease is
+        lost, the files may belong to another process, so neither rollback nor report touches them.
 
         Raises:
-            ClusterError: another run took the name over.
+            ClusterError: another run took over the name.
         """
-        lease.verify()  # it may have been lost while the run waited for nodes
+        lease.verify()  # it may have expired while the run waited for nodes
         try:
             plan = fit_memory(
                 self.config,
@@ -268,20 +272,19 @@ class Run:
                 stop=self.signals.stop,
                 is_trial=self.trial is not None,
             )
-        except ray.exceptions.RayError as error:  # the task that tries what fits died
+        except ray.exceptions.RayError as error:  # the memory probe died
             return AttemptEnd("failed", error)
         uri, _ = mlflow_store(self.config)
         self.signals.defer(partial(mark_killed, Location.of(self.output.sync.work_dir), uri))
-        # What lies above this step is damaged or of a dead attempt; this one writes those steps itself.
+        # Checkpoints above this step are damaged or from a dead attempt; this attempt rewrites them.
         self.catalog.clean(good_until=resume_step(resumed))
         attempt = self._new_attempt(plan, resumed, lease)
         end = attempt.run()
-        known = user_error_in(end.error) if end.error is not None else None
+        user_error = user_error_in(end.error) if end.error is not None else None
         newest = gone_back_to = None
-        # No report is written where the storage is out of reach or the name is another run's.
         is_ours = False
         try:
-            if not isinstance(known, StorageError):
+            if not isinstance(user_error, StorageError):
                 lease.verify()
                 if end.bad_streak is not None:
                     gone_back_to = self.rollback.go_back(
@@ -290,21 +293,21 @@ class Run:
                 newest = next(reversed(self.catalog.complete()), None)
                 is_ours = True
         except StorageError as error:
-            known = error
+            user_error = error
         finally:
             attempt.record_end(end, newest or resumed)
             if is_ours:
                 self.output.write_report()
             attempt.close(end, newest or resumed)
-        if not isinstance(known, StorageError):
+        if not isinstance(user_error, StorageError):
             self.output.sync.push()
-        return replace(end, user_error=known, gone_back_to=gone_back_to)
+        return replace(end, user_error=user_error, gone_back_to=gone_back_to)
 
     def _new_attempt(self, plan: RunPlan, resumed: Checkpoint | None, lease: Lease) -> Attempt:
         self._attempts = self.output.next_attempt(self._attempts)
         step = resume_step(resumed)
         if self._evaluations is not None:
-            # Without a recorder: the new one reads what is done from the checkpoints.
+            # No recorder yet: the new one reads finished evaluations from the checkpoints.
             self._evaluations.hand_over(None, self.log)
             self._evaluations.look()
         details = {
@@ -317,7 +320,7 @@ class Run:
             "tokenizer": self.data.tokenizer,
         }
         recorder = self.output.recorder_spec(self.config, step, self.catalog.complete(), details)
-        # Two windows: a spike in the last one is seen as such only with good steps before it.
+        # Two windows, so that spikes in the second are judged against good steps of the first.
         num_rows = 2 * self.config.spikes.spike_window_steps
         return self.make_attempt(
             spec=WorkerSpec(
@@ -347,16 +350,16 @@ class Run:
             return BEFORE_FIRST_STEP
         at = checkpoints[-1].state.step
         saved = "saved" if at > started_at else "no step since the checkpoint"
-        return f"interrupted at step {at}, {saved}: {checkpoints[-1].path}; the same command resumes it"
+        return f"interrupted at step {at}, {saved}: {checkpoints[-1].path}; run the same command to resume"
 
 
 def _epochs(ingest: IngestSpec, max_steps: int) -> str:
     order, data = ingest.order(), ingest.data
     if not isinstance(order, MixedOrder):
         return (
-            f"{count(order.batches_per_epoch, 'step')} an epoch, {order.remainder_sequences} of "
-            f"{order.num_sequences} sequences left out"
+            f"{count(order.batches_per_epoch, 'step')} per epoch, dropping {order.remainder_sequences} of "
+            f"{order.num_sequences} sequences"
         )
-    parts = zip(data.names, data.weights, order.epochs(max_steps), strict=True)
-    mixed = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in parts]
-    return f"mixed: {', '.join(mixed)}"
+    datasets = zip(data.names, data.weights, order.epochs(max_steps), strict=True)
+    shares = [f"{name} {float(weight):.1%} ({n:.2f} epochs)" for name, weight, n in datasets]
+    return f"mixed: {', '.join(shares)}"

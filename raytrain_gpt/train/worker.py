@@ -1,4 +1,4 @@
-"""What every worker of a run does: `train_worker` is Ray Train's `train_loop_per_worker`."""
+"""The training loop of one worker: `train_worker` is Ray Train's `train_loop_per_worker`."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from raytrain_gpt.train.step_log import StepLog
 from raytrain_gpt.train.worker_group import WorkerSpec
 
 PREEMPTION_CHECK_S = 5.0
-"""Between questions for a preemption notice: each costs all ranks a round trip to an actor."""
+"""Interval of checks for a preemption notice; each costs all ranks a round trip to an actor."""
 
 
 @dataclass(frozen=True)
 class StepActions:
-    """What follows a step, in the order of the fields.
+    """Actions after a step, executed in field order.
 
     Attributes:
-        flush: Reduce and report what is pending: the one wait for the device.
+        flush: Reduce and report pending results, the only wait for the device.
         evaluate: Compute the metrics here; an async evaluation needs a checkpoint instead.
-        save: Write a checkpoint; normally it comes second, so that its state has the validation loss.
-            A rank that must leave saves first: its node may be gone in seconds.
-        await_scheduler: Wait until the sweep says whether this trial goes on.
-        leave: This was the last step of this attempt.
+        save: Write a checkpoint, normally after the evaluation, to include its validation loss.
+            A preempted or stopped rank saves first, as its node may be gone in seconds.
+        await_scheduler: Wait for the sweep's decision on this trial.
+        leave: Exit after this step.
     """
 
     flush: bool
@@ -62,11 +62,11 @@ class StepActions:
 def step_actions(
     step: int, config: Config, *, leaving: bool, profile_edge: bool, is_trial: bool
 ) -> StepActions:
-    """What follows a step.
+    """Decide the actions after a step.
 
     Args:
-        leaving: The ranks were asked to save and leave.
-        profile_edge: A profile begins or ends here, so that rows before it have times of their own.
+        leaving: The ranks were asked to save and exit.
+        profile_edge: A profile starts or ends here, so earlier rows need separate timings.
         is_trial: A sweep decides after every evaluation but the last.
     """
     train = config.train
@@ -91,7 +91,7 @@ def step_actions(
 
 
 def train_worker(spec: WorkerSpec) -> None:
-    """Train one rank from the resumed step to the last one, or until it is to leave."""
+    """Train one rank from the resumed step until the last step or a request to exit."""
     worker = Worker(spec)
     for result in worker.steps():
         worker.record(result)
@@ -104,7 +104,7 @@ def train_worker(spec: WorkerSpec) -> None:
         )
         if actions.flush:
             worker.flush()
-        if worker.steps_were_bad:  # known after the flush; nothing of them is saved
+        if worker.steps_were_bad:  # only the flush reveals it; bad steps are not saved
             break
         if actions.save == "before_evaluation":
             worker.save_checkpoint()
@@ -118,13 +118,13 @@ def train_worker(spec: WorkerSpec) -> None:
 
 
 class Worker:
-    """One rank: its model, its data, and what it reports."""
+    """One rank: model, data and reporting."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec, self.config = spec, spec.plan.config
         train = self.config.train
         context = ray.train.get_context()
-        # Ranks wait for each other's parts of a checkpoint as long as the storage may be away.
+        # Ranks wait for each other's checkpoint files for as long as the storage may be unreachable.
         self.collectives = Collectives(
             context.get_world_rank(),
             context.get_world_size(),
@@ -132,17 +132,17 @@ class Worker:
         )
         self.agreement = DelayedFlags(self.collectives)
         rank = self.collectives.rank
-        assert spec.recorder is not None, "the attempt has started it"
+        assert spec.recorder is not None, "the attempt starts the recorder"
         self.recorder = RecorderClient(spec.recorder, rank, spec.stop)
         self.step = resume_step(spec.resumed)
         cpus = self.config.cluster.cpus_per_worker
         torch.set_num_threads(cpus)
-        # Both are read when they are first needed: by default each rank compiles with up to 32 processes,
-        # and a GPU's free memory is in pieces that no large tensor fits into.
+        # Defaults are bad here: each rank would compile with up to 32 processes, and a fragmented GPU
+        # has no room for large tensors. Both variables are read at first use.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cpus))
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         seed_everything(train.seed, rank)
-        # In local mode Ray Train takes a GPU wherever it sees one.
+        # In local mode Ray Train uses a GPU whenever it sees one.
         use_gpu = self.config.cluster.use_gpu
         device = ray.train.torch.get_device() if use_gpu else torch.device("cpu")
         check_compiler(self.config, use_gpu, f"node {socket.gethostname()}")
@@ -168,34 +168,34 @@ class Worker:
             spec, self.setup, self.log, self.collectives, self.recorder
         )
         self._evaluated: Row = {}
-        self._preemption_asked_at = time.monotonic()
+        self._preemption_checked_at = time.monotonic()
         self._asks_ray = False
         self._leaves_for: str | None = None
         self._device_name = name
         self.recorder.log(
             f"{name} on {socket.gethostname()}, {count(torch.get_num_threads(), 'thread')}, "
             f"{self.setup.precision}, {spec.plan.worker_sequences} of {self.config.batch_sequences} "
-            "sequences a step"
+            "sequences per step"
         )
         if train.exact:
-            self._say_what_breaks_exact_sums()
+            self._warn_if_not_exact()
 
-    def _say_what_breaks_exact_sums(self) -> None:
-        """They hold for one kind of device, number of threads and version in the whole run."""
-        own = numerics_environment(self.setup.device, self.setup.precision)
+    def _warn_if_not_exact(self) -> None:
+        """Exact sums need one kind of device, thread count and software version for the entire run."""
+        here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
         before = (
             resumed.state.numerics_environment
             if resumed and resumed.state.numerics_environment
-            else own
+            else here
         )
-        every = self.collectives.all_gather_json(own, dict[str, str])
-        others = [environment_changes(before, other) for other in every]
-        for rank, differing in enumerate(others):
-            if differing and self.collectives.rank == 0:
+        environments = self.collectives.all_gather_json(here, dict[str, str])
+        changes = [environment_changes(before, environment) for environment in environments]
+        for rank, changed in enumerate(changes):
+            if changed and self.collectives.rank == 0:
                 self.recorder.log(
-                    f"exact does not hold from step {self.step} on: {differing} on rank {rank}; the bits of "
-                    "the weights may be others than without the change"
+                    f"exact does not hold from step {self.step}: {changed} on rank {rank}; weights are no "
+                    "longer guaranteed to be bit-identical"
                 )
 
     def _open_feeds(self) -> tuple[TrainFeed, Evaluation]:
@@ -215,7 +215,7 @@ class Worker:
         return TrainFeed(chunks, micro, setup.device), evaluation
 
     def _tables(self) -> Iterator[pa.Table]:
-        """This rank's rows; in local mode there is no dataset."""
+        """Rows for this rank, read in-process in local mode and by Ray Data otherwise."""
         if self.config.cluster.is_local:
             steps_left = self.config.train.max_steps - self.step
             return rows_in_process(self.spec.ingest, steps_left, self.collectives.rank)
@@ -225,7 +225,7 @@ class Worker:
         return tables
 
     def steps(self) -> Iterator[StepResult]:
-        """The results of all steps to come."""
+        """Train, yielding the result of every remaining step."""
         setup, train, optim = self.setup, self.config.train, self.config.optim
         if self.collectives.world_size > 1 and not train.exact:
             dummy = torch.zeros(
@@ -274,26 +274,26 @@ class Worker:
         self.log.exclude_time(took_s)
 
     def record(self, result: StepResult) -> None:
-        """Keep a result; nothing is read from the device yet."""
+        """Add a result without reading it from the device."""
         self.step = result.step
         self.log.add(result)
 
     def flush(self) -> None:
-        """Reduce what is pending over the ranks (the one place that waits for the device)."""
+        """Reduce pending results over the ranks (the only wait for the device) and report them."""
         rows = self.log.flush()
         for row in rows:
             if row.get("event") == "nonfinite":
-                self.recorder.log(f"step {row['step']}: not finite, the update was skipped")
+                self.recorder.log(f"step {row['step']}: not finite, update skipped")
         self.checkpoints.add_rows(rows)
         self.recorder.rows(rows, force=self.step == self.config.train.max_steps)
 
     @property
     def steps_were_bad(self) -> bool:
-        """Whether so many steps in a row were bad that the run rolls back."""
+        """Whether enough steps in a row were bad for a rollback."""
         return self.log.bad_streak is not None
 
     def evaluate(self) -> None:
-        """Metrics over all ranks, and samples; not counted as training time."""
+        """Report metrics over all ranks, and samples; excluded from training time."""
         started = time.perf_counter()
         with gathered_weights(self.setup.raw_model, self.setup.eval_model):
             metrics = self.evaluation.metrics(self.recorder.progress)
@@ -307,53 +307,52 @@ class Worker:
         self.log.exclude_time(time.perf_counter() - started)
 
     def save_checkpoint(self) -> None:
-        """Copy the state; it is written while training goes on."""
+        """Copy the state; a thread writes it while training continues."""
         is_evaluated = self._evaluated.get("step") == self.step
         self.checkpoints.begin(self.step, self._evaluated["val/loss"] if is_evaluated else None)
-        self.agreement.reset()  # it was asked for before this checkpoint was being written
+        self.agreement.reset()  # its pending flags predate this checkpoint
 
     def should_stop(self) -> bool:
-        """Whether any rank was asked to leave, up to a step ago; the same answer on all ranks.
+        """Whether any rank was asked to exit, up to one step ago; the same on all ranks.
 
-        What else all ranks must do in the same step is agreed on by the same collective: to collect a
-        checkpoint that all of them have written, and to ask Ray whether a node will be taken away,
-        which is a barrier that a rank alone would hang in.
+        The same collective agrees on two more actions that all ranks must take in the same step:
+        collecting a checkpoint once every rank has written it, and asking Ray for a preemption notice.
+        `get_preemption_info` is a barrier, in which a single rank would hang.
         """
         now = time.monotonic()
         is_first = self.collectives.rank == 0
-        ask = is_first and now - self._preemption_asked_at >= PREEMPTION_CHECK_S
-        wishes = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
-        stop, writing, ask = self.agreement.exchange(*wishes)
+        ask = is_first and now - self._preemption_checked_at >= PREEMPTION_CHECK_S
+        flags = (self.recorder.stop.is_set(), self.checkpoints.writing, ask)
+        stop, writing, ask = self.agreement.exchange(*flags)
         if not writing:
             self.checkpoints.collect()
-        self._asks_ray = (
-            ask and not self._asks_ray
-        )  # the answer comes late, so the wish is told twice
+        # Flags arrive one step late, so rank 0 has raised this one twice; the second is ignored.
+        self._asks_ray = ask and not self._asks_ray
         if self._asks_ray:
-            self._preemption_asked_at = now
+            self._preemption_checked_at = now
             notice = ray.train.get_preemption_info()
             if notice is not None and self._leaves_for is None:
                 self._leaves_for = "preempted"
                 self.recorder.event(self.step, "preemption_notice", ranks=notice.preempted_ranks)
         if stop and self._leaves_for is None:
             self._leaves_for = "stopped"
-            self.recorder.stop.set()  # in local mode: who was not asked itself must not go on, either
+            self.recorder.stop.set()  # in local mode, also stops ranks that got no signal
         return self._leaves_for is not None
 
     def await_scheduler(self) -> bool:
-        """Wait with the last evaluation, saved, for the sweep's decision; whether to go on."""
+        """Wait for the sweep's decision on the last evaluation; returns whether to continue."""
         self.checkpoints.collect()
         started = time.perf_counter()
         if self.collectives.rank == 0:
             self.recorder.call("evaluated", self._evaluated)
-        goes_on = self.recorder.await_scheduler()
-        if not goes_on:
+        continues = self.recorder.await_scheduler()
+        if not continues:
             self._leaves_for = "stopped"
         self.log.exclude_time(time.perf_counter() - started)
-        return goes_on
+        return continues
 
     def finish(self) -> None:
-        """Wait for the checkpoint in flight and until the recorder has taken all that was sent."""
+        """Wait for the checkpoint in flight, and for the recorder to take everything sent."""
         self.agreement.reset()
         self.checkpoints.collect()
         if self.collectives.rank == 0:

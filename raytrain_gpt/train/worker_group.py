@@ -1,4 +1,4 @@
-"""The worker group that Ray Train starts, for a run or for the doctor, and what a run tells its workers."""
+"""The worker group that Ray Train starts, for a run or for the doctor, and its specs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class AttemptSpec:
 
     Attributes:
         resumed: Checkpoint to resume from, or None for a new run.
-        rows_before: The last rows of steps before, for judging whether the next ones are spikes.
-        attempt: Number of this attempt; Ray knows the `fit()` by it.
-        lease_token: The driver's; a worker makes no file final once another process holds the lease.
+        rows_before: Last rows before this attempt, to judge whether the next ones are spikes.
+        attempt: Attempt number, which names the `fit()` in Ray.
+        lease_token: The driver's; workers finalize no file once another process holds the lease.
         is_trial: A sweep decides after every evaluation whether to continue.
     """
 
@@ -47,12 +47,12 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec(AttemptSpec):
-    """Orders of the driver to every worker of an attempt.
+    """Spec from the driver for every worker of an attempt.
 
     Attributes:
-        hellaswag: HellaSwag, on a cluster Ray's reference to it; None if it is not scored here.
+        hellaswag: HellaSwag, or on a cluster Ray's reference to it; None if it is not scored here.
         recorder: Set before the workers start.
-        stop: In local mode, asks this process to save and exit; None if the driver's orders do.
+        stop: In local mode, asks this process to save and exit; None if heartbeats do.
     """
 
     hellaswag: Any
@@ -61,7 +61,7 @@ class WorkerSpec(AttemptSpec):
 
 
 class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
-    """Ray Train's configuration of torch, with a default process group that other users cannot join."""
+    """Ray Train's torch configuration, with a process group that other users cannot join."""
 
     @property
     def backend_cls(self) -> type[_TorchBackend]:
@@ -71,7 +71,7 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
 
 class _Backend(_TorchBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: ray.train.torch.TorchConfig) -> None:
-        """Make the group; Ray's own backend would do so by a store that listens on all addresses."""
+        """Create the group; Ray's backend would use a store that listens on all addresses."""
         uses_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
         backend = backend_config.backend or ("nccl" if uses_gpus else "gloo")
         on_one_host = len(set(worker_group.execute(host))) == 1
@@ -91,10 +91,10 @@ class _Backend(_TorchBackend):  # type: ignore[misc]
 
 
 def start_fit(trainer: ray.train.torch.TorchTrainer) -> tuple[threading.Thread, list[Exception]]:
-    """`fit()` in a thread, and a list that gets what it raises.
+    """Run `fit()` in a thread; returns it and a list that receives its exception.
 
-    In the main thread Ray Train aborts the run on Ctrl+C without a checkpoint (and on SIGTERM Python
-    would not run our handler while the main thread waits inside Ray).
+    In the main thread Ray Train aborts on Ctrl+C without a checkpoint, and on SIGTERM Python would not run
+    our handler while the main thread waits inside Ray.
     """
     raised: list[Exception] = []
 
@@ -120,12 +120,12 @@ def worker_group(
     dataset: Dataset | None,
     torch_config: TorchConfig,
 ) -> ray.train.torch.TorchTrainer:
-    """A trainer whose `fit()` starts the workers once: Ray retries nothing, our supervisor does.
+    """Create a trainer whose `fit()` starts the workers once; retries are our supervisor's.
 
     Args:
-        world_size: Number of workers; may be fewer than `cluster.num_workers`.
+        world_size: Number of workers; may be below `cluster.num_workers`.
         name: Ray's name for it, unique in `directory`.
-        dataset: Dealt to the ranks row by row, in its order; None: nothing is read.
+        dataset: Distributed to the ranks row by row, in its order, or None.
     """
     filesystem, path = directory.ray_filesystem()
     return ray.train.torch.TorchTrainer(
@@ -146,7 +146,7 @@ def worker_group(
             ),
         ),
         datasets={} if dataset is None else {"train": dataset},
-        # Without it Ray Train deals blocks to the ranks in the order in which they are ready.
+        # Otherwise blocks go to the ranks in the order in which they become ready.
         dataset_config=ray.train.DataConfig(
             execution_options=ExecutionOptions(preserve_order=True)
         ),

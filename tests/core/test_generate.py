@@ -413,7 +413,7 @@ def test_options_out_of_range_are_refused_in_one_line(
 def test_what_cannot_be_continued_is_refused(raises_line: RaisesLine) -> None:
     batch = DecodingBatch(MODEL, EOT, 1)
     options = SamplingOptions(max_new_tokens=1)
-    with raises_line(DataError, "0 tokens", "at least 1"):
+    with raises_line(DataError, "prompt is empty", "at least 1"):
         batch.add([], options)
     for token in (-1, 100, 127, 10**9):
         with raises_line(DataError, f"token {token} ", "100 tokens"):

@@ -100,7 +100,7 @@ def test_what_was_lost_behind_the_last_step_is_made_up_for_and_tracked_once(
     assert not train(config, said.append).already_finished
     (newest.path / "evaluation.json").remove()
     assert not train(config, said.append).already_finished
-    assert sum(line.startswith("all steps are done; waiting") for line in said) == 1
+    assert sum(line.startswith("training finished; waiting") for line in said) == 1
     assert train(config, said.append).already_finished
     after = evaluations(evaluated.run_dir)
     assert [row["val/loss"] for row in after] == [row["val/loss"] for row in before]

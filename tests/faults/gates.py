@@ -146,7 +146,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
         if at["step"] == faults.notice_step and worker.collectives.world_size > 1:
             context = get_train_context()
             wait_until(lambda: context.preemption_context.preemption_info, "the notice")
-            worker._preemption_asked_at = -math.inf  # asks now
+            worker._preemption_checked_at = -math.inf  # asks now
         if at["step"] == faults.stop_step:
             assert worker.recorder.stop.wait(WITHIN_S), "nobody told this rank to stop"
 

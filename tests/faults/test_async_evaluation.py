@@ -127,7 +127,7 @@ def test_the_last_evaluation_is_done_by_the_next_command(
     stopped.prints("waiting for the evaluation of step 50")
     stopped.process.send_signal(signal.SIGTERM)
     assert stopped.ends() == 130, stopped.output
-    assert "the same command evaluates step 50" in stopped.output
+    assert "run the same command to evaluate step 50" in stopped.output
     wait_until(lambda: not alive(task), "the end of the cancelled task")
     assert evaluated(run_dir).keys() == {25}
     best = Catalog(Location.of(run_dir)).best()

@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
     (event,) = events(run_dir, "nonfinite")
     assert (event["step"], event["skipped_on_ranks"]) == (NAN_STEP, 2)
     for rank in range(2):
-        skipped = f"[rank {rank}] step {NAN_STEP}: not finite, the update was skipped"
+        skipped = f"[rank {rank}] step {NAN_STEP}: not finite, update skipped"
         assert skipped in lines
     row = steps(run_dir)[NAN_STEP - 1]
     assert row["optim/grad_norm"] is None
@@ -87,7 +87,7 @@ def test_ten_spikes_lead_back_and_their_batches_are_skipped(
     assert (event["to_step"], event["first_bad_step"]) == (20, 25)
     assert (event["first_batch"], event["stop_batch"]) == SKIPPED
     assert [row["step"] for row in events(run_dir, "start", "resume")] == [0, 20]
-    assert any("global batches 22 to 33 are skipped" in line for line in lines)
+    assert any("skipping batches 22–33" in line for line in lines)
     assert "34 rollback to step 20, batches 22 to 33 skipped\n" in (run_dir / "log.txt").read_text()
     assert (run_dir / "checkpoints" / "broken-step=00000030").is_dir()
 

@@ -81,7 +81,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     command.reaches(grows)
     assert has_ended(orphan)
     nodes.add_node(num_cpus=1)
-    command.prints("more workers are possible")
+    command.prints("capacity for more workers")
     grows.open()
     command.reaches(drained)
     node = node_at(nodes, drained)

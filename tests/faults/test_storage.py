@@ -125,7 +125,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     assert newest.state.step in (10, 20)
     lines: list[str] = []
     train(config.updated({"num_workers": 0}), lines.append)
-    assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
+    assert any(line.startswith(f"resuming from step {newest.state.step}") for line in lines)
     (bucket / "runs" / "gone" / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
     assert_same_order(tmp_path, straight(0))
 
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_the_run_goes_on_after_room
     (disk / "filler").unlink()
     lines: list[str] = []
     train(config, lines.append)
-    assert any(line.startswith(f"going on from step {newest.state.step}") for line in lines)
+    assert any(line.startswith(f"resuming from step {newest.state.step}") for line in lines)
     assert_same(disk / "full", straight(2))
     kept = json.dumps([c.state.step for c in Catalog(Location.of(disk / "full")).complete()])
     assert kept == "[30, 40, 50]"

@@ -54,7 +54,7 @@ def test_resumed_it_ends_with_the_same_bits(
     copy = restarted_from(whole, 20, storage, "qwen3-resumed")
     lines: list[str] = []
     train(make_config(run_name="qwen3-resumed", max_steps=30, **QWEN3), lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert_same(copy, whole)
 
 

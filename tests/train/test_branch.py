@@ -41,7 +41,9 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
     assert weights(run.run_dir) == weights(straight(0).run_dir)
     assert losses(run) == losses(straight(0), above=20)
     assert RunProvenance("branch", Location.of(storage)).batch_of(21) == 20
-    with pytest.raises(ConfigError, match=r"trained steps 21 to 50; those before are of .*parent"):
+    with pytest.raises(
+        ConfigError, match=r"trained steps 21 to 50; earlier steps belong to .*parent"
+    ):
         RunProvenance("branch", Location.of(storage)).step(20)
     assert "branched from " in (run.run_dir.path / "report.html").read_text()
 
@@ -52,7 +54,7 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
         assert longer.step == max_steps
         assert longer.checkpoint is not None
         assert longer.checkpoint.state.config["run"]["branch_from"] == "parent@20"
-    assert not any(line.startswith("changed since then: branch_from") for line in lines)
+    assert not any(line.startswith("changed since that checkpoint: branch_from") for line in lines)
 
 
 def test_a_run_that_is_there_branches_from_nothing_new(

@@ -38,7 +38,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_is_evaluated_as_trained(
     copy = restarted_from(whole, 20, storage, "documents-resumed")
     lines: list[str] = []
     train(make_config(run_name="documents-resumed", **changes), lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert_same(copy, whole)
 
     _, _, model, tokenizer, _ = open_checkpoint(whole.run_dir)

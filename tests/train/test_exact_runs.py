@@ -63,7 +63,7 @@ def test_going_on_with_other_threads_says_that_the_bits_may_be_others(
     train(make_config(**fields | {"max_steps": 10}, cpus_per_worker=1), print)
     lines: list[str] = []
     train(make_config(**fields | {"max_steps": 11}, cpus_per_worker=2), lines.append)
-    said = "exact does not hold from step 10 on: threads 1 -> 2 on rank 0"
+    said = "exact does not hold from step 10: threads 1 -> 2 on rank 0"
     assert any(said in line for line in lines)
 
 

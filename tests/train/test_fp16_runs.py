@@ -30,7 +30,7 @@ def test_a_resumed_run_in_fp16_ends_with_the_same_bits(
     copy = restarted_from(whole, 20, storage, "fp16-resumed")
     lines: list[str] = []
     train(make_config(run_name="fp16-resumed", **changes), lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert weights(copy) == weights(whole.run_dir)
     columns = ("step", "train/loss", "optim/grad_norm", "optim/loss_scale")
     assert [[row[c] for c in columns] for row in steps(copy)] == [

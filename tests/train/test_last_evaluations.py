@@ -96,14 +96,16 @@ def test_the_last_evaluation_is_waited_for(
     end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=False)
     assert end.finish() is True
     assert closed == ["FINISHED"]
-    assert end.lines[0] == "all steps are done; waiting for the evaluation of step 50"
+    assert end.lines[0] == "training finished; waiting for the evaluation of step 50"
 
 
 def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again(
     config: FittedConfig, tmp_path: Path, closed: list[str]
 ) -> None:
     end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
-    with pytest.raises(TrainingFailed, match="step 50 is not evaluated; the same command tries it"):
+    with pytest.raises(
+        TrainingFailed, match="step 50 is not evaluated; run the same command to try"
+    ):
         end.finish()
     assert closed == ["FINISHED"]
 
@@ -111,6 +113,6 @@ def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again
 def test_a_signal_ends_the_wait(config: FittedConfig, tmp_path: Path, closed: list[str]) -> None:
     end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
     end.stop.set()
-    with pytest.raises(Interrupted, match="the same command evaluates step 50"):
+    with pytest.raises(Interrupted, match="run the same command to evaluate step 50"):
         end.finish()
     assert closed == ["KILLED"]

@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     process.wait()
     lines: list[str] = []
     summary = train(config, lines.append)
-    assert any(line.startswith("going on from step 30") for line in lines)
+    assert any(line.startswith("resuming from step 30") for line in lines)
     assert [row["attempt"] for row in events(summary.run_dir.path, "attempt")] == [1, 2]
     assert_same(summary.run_dir.path, straight(0))
 
@@ -124,7 +124,7 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
     lines: list[str] = []
     assert train(config, lines.append).step == 50
-    assert any(line.startswith("going on from step 10") for line in lines)
+    assert any(line.startswith("resuming from step 10") for line in lines)
 
 
 @pytest.mark.faults

@@ -116,7 +116,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     assert lines[0].startswith(
         "micro_batch_sequences auto: 12 of 12, activation_checkpointing auto: none ("
     )
-    assert lines[0].endswith(" a worker, counted)")
+    assert lines[0].endswith(" per worker, estimated)")
     there = nodes(Node(8, 0, PROCESS_BYTES))
     ways = ("with activation_checkpointing=full", "set a smaller embd_size", "1 × 32 tokens")
     with raises_line(ClusterError, *ways):
@@ -175,9 +175,9 @@ def test_a_run_with_auto_goes_on_as_the_unbroken_one(
     copy = restarted_from(whole, 10, storage, "auto-resumed")
     lines: list[str] = []
     train(make_config(**AUTO, run_name="auto-resumed"), lines.append)
-    assert any(line.endswith("as the checkpoint of step 10 had it") for line in lines)
+    assert any(line.endswith("from the checkpoint of step 10") for line in lines)
     assert [line for line in lines if line.startswith("changed")] == [
-        "changed since then: run_name auto -> auto-resumed"
+        "changed since that checkpoint: run_name auto -> auto-resumed"
     ]
     assert weights(copy) == weights(whole.run_dir)
 

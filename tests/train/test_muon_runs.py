@@ -29,7 +29,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     copy = restarted_from(whole, 20, storage, f"{name}-resumed")
     lines: list[str] = []
     train(config.updated({"run_name": copy.name}), lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert_same(copy, whole)
 
 

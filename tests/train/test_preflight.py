@@ -58,5 +58,5 @@ def test_a_disk_without_room_says_how_many_checkpoints_need_it(
 ) -> None:
     monkeypatch.setattr(Location, "free_bytes", lambda _: 1000)
     config = Config().updated({"max_steps": max_steps, "checkpoint_every_steps": 1})
-    with raises_line(ClusterError, f"{tmp_path} has 1.0 kB free, {said}", "make room"):
+    with raises_line(ClusterError, f"{tmp_path} has 1.0 kB free, but {said}", "free some space"):
         check_disk(config, Location.of(tmp_path), 257, existing=0)

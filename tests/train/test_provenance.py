@@ -191,5 +191,5 @@ def test_other_data_in_the_place_of_the_runs_is_refused(
     )
     data.rename(tmp_path / "away")
     (tmp_path / "other").rename(data)
-    with raises_line(DataError, "was trained on other data", "put the old dataset back"):
+    with raises_line(DataError, "was trained on different data", "restore the old dataset"):
         RunProvenance(str(run.run_dir), run.run_dir)

@@ -100,7 +100,10 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
     lines: list[str] = []
     check_changes(config.updated(changes), manifest, checkpoint, lines.append)
     for name, value in changes.items():
-        assert f"changed since then: {name} {config.field_values()[name]} -> {value}" in lines
+        assert (
+            f"changed since that checkpoint: {name} {config.field_values()[name]} -> {value}"
+            in lines
+        )
     assert len(lines) == 2 + len(changes), "where it goes on, and that the learning rate rises"
 
 
@@ -160,7 +163,7 @@ def test_a_micro_batch_that_became_smaller_is_no_change(made: Made) -> None:
     assert len(lines) == 1
     whole = replace(smaller, num_workers=3)
     check_changes(asked, manifest, replace(checkpoint, state=whole), lines.append)
-    assert lines[-1] == "changed since then: micro_batch_sequences 3 -> 4"
+    assert lines[-1] == "changed since that checkpoint: micro_batch_sequences 3 -> 4"
 
 
 def test_a_leaf_that_the_checkpoints_version_did_not_have_counts_as_its_default(made: Made) -> None:
@@ -255,9 +258,7 @@ def test_the_checkpoint_before_the_bad_steps_is_gone_back_to(run: Location, reco
     (event,) = recorder.events
     assert (event["step"], event["event"], event["to_step"]) == (34, "rollback", 20)
     assert (event["first_batch"], event["stop_batch"]) == (22, 34)
-    assert lines == [
-        "steps 25 to 34 were bad: back to step 20, global batches 22 to 33 are skipped"
-    ]
+    assert lines == ["bad losses in steps 25–34: rolled back to step 20, skipping batches 22–33"]
 
 
 @pytest.mark.parametrize("content", ["", "[[1,", "[5]", '{"a": 1}', '[["x", 2]]'])

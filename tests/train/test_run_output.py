@@ -42,7 +42,7 @@ def test_files_that_no_run_wrote_are_never_replaced(
 ) -> None:
     output.check_is_ours()
     (output.sync.work_dir / name).write_text("chapter: one")
-    with raises_line(CheckpointError, f"/run has {name}, but no run wrote there", "run_name"):
+    with raises_line(CheckpointError, f"/run has {name}, but was not written by a run", "run_name"):
         output.check_is_ours()
     output.write_config(config)
     output.check_is_ours()  # a run that ended before its first checkpoint

@@ -76,7 +76,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     copy = restarted_from(whole, 20, storage, name)
     lines: list[str] = []
     summary = train(make_config(num_workers=num_workers, run_name=name), lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert summary.step == 50
     assert_same(copy, whole)
 
@@ -113,7 +113,7 @@ def test_damaged_checkpoints_are_skipped_with_a_line_each(
     assert "step=00000050" in skipped[0]
     assert "was changed" in skipped[0]
     assert "lacks optim-00000.safetensors" in skipped[1]
-    assert any(line.startswith("going on from step 30") for line in lines)
+    assert any(line.startswith("resuming from step 30") for line in lines)
     assert weights(copy) == weights(straight(0).run_dir)
 
 
@@ -264,6 +264,6 @@ def test_a_killed_worker_costs_time_but_no_step(
         summary = train(config, lines.append, gated(Faults((gate,))))
     assert killed.result() != os.getpid()
     assert sum(line.startswith("run failed (") for line in lines) == 1
-    assert any(line.startswith("failed; going on from step 30") for line in lines)
+    assert any(line.startswith("failed; resuming from step 30") for line in lines)
     assert weights(summary.run_dir) == weights(straight(2).run_dir)
     assert [row["step"] for row in steps(summary.run_dir)] == list(range(1, 51))

@@ -34,7 +34,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     lines: list[str] = []
     config = make_config(parallel="fsdp", num_workers=2, run_name="sharded-resumed")
     train(config, lines.append)
-    assert any(line.startswith("going on from step 20") for line in lines)
+    assert any(line.startswith("resuming from step 20") for line in lines)
     assert weights(copy) == weights(unbroken.run_dir)
     columns = ("step", "train/loss", "optim/grad_norm", "data/order_hash")
     assert [[row[c] for c in columns] for row in steps(copy)] == [

@@ -72,9 +72,9 @@ def test_a_run_goes_on_from_its_newest_good_checkpoint_until_it_is_finished(
     assert (summary.step, summary.already_finished) == (50, False)
     assert lines == [
         "run failed (RuntimeError: a worker died)",
-        "failed; going on from step 10",
-        "preempted; going on from step 30",
-        "resized; going on from step 30",
+        "failed; resuming from step 10",
+        "preempted; resuming from step 30",
+        "resized; resuming from step 30",
     ]
 
 

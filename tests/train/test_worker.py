@@ -104,7 +104,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker.checkpoints = SimpleNamespace(
         writing=False, collect=lambda: worker.done.append("collect")
     )
-    worker.step, worker._leaves_for, worker._preemption_asked_at = 3, None, 0.0
+    worker.step, worker._leaves_for, worker._preemption_checked_at = 3, None, 0.0
     worker._asks_ray = False
     worker.notice = None
 
