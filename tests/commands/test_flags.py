@@ -85,7 +85,7 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     start = lines.index(f'preset quickstart: data_path "{data}", max_steps 7, num_workers "auto"')
     model, batch, work, workers, there = lines[start + 1 : -1]
     assert " parameters: 4 layers" in model
-    assert batch.startswith("batch    2,048 tokens a step")
+    assert batch.startswith("batch    2,048 tokens per step")
     assert work.startswith("work     7 steps")
     assert workers.startswith("workers  auto: one for each GPU")
     assert there == f"data     {data} is not there; make it with raytrain-gpt prepare"

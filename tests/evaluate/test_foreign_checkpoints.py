@@ -135,4 +135,7 @@ def test_an_export_calls_no_server_that_the_runs_files_name(
     (tmp_path / "run" / TRACKING_FILE).write_text(json.dumps(tracked))
     code, out, _ = run_cli("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert code == 0
-    assert f"not logged to MLflow at {theirs}, which only the run's files name; set MLFLOW_" in out
+    assert (
+        f"not logging the export to MLflow at {theirs}, which only the run's files name; set MLFLOW_"
+        in out
+    )

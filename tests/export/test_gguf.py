@@ -219,7 +219,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
     ranks = {bytes([i]): i for i in range(256)} | {token: 257}
     encoding = make_encoding("odd", pattern, ranks, {EOT: 256})
     write_checkpoint(tmp_path / "checkpoint", "qwen3", encoding)
-    with raises_line(DataError, "tokenizer odd", "GPT-2's pattern", "use --format hf"):
+    with raises_line(DataError, "tokenizer odd", "GPT-2 style BPE", "use --format hf"):
         export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "fp32", print)
     assert not (tmp_path / "a.gguf").exists()
 

@@ -137,7 +137,7 @@ def test_heads_have_64_channels_unless_told(raises_line: Callable[..., Any]) -> 
     with raises_line(CheckpointError, "num_heads=3", "128 channels of here", "--num_heads"):
         shape_of_tensors(tensors, "here", 3)
     odd = hf_model(ODD[1]).state_dict()
-    with raises_line(CheckpointError, "40 channels", "heads of 64", "--num_heads"):
+    with raises_line(CheckpointError, "40 channels", "64 per head", "--num_heads"):
         shape_of_tensors(odd, "here", None)
     with raises_line(CheckpointError, "no matrix wte.weight", "directory with config.json"):
         shape_of_tensors(hf_model(QWEN3[1]).state_dict(), "here", None)
@@ -168,9 +168,12 @@ K_NORM = "model.layers.0.self_attn.k_norm.weight"
         ({FC: torch.zeros(160, 40)}, ["h.1.mlp.c_fc.weight (40, 160)", "(160, 40)"]),
         ({FC: torch.zeros(40, 160, dtype=torch.int8)}, ["torch.int8", "fp32, fp16 and bf16"]),
         ({FC: torch.full((40, 160), float("nan"))}, ["h.1.mlp.c_fc.weight", "not finite"]),
-        ({"transformer.h.1.rotary": torch.zeros(3)}, ["h.1.rotary (3,)", "none of it"]),
-        ({"transformer.h.999999999.x": torch.zeros(3)}, ["4 layers", "says 3"]),
-        ({"lm_head.weight": torch.zeros(257, 40)}, ["lm_head.weight other than its embedding"]),
+        ({"transformer.h.1.rotary": torch.zeros(3)}, ["h.1.rotary (3,)", "no such tensor"]),
+        ({"transformer.h.999999999.x": torch.zeros(3)}, ["4 layers", "has 3"]),
+        (
+            {"lm_head.weight": torch.zeros(257, 40)},
+            ["lm_head.weight that differs from its embedding"],
+        ),
     ],
     ids=str,
 )

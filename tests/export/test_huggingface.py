@@ -209,7 +209,7 @@ def test_the_model_card_says_what_it_is(exported: tuple[GPT, Path]) -> None:
         "| vocabulary | 257 ids, tokenizer `bytes` |",
         "| tokens seen | 81,920 |",
         "| data (hash of its manifests) | `cd` |",
-        "| batches left out after loss spikes | 2 |",
+        "| batches skipped after loss spikes | 2 |",
         "| `val/loss` | 2.5000 |",
         "| `val/tokens` | 4,096 |",
         "| `hellaswag/acc_norm` | 0.2500 |",
@@ -493,7 +493,7 @@ def test_a_file_of_weights_needs_to_be_told_its_heads(
 ) -> None:
     model, out = exported
     file = out / "model.safetensors"
-    assert "heads of 64; set --num_heads" in refused("import", file)
+    assert "64 per head; set --num_heads" in refused("import", file)
     lines: list[str] = []
     place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
     assert shape == SHAPE
@@ -524,7 +524,7 @@ def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path
     assert "does not exist" in refused("import", tmp_path / "nowhere")
     assert "copy it to a local directory" in refused("import", "s3://bucket/hf")
     assert "file of weights (.safetensors" in refused("import", hf / "README.md")
-    assert "leave out --num_heads" in refused("import", hf, "--num_heads", 4)
+    assert "omit --num_heads" in refused("import", hf, "--num_heads", 4)
     line = refused("import", hf, "--tokenizer", "nonsense")
     assert "unknown tokenizer nonsense" in line
     change_config(hf, n_head=4)
@@ -548,7 +548,7 @@ def test_a_tokenizer_of_another_size_is_refused(
     tensors = load_file(hf / "model.safetensors")
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:256].clone()
     save_file(tensors, hf / "model.safetensors")
-    assert "no tokenizer, and none is known with 256 ids" in refused("import", hf)
+    assert "no tokenizer, and no default one has 256 ids" in refused("import", hf)
 
 
 def test_init_from_refuses_what_does_not_fit(

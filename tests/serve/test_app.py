@@ -95,11 +95,11 @@ def test_text_and_tokens_of_a_prompt_are_the_same(ask: Ask) -> None:
     [
         ({"max_tokens": 101}, 400, "max_tokens=101 is above 100"),
         ({"prompt": "a" * 120, "max_tokens": 9}, 400, f"above the context of {SEQ_LEN} tokens"),
-        ({"prompt": [0, 257]}, 400, "prompt token 257 is not in 0 … 256"),
+        ({"prompt": [0, 257]}, 400, "prompt token 257 must be between 0 and 256"),
         ({"prompt": [-1]}, 400, "prompt token -1"),
         ({"n": 5}, 400, "1 prompt × n=5"),
         ({"prompt": []}, 400, "0 prompts"),
-        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here, only small"),
+        ({"model": "gpt-4"}, 404, "unknown model 'gpt-4'; this server has only small"),
         ({"prompt": "a" * MAX_BODY_BYTES}, 413, f"above {MAX_BODY_BYTES} bytes"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_chat_is_told_what_there_is_instead(ask: Ask) -> None:
 def test_unknown_addresses_have_the_same_form(ask: Ask) -> None:
     assert "Not Found" in message(ask("GET", "/v1/chat"), 404)
     assert "Method Not Allowed" in message(ask("GET", "/v1/completions"), 405)
-    assert "no model" in message(ask("GET", "/v1/models/other"), 404)
+    assert "unknown model" in message(ask("GET", "/v1/models/other"), 404)
     assert ask("GET", f"/v1/models/{RUN_NAME}").json()["step"] == 10
 
 
@@ -217,7 +217,7 @@ def test_slow_bodies_make_room_for_others(run_dir: Path, monkeypatch: pytest.Mon
             for reader, _ in slow[:2]:
                 answer = await reader.readuntil(b"}}")
                 assert answer.startswith(b"HTTP/1.1 408 ")
-                assert b"while more than 3 are on their way" in answer
+                assert b"while more than 3 are arriving" in answer
             for reader, writer in slow[2:]:
                 writer.write(BODY[5:])
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")

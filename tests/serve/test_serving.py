@@ -114,7 +114,7 @@ def test_the_official_client_is_answered(server: Server) -> None:
             )
             assert answer.choices[0].text == whole[: whole.index(stop)]
             assert answer.choices[0].finish_reason == "stop"
-            with pytest.raises(openai.NotFoundError, match="there is no model"):
+            with pytest.raises(openai.NotFoundError, match="unknown model"):
                 await caller.completions.create(model="other", prompt="a")
             with pytest.raises(
                 openai.BadRequestError, match=f"context of {CONTEXT_TOKENS}"

@@ -52,4 +52,4 @@ def test_a_server_that_is_down_costs_one_line(
     parent.close("FINISHED", {}, {})
     assert parent.child_tags == {}
     assert len(lines) == 1
-    assert "has no run of this sweep" in lines[0]
+    assert "cannot create the sweep's run" in lines[0]

@@ -173,7 +173,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"global_batch_tokens": {"grid": [1024, 1536]}},
             {},
-            ["budget_tokens=81920", "steps of 1024, 1536 tokens", "nearest: 79872, 82944"],
+            ["budget_tokens=81920", "a step of 1024, 1536 tokens", "nearest: 79872, 82944"],
         ),
         (
             {"global_batch_tokens": {"choice": [1024, 8192]}},
@@ -183,7 +183,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"peak_lr": {"grid": [1e-3]}},
             {"overrides": {"global_batch_tokens": 1000}},
-            ["budget_tokens=81920", "steps of 1000 tokens", "nearest: 81000, 82000"],
+            ["budget_tokens=81920", "a step of 1000 tokens", "nearest: 81000, 82000"],
         ),
         (
             {"global_batch_tokens": {"grid": [512, 1024]}},
@@ -203,7 +203,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"peak_lr": {"grid": [1e-3, 1e-4]}},
             {"overrides": {"min_lr": 3e-4}},
-            ["peak_lr=1e-4 is not possible", "min_lr=0.0003 is above peak_lr=0.0001"],
+            ["peak_lr=1e-4 is invalid", "min_lr=0.0003 is above peak_lr=0.0001"],
         ),
         (
             {"peak_lr": {"grid": [1e-3]}, "warmup_steps": {"expression": "schedule * 2"}},

@@ -37,7 +37,7 @@ def test_a_sweep_goes_on_as_it_was_and_not_as_another(
 ) -> None:
     directory = Location.of(tmp_path)
     check_known(started, base_config(started), directory, resume=True)
-    with raises_line(ConfigError, "is already in", "--resume"):
+    with raises_line(ConfigError, "already exists in", "--resume"):
         check_known(started, base_config(started), directory, resume=False)
     other = sweep_of(SPACE, budget_tokens=40_960)
     with raises_line(ConfigError, "budget_tokens 81920 -> 40960"):

@@ -467,7 +467,7 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
         "yes",
         "yes",
         "no, differs from step 10",
-        "no, same order of other data",
+        "no, same order of different data",
         "same order; dataset unknown before a checkpoint",
     ]
     differing = html[html.index("Differing configuration") :]

@@ -261,7 +261,7 @@ def test_rows_of_a_different_run_are_moved_away(tmp_path: Path) -> None:
         assert len(told) == 1
         aside = tmp_path / f"broken-{number}-metrics.jsonl"
         assert f"to {aside.name}: it is a different run's" in told[0]
-        assert "in all 2 steps that both have" in told[0]
+        assert "in all 2 common steps" in told[0]
         assert aside.read_text() == content
         RunFiles(tmp_path, 6, saved)
         assert read_rows(tmp_path) == saved

@@ -81,7 +81,7 @@ def test_a_recorder_begins_without_the_rows_of_a_different_run(
     checkpoints = Catalog(output.run_dir).complete()
     spec = output.recorder_spec(config, 20, checkpoints, attempt=None)
     assert [row["train/loss"] for row in output.last_steps(20, spec.saved_rows, 9)] == [1.0, 1.0]
-    assert [line.partition(":")[0] for line in lines] == ["moved"]
+    assert [line.partition(" ")[0] for line in lines] == ["moved"]
 
     (place.path / ROWS_FILE).write_text('{"step": 20, "train/loss": 3.0}\n')
     damaged = output.recorder_spec(config, 20, checkpoints, attempt=None)
