@@ -87,7 +87,7 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     assert " parameters: 4 layers" in model
     assert batch.startswith("batch    2,048 tokens per step")
     assert work.startswith("work     7 steps")
-    assert workers.startswith("workers  auto: one for each GPU")
+    assert workers.startswith("workers  auto: one per GPU")
     assert there == f"data     {data} is not there; make it with raytrain-gpt prepare"
 
 

@@ -497,7 +497,9 @@ def test_a_file_of_weights_needs_to_be_told_its_heads(
     lines: list[str] = []
     place, shape = import_weights(file, tmp_path / "checkpoint", lines.append, num_heads=2)
     assert shape == SHAPE
-    assert lines[0] == "tokenizer bytes, judging by 257 ids, since there is none with the weights"
+    assert lines[0] == (
+        "no tokenizer with the weights; assuming bytes from its 257 ids (override with --tokenizer)"
+    )
     weights = load_file(place.path / "model.safetensors")
     assert torch.equal(weights["wte.weight"][:257], model.wte.weight[:257])
 
@@ -531,7 +533,7 @@ def test_import_refuses_what_it_cannot_read(hf: Path, refused: Refused, tmp_path
     (hf / "config.json").write_text((hf / "config.json").read_text().replace("gelu_new", "silu"))
     assert "activation_function='silu'" in refused("import", hf)
     change_config(hf, activation_function="gelu_new", n_positions=65)
-    assert "wpe.weight (64, 32), a GPT-2 of its sizes (65, 32)" in refused("import", hf)
+    assert "wpe.weight (64, 32), but a GPT-2 of its sizes has (65, 32)" in refused("import", hf)
     (hf / "config.json").unlink()
     assert "has no config.json" in refused("import", hf)
 
