@@ -88,7 +88,7 @@ def test_a_dry_run_says_what_would_run(run_cli: RunCli, tmp_path: Path) -> None:
     assert batch.startswith("batch    2,048 tokens per step")
     assert work.startswith("work     7 steps")
     assert workers.startswith("workers  auto: one per GPU")
-    assert there == f"data     {data} is not there; make it with raytrain-gpt prepare"
+    assert there == f"data     {data} does not exist; create it with raytrain-gpt prepare"
 
 
 def test_a_dry_run_prints_the_warnings_of_a_start(run_cli: RunCli, tmp_path: Path) -> None:
