@@ -75,8 +75,13 @@ def test_a_wrong_token_is_said_at_once(
     visit = doctor(make_config(num_workers=1), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"token"}
-    visit.says("FAIL", "token", "refuses the token of RAY_AUTH_TOKEN", "check the token")
-    visit.says("SKIP", "nodes", "there is no cluster")
+    visit.says(
+        "FAIL",
+        "token",
+        "refuses the token of RAY_AUTH_TOKEN",
+        "use the token that the head was started with",
+    )
+    visit.says("SKIP", "nodes", "no cluster")
 
 
 def in_namespaces(*argv: str) -> tuple[str, ...]:
@@ -163,7 +168,7 @@ def test_a_slow_network_and_an_open_cluster(doctor: Doctor, make_config: MakeCon
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"all_reduce", "token"}
     visit.says("FAIL", "all_reduce", "slow: 0.06 GB/s", "below 0.1 GB/s", "GLOO_SOCKET_IFNAME")
-    visit.says("FAIL", "token", "takes calls without a token", "unset RAY_AUTH_MODE")
+    visit.says("FAIL", "token", "accepts calls without a token", "unset RAY_AUTH_MODE")
 
 
 def test_wrong_input_has_its_own_exit_code(run_cli: Callable[..., tuple[int, str, str]]) -> None:
