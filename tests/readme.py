@@ -28,7 +28,10 @@ from tests.web import HubServer
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/getting-started.md")
-PRINTED = ("preset quickstart", "step 250/250",)
+PRINTED = (
+    "preset quickstart",
+    "step 250/250",
+)
 """Beginnings of indented blocks that show output; all others are commands."""
 RUN_SHOWN = "python shown.py"
 SERVERS = {

@@ -61,7 +61,7 @@ def test_what_the_configuration_asks_for_is_not_there(
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"workers", "disk", "tracking", "tokenizer"}
     visit.says("FAIL", "workers", "6 workers × 1 CPU do not fit", "set num_workers to at most 2")
-    visit.says("FAIL", "disk", "checkpoints of", "make room")
+    visit.says("FAIL", "disk", "checkpoints of", "free some space")
     visit.says("FAIL", "tracking", f"cannot write in {tmp_path}/none")
     visit.says("FAIL", "tokenizer", "unknown tokenizer gpt3")
     assert visit.statuses("SKIP") == RANK_CHECKS
@@ -151,7 +151,7 @@ def test_a_node_with_everything_wrong(
     visit.says("FAIL", "ray_disk", f"{sick_node} has", "MB free", "--temp-dir")
     visit.says("FAIL", "devices", f"no GPU for rank 0 on {sick_node}", "sees no GPU")
     visit.says("FAIL", "tokenizer", "neither in TIKTOKEN_CACHE_DIR nor can it be downloaded")
-    visit.says("FAIL", "tracking", "MLflow does not answer at http://127.0.0.1:9")
+    visit.says("FAIL", "tracking", "MLflow does not respond at http://127.0.0.1:9")
     assert visit.statuses("PASS") == {"cluster", "workers", "nodes", "token", "disk"}
     assert visit.statuses("SKIP") == {"all_reduce", "sequences"}
     assert not list(own_storage.iterdir())

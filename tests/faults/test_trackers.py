@@ -46,7 +46,7 @@ def test_rows_wait_for_a_server_that_is_down(
     tracker = MLflow(open_run, run_dir, uri, lines.put)
     tracker.add_rows(rows[:20])
     returned.set()
-    assert "does not answer" in lines.get(timeout=60)
+    assert "does not respond" in lines.get(timeout=60)
 
     store = f"sqlite:///{tmp_path / 'server.db'}"
     client = MlflowClient(store)
