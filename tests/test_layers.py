@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections import Counter
 from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import raytrain_gpt
 
@@ -163,3 +168,36 @@ def test_a_folder_has_at_most_20_modules_and_a_module_at_most_450_lines() -> Non
     assert max(folders.values()) <= 20, folders
     lengths = {m: len((ROOT / m).read_text("utf-8").splitlines()) for m in MODULES}
     assert {m: n for m, n in lengths.items() if n > 450} == {}
+
+
+def installed_with(
+    name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]
+) -> None:
+    """Add a distribution and all that pip installs with it."""
+    if (name, extras) in seen:
+        return
+    seen.add((name, extras))
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:  # for a different system or Python
+        return
+    for needed in map(Requirement, lines):
+        if not needed.marker or any(needed.marker.evaluate({"extra": e}) for e in extras or {""}):
+            installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
+
+
+def test_packages_that_are_imported_are_installed_with_this_one() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for needed in map(Requirement, project["dependencies"]):
+        installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
+    distributions = {name for name, _ in seen}
+    imported = {name.split(".")[0] for module in MODULES for name in imports(module)}
+    missing = {
+        package
+        for package in imported - {*sys.stdlib_module_names, "raytrain_gpt"}
+        if distributions.isdisjoint(
+            map(canonicalize_name, packages_distributions().get(package, ()))
+        )
+    }
+    assert missing == {"IPython"}  # imported in notebooks only

@@ -73,7 +73,7 @@ def base_config(sweep: Sweep) -> Config:
         tokens = getattr(sweep, name)
         if tokens % unit:
             raise ConfigError(
-                f"{name}={tokens} is not a multiple of a step of {', '.join(map(str, batches))} "
+                f"{name}={tokens} is not a multiple of every step's {', '.join(map(str, batches))} "
                 f"tokens; nearest: {nearest_multiples(tokens, unit)}"
             )
     lowest = {name: d.extremes[0] for name, d in sweep.space.items() if isinstance(d, Searched)}

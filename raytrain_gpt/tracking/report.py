@@ -193,8 +193,10 @@ class RunHistory:
         curves = []
         for i, key in enumerate(sorted(keys)):
             curves += self.evaluations(key, key.removeprefix("val/loss/"), *_style(i))
-        title = "Validation loss by dataset"
-        return [Chart(title, "nats per token", curves, marks)] if curves else []
+        if not curves:
+            return []
+        name = curves[0].label if len(curves) == 1 else "by dataset"
+        return [Chart(f"Validation loss, {name}", "nats per token", curves, marks)]
 
     def _wait_percent(self) -> Floats:
         """Return data wait per step time between two flushes, since step time is their mean."""

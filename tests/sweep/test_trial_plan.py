@@ -173,7 +173,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"global_batch_tokens": {"grid": [1024, 1536]}},
             {},
-            ["budget_tokens=81920", "a step of 1024, 1536 tokens", "nearest: 79872, 82944"],
+            ["budget_tokens=81920", "every step's 1024, 1536 tokens", "nearest: 79872, 82944"],
         ),
         (
             {"global_batch_tokens": {"choice": [1024, 8192]}},
@@ -183,7 +183,7 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
         (
             {"peak_lr": {"grid": [1e-3]}},
             {"overrides": {"global_batch_tokens": 1000}},
-            ["budget_tokens=81920", "a step of 1000 tokens", "nearest: 81000, 82000"],
+            ["budget_tokens=81920", "every step's 1000 tokens", "nearest: 81000, 82000"],
         ),
         (
             {"global_batch_tokens": {"grid": [512, 1024]}},

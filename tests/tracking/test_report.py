@@ -388,7 +388,7 @@ def test_datasets_of_a_mixture_have_curves_of_their_own(tmp_path: Path) -> None:
     losses = {"val/loss/web": 3.0, "val/loss/code": None}
     rows = [*steps(4), {**eval_row(2, 3.5), **losses}, {**eval_row(4, 3.4), **losses}]
     charts = {chart.title: chart for chart in RunHistory(make_run(tmp_path / "run", rows)).charts()}
-    code, web = charts["Validation loss by dataset"].curves
+    code, web = charts["Validation loss, by dataset"].curves
     assert (code.label, web.label) == ("code", "web")
     np.testing.assert_array_equal(code.values, [np.nan, np.nan])
     np.testing.assert_array_equal(web.values, [3.0, 3.0])
