@@ -98,7 +98,7 @@ def given_fields(file: Path | None, fields: Mapping[str, Any]) -> set[str]:
 
 
 def describe_config(preset: str | None, file: object, config: Config) -> str:
-    """A line: where a configuration comes from, and what in it is not as there, or as the defaults.
+    """Return one line: the configuration's source and the fields that differ from it.
 
     Args:
         preset: As of `resolve`.
@@ -108,5 +108,7 @@ def describe_config(preset: str | None, file: object, config: Config) -> str:
     start = f"preset {preset}" if file is None else f"configuration {file}"
     base = load_preset(preset) if file is None else Config()
     changes = changed_fields(base.field_values(), config.field_values())
-    values = {name: config.field_values()[name] for name in changes}
-    return f"{start}: {', '.join(f'{n} {json.dumps(v)}' for n, v in values.items()) or 'as it is'}"
+    if not changes:
+        return f"{start} (no overrides)"
+    values = config.field_values()
+    return f"{start}: {', '.join(f'{name} {json.dumps(values[name])}' for name in changes)}"

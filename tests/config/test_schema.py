@@ -33,7 +33,9 @@ REFERENCE = {
 
 
 def test_a_start_says_where_its_values_come_from_and_what_differs(tmp_path: Path) -> None:
-    assert describe_config(None, None, resolve(None, None, {})) == "preset quickstart: as it is"
+    assert (
+        describe_config(None, None, resolve(None, None, {})) == "preset quickstart (no overrides)"
+    )
     changed = resolve("gpt2-124m", None, {"seed": "3"})
     assert describe_config("gpt2-124m", None, changed) == "preset gpt2-124m: seed 3"
     file = tmp_path / "mine.yaml"
