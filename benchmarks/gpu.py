@@ -1,20 +1,25 @@
-"""What one GPU gives: speed, part of its peak, memory, where the time goes, losses; gpu.sh runs it.
+"""Speed, MFU, memory, time breakdown and losses on one GPU; gpu.sh runs it.
 
     benchmarks/gpu.sh 124m|350m [--modes compiled eager] [--ways core plain] [--sequences N]
                                 [--document_mask] [--narrow_residual] [--parallel fsdp]
                                 [--activation_checkpointing full]
     benchmarks/gpu.sh run
 
-In processes of their own:
+Each in a separate process:
 
 - `core`: the product's model and training loop with tokens from memory, without Ray;
 - `plain`: a plain PyTorch loop (plain_gpt2.py) from the same weights on the same batches;
-- `run`: `raytrain-gpt train` whole, with Ray and a dataset, of the 124M model.
+- `run`: `raytrain-gpt train` with Ray and a dataset, of the 124M model.
 
-The first span of steps is not counted, since it compiles. Steps after the timed ones are profiled, and while
-they run the GPU is asked for its clocks. `core` and `plain` need only torch, numpy, pydantic and pyyaml.
+Without a GPU, or with `--tiny`, the model is tiny. `--sequences` is the size of a micro-batch,
+`--micro_batches` their number in a step. The flags of the second and third line change `core`, which then
+runs without `plain`; `--narrow_residual` makes the residual stream bf16. The first of `--spans`, each of
+`--span_steps` steps, is not counted, since it compiles. Further steps are profiled, and meanwhile the GPU's
+clocks are read. Cases that do not fit into `--within_s` are skipped. `core` and `plain` need only torch,
+numpy, pydantic and pyyaml.
 
-The file, and the last line, is one JSON object (docs/gpu.md). A case that fails stands there with its error.
+The last line is one JSON object (docs/gpu.md), also written to `--out`, by default $OUT/gpu-WHAT.json with
+the changes in its name. A case that fails has its error there.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_watch import PROFILED_STEPS, STEPS_AFTER, hardest_state, profiled, sdpa
+from harness import VOCAB_SIZE, data_wait_fraction, flags, quiet_config, run_rows, step_rows
 from plain_gpt2 import PlainGPT, Sizes, train_plainly
 
 from raytrain_gpt.config.load import load_preset
@@ -63,14 +69,18 @@ from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import shard
 from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 
-MODES = ("compiled", "eager")
+MODES = ["compiled", "eager"]
 LEARNING_RATE = 3e-4
-STDERR_KEPT = 4000
-"""Characters of a case that fails."""
+STDERR_CHARS = 4000
+"""Last characters of a failed case's errors in the JSON."""
 DOCUMENT_TOKENS = 600
 """Mean length of a document, for `--document_mask`."""
 EVAL_MICRO_BATCHES = 32
-"""Of an evaluation of a run, which has one in the middle and one at the end."""
+"""Micro-batches of an evaluation of a run, which has one in the middle and one at the end."""
+SETTINGS = ("precision", "document_mask", "narrow_residual", "parallel", "activation_checkpointing")
+
+Losses = Iterator[torch.Tensor]
+"""Trains a step for each loss."""
 
 
 def main() -> None:
@@ -86,8 +96,8 @@ def main() -> None:
         for way in args.ways:
             cases[way] = case = run_in_process(mode, way, ends_at - time.monotonic())
             found["cases"].append({"mode": mode, "way": way} | case)
-            told = f"{case['tokens_per_s']:,} tokens/s" if "tokens_per_s" in case else case["error"]
-            print(f"{found['model']} {mode} {way}: {told}", flush=True)
+            text = f"{case['tokens_per_s']:,} tokens/s" if "tokens_per_s" in case else case["error"]
+            print(f"{found['model']} {mode} {way}: {text}", flush=True)
             if all("losses" in cases.get(way, {}) for way in ("core", "plain")):
                 comparison = compared(cases["core"], cases["plain"])
                 found["comparisons"].append({"mode": mode} | comparison)
@@ -99,94 +109,69 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The arguments, with `shape`, `sequences` of a micro-batch and `step_tokens` resolved."""
+    parser = flags(__doc__, tiny=False, micro_batches=4, spans=8, span_steps=8, within_s=450.0)
     parser.add_argument("what", choices=["124m", "350m", "run"])
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: both; run: compiled")
     parser.add_argument("--ways", nargs="+", choices=["core", "plain"], help="default: both")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, as without a GPU")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--sequences", type=int, help="of a micro-batch; default: the preset's")
-    parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
-    core_only = parser.add_argument_group("of core alone, without the plain loop")
-    core_only.add_argument("--document_mask", action="store_true")
-    core_only.add_argument("--narrow_residual", action="store_true", help="bf16 behind embeddings")
-    core_only.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
-    core_only.add_argument(
-        "--activation_checkpointing", choices=["none", "selective", "full"], default="none"
-    )
-    parser.add_argument(
-        "--spans", type=int, default=8, help="timed apart; the first does not count"
-    )
-    parser.add_argument("--span_steps", type=int, default=8)
-    parser.add_argument("--within_s", type=float, default=450, help="what is left then is left out")
-    parser.add_argument(
-        "--out", type=Path, help="default: $OUT/gpu-WHAT.json, with what is changed"
-    )
-    parser.add_argument("--case", nargs=2, help="mode and way to measure (used inside)")
+    parser.add_argument("--sequences", type=int, help="default: the preset's")
+    parser.add_argument("--document_mask", action="store_true")
+    parser.add_argument("--narrow_residual", action="store_true")
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
+    checkpointing = ["none", "selective", "full"]
+    parser.add_argument("--activation_checkpointing", choices=checkpointing, default="none")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", nargs=2, help="mode and way to measure (internal)")
     args = parser.parse_args()
     if args.spans < 2:
         parser.error(f"spans={args.spans} is below 2, and the first does not count")
-    switches = ("document_mask", "narrow_residual")
-    changes = [name for name in switches if getattr(args, name)]
+    changes = [name for name in ("document_mask", "narrow_residual") if getattr(args, name)]
     changes += ["fsdp"] * (args.parallel == "fsdp")
     changes += [mode for mode in [args.activation_checkpointing] if mode != "none"]
-    if args.what == "run":
-        if changes or args.ways:
-            parser.error("run takes neither --ways nor what is of core alone; 124m and 350m do")
-        if importlib.util.find_spec("ray") is None:
-            parser.error("run needs Ray and what else the product needs; 124m and 350m do not")
-        args.ways = ["run"]
-    args.modes = args.modes or (MODES[:1] if args.what == "run" else MODES)
-    args.ways = args.ways or (["core"] if changes else ["core", "plain"])
+    is_run = args.what == "run"
+    if is_run and (changes or args.ways):
+        parser.error("run takes neither --ways nor changes of core; use 124m or 350m")
+    if is_run and importlib.util.find_spec("ray") is None:
+        parser.error("run needs Ray and the product's other dependencies; 124m and 350m do not")
+    args.modes = args.modes or (["compiled"] if is_run else MODES)
+    args.ways = ["run"] if is_run else args.ways or (["core"] if changes else ["core", "plain"])
     if changes and "plain" in args.ways:
         parser.error(f"the plain loop has no {', '.join(changes)}; set --ways to core")
     changes += [f"{args.sequences}_sequences"] if args.sequences else []
     name = "-".join(["gpu", args.what, *changes])
     args.out = args.out or Path(os.environ.get("OUT", "."), f"{name}.json")
     args.tiny = args.tiny or not torch.cuda.is_available()
+    if args.tiny:
+        args.shape, default = GPTShape(2, 2, 64, 64, VOCAB_SIZE), 4
+    else:
+        config = load_preset("gpt2-350m" if args.what == "350m" else "gpt2-124m")
+        args.shape = GPTShape.of(config, GPT2_VOCAB_SIZE)
+        default = config.train.micro_batch_sequences
+    args.sequences = args.sequences or default
+    args.step_tokens = args.micro_batches * args.sequences * args.shape.seq_len
     return args
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """The machine and the settings."""
-    shape, sequences = sizes(args)
     return {
         "model": "tiny" if args.tiny else "124m" if args.what == "run" else args.what,
-        "num_parameters": shape.num_parameters,
+        "num_parameters": args.shape.num_parameters,
         "device": device_name(best_device()),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "precision": args.precision,
-        "document_mask": args.document_mask,
-        "narrow_residual": args.narrow_residual,
-        "parallel": args.parallel,
-        "activation_checkpointing": args.activation_checkpointing,
-        "micro_batch_sequences": sequences,
+        **{name: getattr(args, name) for name in SETTINGS},
+        "micro_batch_sequences": args.sequences,
         "micro_batches_per_step": args.micro_batches,
-        "tokens_per_step": step_tokens(args),
+        "tokens_per_step": args.step_tokens,
         "timed_steps": (args.spans - 1) * args.span_steps,
     }
 
 
-def sizes(args: argparse.Namespace) -> tuple[GPTShape, int]:
-    """Of the model, and the sequences of its micro-batch."""
-    if args.tiny:
-        return GPTShape(2, 2, 64, 64, 257), args.sequences or 4
-    config = load_preset("gpt2-350m" if args.what == "350m" else "gpt2-124m")
-    sequences = args.sequences or config.train.micro_batch_sequences
-    return GPTShape.of(config, GPT2_VOCAB_SIZE), sequences
-
-
-def step_tokens(args: argparse.Namespace) -> int:
-    """Of an optimizer step."""
-    shape, sequences = sizes(args)
-    return args.micro_batches * sequences * shape.seq_len
-
-
 def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
-    """What one case measured, or its `error`."""
+    """Results of one case, or its `error`."""
     if within_s <= 0:
         return {"error": "left out: the time was over"}
     command = [sys.executable, __file__, *sys.argv[1:], "--case", mode, way]
@@ -200,15 +185,15 @@ def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
         return {"error": f"not done within the {within_s:.0f} s that were left"}
     if process.returncode:
         print(errors, file=sys.stderr, flush=True)
-        told = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", errors, re.MULTILINE)
+        named = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", errors, re.MULTILINE)
         last_line = (errors.strip().splitlines() or [f"exit {process.returncode}"])[-1]
-        return {"error": told[-1] if told else last_line, "stderr": errors[-STDERR_KEPT:]}
+        return {"error": named[-1] if named else last_line, "stderr": errors[-STDERR_CHARS:]}
     case: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return case
 
 
 def compared(core: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """The product's loop against the plain one, step by step."""
+    """Compare the product's loop with the plain one, step by step."""
     pairs = list(zip(core["losses"], plain["losses"], strict=True))
     return {
         "speed_ratio": round(core["tokens_per_s"] / plain["tokens_per_s"], 4),
@@ -219,23 +204,23 @@ def compared(core: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def made_blocks(args: argparse.Namespace) -> Iterator[np.ndarray[Any, Any]]:
-    """uint16 (sequences, seq_len + 1) for all micro-batches: the same for the same arguments.
+    """uint16 (sequences, seq_len + 1) for all micro-batches, the same for the same arguments.
 
     Frequencies fall as in a natural vocabulary (Zipf), so that there is something to learn.
     """
-    shape, sequences = sizes(args)
     generator = np.random.Generator(np.random.PCG64(0))
-    tokens = (generator.zipf(1.2, 2**21) % (shape.vocab_size - 1)).astype(np.uint16)
+    end = args.shape.vocab_size - 1
+    tokens = (generator.zipf(1.2, 2**21) % end).astype(np.uint16)
     if args.document_mask:
-        tokens[generator.random(len(tokens)) < 1 / DOCUMENT_TOKENS] = shape.vocab_size - 1
-    size = sequences * (shape.seq_len + 1)
+        tokens[generator.random(len(tokens)) < 1 / DOCUMENT_TOKENS] = end
+    size = args.sequences * (args.shape.seq_len + 1)
     for number in range((args.spans * args.span_steps + STEPS_AFTER) * args.micro_batches):
         start = number * size % (len(tokens) - size)
-        yield tokens[start : start + size].reshape(sequences, -1)
+        yield tokens[start : start + size].reshape(args.sequences, -1)
 
 
 def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
-    """The product's loop."""
+    """Measure the product's loop."""
     device = best_device()
     gpt = initial(args).to(device)
     if compiled:
@@ -264,10 +249,9 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 
 
 def initial(args: argparse.Namespace) -> GPT:
-    """The weights that all begin with."""
-    shape = sizes(args)[0]
-    document_end = shape.vocab_size - 1 if args.document_mask else None
-    gpt = GPT2(shape, args.activation_checkpointing, document_end)
+    """The model with the initial weights of all ways."""
+    document_end = args.shape.vocab_size - 1 if args.document_mask else None
+    gpt = GPT2(args.shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
     if args.narrow_residual:
         embed = gpt.embed
@@ -276,16 +260,15 @@ def initial(args: argparse.Namespace) -> GPT:
 
 
 def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
-    """What is counted for the device, to be held against the peak that was used."""
-    shape, sequences = sizes(args)
-    model = MemoryModel(shape, args.precision == "bf16", compiled)
-    return round(model.predict(sequences, args.activation_checkpointing).total / 1e6)
+    """Predicted memory of the device, to compare with the peak."""
+    model = MemoryModel(args.shape, args.precision == "bf16", compiled)
+    return round(model.predict(args.sequences, args.activation_checkpointing).total / 1e6)
 
 
 def on_device(
     blocks: Iterator[np.ndarray[Any, Any]], device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets as a run's feed gives them: narrow integers travel, one batch ahead."""
+    """Inputs and targets as in a run's feed: narrow integers are copied, one batch ahead."""
     ahead = None
     for block in blocks:
         tokens = torch.from_numpy(block.copy())
@@ -300,39 +283,38 @@ def on_device(
 
 
 def plain_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
-    """The plain loop, from the same weights on the same batches."""
-    device = best_device()
-    shape = sizes(args)[0]
-    numbers = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
-    plain = PlainGPT(Sizes(*numbers, shape.padded_vocab_size))
+    """Measure the plain loop, from the same weights on the same batches."""
+    device, shape = best_device(), args.shape
+    sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
+    plain = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
     copy_weights(initial(args), plain)
+    blocks = (torch.from_numpy(block.astype(np.int64)) for block in made_blocks(args))
     losses = train_plainly(
         plain.to(device),
-        (torch.from_numpy(block.astype(np.int64)) for block in made_blocks(args)),
+        ((block[:, :-1], block[:, 1:]) for block in blocks),
         device,
+        lambda step: LEARNING_RATE,
         bf16=args.precision == "bf16",
+        fused=device.type == "cuda",
         compiled=compiled,
         micro_steps=args.micro_batches,
-        learning_rate=LEARNING_RATE,
     )
     return measured(args, device, losses)
 
 
 def copy_weights(source: GPT, plain: PlainGPT) -> None:
     """Give the plain model the product's weights."""
-    parts = [(source.wte, plain.tokens), (source.wpe, plain.places), (source.ln_f, plain.norm)]
+    pairs = [(source.wte, plain.tokens), (source.wpe, plain.positions), (source.ln_f, plain.norm)]
     for theirs, own in zip(source.h, plain.blocks, strict=True):
-        parts += [(theirs.ln_1, own.norm_1), (theirs.ln_2, own.norm_2)]
-        parts += [(theirs.attn.c_attn, own.qkv), (theirs.attn.c_proj, own.out)]
-        parts += [(theirs.mlp.c_fc, own.up), (theirs.mlp.c_proj, own.down)]
-    for one, other in parts:
+        pairs += [(theirs.ln_1, own.norm_1), (theirs.ln_2, own.norm_2)]
+        pairs += [(theirs.attn.c_attn, own.qkv), (theirs.attn.c_proj, own.out)]
+        pairs += [(theirs.mlp.c_fc, own.up), (theirs.mlp.c_proj, own.down)]
+    for one, other in pairs:
         other.load_state_dict(one.state_dict())
 
 
-def measured(
-    args: argparse.Namespace, device: torch.device, losses: Iterator[torch.Tensor]
-) -> dict[str, Any]:
-    """Train to the end, and what it gave."""
+def measured(args: argparse.Namespace, device: torch.device, losses: Losses) -> dict[str, Any]:
+    """Train to the end and measure."""
     timed, seconds = [], []
     for _ in range(args.spans):
         synchronize(device)
@@ -342,7 +324,7 @@ def measured(
         seconds.append(time.perf_counter() - started)
     peak_memory_mb = round(peak_memory_bytes(device) / 1e6)
     return {
-        **speed(args, device, [step_tokens(args) * args.span_steps / s for s in seconds[1:]]),
+        **speed(args, device, [args.step_tokens * args.span_steps / s for s in seconds[1:]]),
         "first_span_s": round(seconds[0], 2),
         "peak_memory_mb": peak_memory_mb,
         **profiled(losses, args.spans * args.span_steps, device),
@@ -351,38 +333,36 @@ def measured(
 
 
 def speed(args: argparse.Namespace, device: torch.device, speeds: list[float]) -> dict[str, Any]:
-    """Tokens/s and the part of the device's peak."""
+    """Tokens/s and MFU."""
     median = statistics.median(speeds)
     peak = peak_flops(device_name(device), args.precision)
-    flops_per_token = sizes(args)[0].flops_per_token
     return {
         "tokens_per_s": round(median),
         "all_tokens_per_s": [round(one) for one in speeds],
-        "mfu": None if peak is None else round(median * flops_per_token / peak, 4),
+        "mfu": None if peak is None else round(median * args.shape.flops_per_token / peak, 4),
     }
 
 
 def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
-    """`raytrain-gpt train` on a made dataset of the same vocabulary size.
+    """Measure `raytrain-gpt train` on a made dataset of the same vocabulary size.
 
-    Its profile is of early steps, so at least these are left out with the first span.
+    Its early steps are profiled, so at least these are left out with the first span.
     """
-    from harness import data_wait_fraction, made_dataset, quiet_config, run_rows
+    from made_data import made_dataset
 
     device = best_device()
-    shape, sequences = sizes(args)
     skipped = max(args.span_steps, STEPS_AFTER)
     steps = skipped + (args.spans - 1) * args.span_steps
-    eval_tokens = EVAL_MICRO_BATCHES * sequences * shape.seq_len
+    eval_tokens = EVAL_MICRO_BATCHES * args.sequences * args.shape.seq_len
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(1) as thread:
-        made_dataset(Path(work, "data"), (steps + 1) * step_tokens(args), shape.vocab_size)
+        made_dataset(Path(work, "data"), (steps + 1) * args.step_tokens, args.shape.vocab_size)
         config = quiet_config(
             steps,
-            shape,
-            args.micro_batches * sequences,
+            args.shape,
+            args.micro_batches * args.sequences,
             Path(work),
             "run",
-            micro_batch_sequences=sequences,
+            micro_batch_sequences=args.sequences,
             log_every_steps=args.span_steps,
             precision=args.precision,
             compile=compiled,
@@ -400,17 +380,17 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         finally:
             over.set()
         traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
-    trained = [row for row in rows if "train/loss" in row]
+    counted = step_rows(rows, skipped)
     profiles = [use for row in rows if (use := StepTimeBreakdown.of_row(row)) is not None]
-    # The steps between two reports all have their mean.
-    counted = [row for row in trained[skipped:] if row["step"] % args.span_steps == 0]
+    # The steps of a log entry all have their mean.
+    logged = [row for row in counted if row["step"] % args.span_steps == 0]
     return {
-        **speed(args, device, [row["perf/tokens_per_s"] for row in counted]),
-        "run_mfu": counted[-1]["perf/mfu"],
-        "data_wait_fraction": data_wait_fraction(trained[skipped:]),
+        **speed(args, device, [row["perf/tokens_per_s"] for row in logged]),
+        "run_mfu": logged[-1]["perf/mfu"],
+        "data_wait_fraction": data_wait_fraction(counted),
         "eval_s": [round(row["perf/eval_s"], 2) for row in rows if "perf/eval_s" in row],
         "eval_tokens": eval_tokens,
-        "peak_memory_mb": round(trained[-1]["perf/peak_memory_bytes"] / 1e6),
+        "peak_memory_mb": round(counted[-1]["perf/peak_memory_bytes"] / 1e6),
         "counted_memory_mb": counted_memory_mb(args, compiled),
         "gpu": state.result(),
         "sdpa": sdpa(traces[0]) if traces else None,

@@ -1,4 +1,4 @@
-"""What a GPU tells while it trains: clocks, temperature and power, and where the time of a few steps goes."""
+"""A GPU's clocks, temperature and power while it trains, and the time breakdown of a few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain_gpt.train.profile import Profile, StepProfile
 
 PROFILED_STEPS = 2
 STEPS_AFTER = STEPS_BEFORE_PROFILE + PROFILED_STEPS
-"""Untimed ones: before a profile, and in it."""
+"""Untimed steps: before a profile, and in it."""
 GPU_STATE = {
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -29,46 +29,45 @@ GPU_STATE = {
     "power.draw": "power_w",
     "power.limit": "power_limit_w",
 }
-"""What nvidia-smi calls it, and what the JSON does."""
+"""nvidia-smi's name -> the JSON's."""
 SDPA = re.compile(
     r"aten::_scaled_dot_product_(?:attention_)?(cudnn|flash|efficient|math)|(flex)_attention"
 )
 
+State = dict[str, float | None]
+
 
 def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dict[str, Any]:
-    """Where the time of the last of some steps goes, and the GPU's state while they run.
+    """Time breakdown of the last of some steps, and the GPU's state while they run.
 
     Args:
-        steps: At least `STEPS_AFTER`, not yet done; what they return does not matter.
+        steps: At least `STEPS_AFTER`, not yet done; their results do not matter.
     """
     taken: list[Profile | Exception] = []
+    last_step = steps_done + STEPS_AFTER
     profile = StepProfile(
-        PROFILED_STEPS,
-        steps_done,
-        steps_done + STEPS_AFTER,
-        device,
-        lambda one, took_s: taken.append(one),
+        PROFILED_STEPS, steps_done, last_step, device, lambda one, took_s: taken.append(one)
     )
     with ThreadPoolExecutor(1) as thread:
         state = thread.submit(gpu_state, device)
         for _ in profile.record_steps(steps):
             pass
     (one,) = taken
-    if isinstance(one, Exception):  # the speed before it is still right
+    if isinstance(one, Exception):  # the speed measured before is still right
         print(f"no profile: {type(one).__name__}: {one}", file=sys.stderr)
         return {"gpu": state.result(), "sdpa": None, "profile": None}
     return {"gpu": state.result(), "sdpa": sdpa(one.trace), "profile": asdict(one.use)}
 
 
 def sdpa(trace: bytes) -> list[str]:
-    """The kinds of attention kernels in a profile's trace; [] if products of matrices do it."""
+    """Kinds of attention kernels in a profile's trace; [] if matrix products compute it."""
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace))["traceEvents"]}
     matches = (SDPA.search(name) for name in names)
     return sorted({match[1] or match[2] for match in matches if match})
 
 
-def gpu_state(device: torch.device) -> dict[str, float | None] | None:
-    """Clocks, temperature and power of now; None without a GPU or nvidia-smi."""
+def gpu_state(device: torch.device) -> State | None:
+    """Current clocks, temperature and power, or None without a GPU or nvidia-smi."""
     if device.type != "cuda":
         return None
     uuid = torch.cuda.get_device_properties(device).uuid
@@ -81,16 +80,15 @@ def gpu_state(device: torch.device) -> dict[str, float | None] | None:
         return None
 
 
-def parsed_state(line: str) -> dict[str, float | None]:
-    """From nvidia-smi's values, of which it may not know some: `1980, 1980, 3201, 64, [N/A], 700.00`."""
-    numbers = [
-        float(s) if re.fullmatch(r"[\d.]+", s := part.strip()) else None for part in line.split(",")
-    ]
+def parsed_state(line: str) -> State:
+    """Parse nvidia-smi's values, some of which may be unknown: `1980, 1980, 3201, 64, [N/A], 700.00`."""
+    texts = [text.strip() for text in line.split(",")]
+    numbers = [float(text) if re.fullmatch(r"[\d.]+", text) else None for text in texts]
     return dict(zip(GPU_STATE.values(), numbers, strict=True))
 
 
-def hardest_state(device: torch.device, over: threading.Event) -> dict[str, float | None] | None:
-    """Of the GPU's states until something is over, one every two seconds, that with most power."""
+def hardest_state(device: torch.device, over: threading.Event) -> State | None:
+    """The state with most power until `over` is set, of one every two seconds."""
     states = []
     while not over.wait(2):
         states += [state for state in [gpu_state(device)] if state is not None]

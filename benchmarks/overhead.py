@@ -11,18 +11,16 @@ Same model size, batch size and total threads; each way is a separate process:
 
     python benchmarks/overhead.py [--rounds 5] [--ways bare local run] [--compile] [--threads 2] …
 
-The JSON has tokens/s of the median step per round, ratios of neighbors, waits for data, and whether all runs
-had the same order hash. Of every process, means of five steps count, without the first ones.
+`--sequences` (per step) and `--threads` are totals over all workers; `--steps` and `--skipped`, multiples of
+five, count per process; `--precision` is of the loops. Times are means of five steps. The JSON has tokens/s
+of the median step per round, ratios of all pairs, waits for data, and whether the order hashes were equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,24 +28,26 @@ from pathlib import Path
 
 import torch
 from harness import (
+    CORES,
+    STEPS_PER_LOG,
     VOCAB_SIZE,
-    add_sizes,
     data_wait_fraction,
-    in_turn,
-    means,
+    flags,
+    in_new_process,
+    in_rounds,
     quiet_config,
     ratios,
     report,
     run_rows,
-    shape_of,
-    stdlib_dataset,
     step_rows,
 )
-from plain_gpt2 import PlainGPT, Sizes, train_plainly
+from made_data import stdlib_dataset
+from plain_gpt2 import Batch, PlainGPT, Sizes, train_plainly
 from torch import Tensor, nn
 
+from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.model import INIT_STD
+from raytrain_gpt.core.model import GPTShape
 
 LOOPS = ("bare", "plain")
 LOCAL = {"num_workers": 0}
@@ -73,90 +73,82 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    choices = [*LOOPS, *RUNS]
-    parser.add_argument(
-        "--ways", nargs="+", choices=choices, default=["bare", "plain", "local", "run"]
-    )
-    parser.add_argument("--steps", type=int, default=30, help="per process")
-    parser.add_argument("--skipped", type=int, default=5, help="first steps, a multiple of five")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], default="fp32", help="of the loops"
-    )
-    add_sizes(parser)
-    parser.add_argument("--loop", choices=LOOPS, help="be this loop (internal)")
+    parser = flags(__doc__, rounds=5, steps=30, skipped=5, compile=False, threads=CORES)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    ways = ["bare", "plain", "local", "run"]
+    parser.add_argument("--ways", nargs="+", choices=[*LOOPS, *RUNS], default=ways)
+    sizes = {"num_layers": 6, "num_heads": 6, "embd_size": 384, "seq_len": 256, "sequences": 8}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
-    if args.loop:
-        print(json.dumps(list(itertools.islice(loop_times(args), args.steps))))
-        return
-    speed: dict[str, list[float]] = {way: [] for way in args.ways}
     waits: dict[str, list[float]] = {way: [] for way in args.ways if way in RUNS}
     hashes = set()
     with tempfile.TemporaryDirectory() as work:
         stdlib_dataset(Path(work, "data"))
-        for number in range(args.rounds):
-            for way in in_turn(args.ways, number):
-                if way in LOOPS:
-                    command = [sys.executable, __file__, f"--loop={way}", *sys.argv[1:]]
-                    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                    times = json.loads(done.stdout.splitlines()[-1])[args.skipped :]
-                else:
-                    rows = measured_run(args, way, Path(work), number)
-                    waits[way].append(data_wait_fraction(rows))
-                    hashes.add(rows[-1]["data/order_hash"])
-                    times = [row["perf/step_time_s"] for row in rows]
-                step_s = statistics.median(means(times))
-                speed[way].append(args.sequences * args.seq_len / step_s)
-            print(
-                " | ".join(f"{way} {speed[way][-1]:,.0f} tokens/s" for way in args.ways), flush=True
-            )
+
+        def tokens_per_s(way: str, number: int) -> float:
+            if way in LOOPS:
+                times = in_new_process(loop_times, args, way)[args.skipped :]
+            else:
+                config = run_config(args, way, Path(work), f"{way}-{number}")
+                rows = step_rows(run_rows(config), args.skipped)
+                waits[way].append(data_wait_fraction(rows))
+                hashes.add(rows[-1]["data/order_hash"])
+                times = [row["perf/step_time_s"] for row in rows]
+            starts = range(0, len(times) - STEPS_PER_LOG + 1, STEPS_PER_LOG)
+            means = [statistics.fmean(times[i : i + STEPS_PER_LOG]) for i in starts]
+            return args.sequences * args.seq_len / statistics.median(means)
+
+        speed = in_rounds(args.ways, args.rounds, tokens_per_s, "tokens/s")
     num_parameters = shape_of(args).num_parameters
+    pairs = itertools.combinations(args.ways, 2)
     report(
         num_parameters=num_parameters,
         settings=vars(args),
         tokens_per_s={way: [round(one) for one in all_of] for way, all_of in speed.items()},
-        ratios={
-            f"{b}/{a}": ratios(speed[b], speed[a]) for a, b in itertools.combinations(args.ways, 2)
-        },
+        ratios={f"{b}/{a}": ratios(speed[b], speed[a]) for a, b in pairs},
         data_wait_fraction=waits,
         same_order=len(hashes) < 2,
         all_reduced_bytes={"floats": 4 * num_parameters, "exact": 8 * num_parameters + 24},
     )
 
 
-def measured_run(args: argparse.Namespace, way: str, work: Path, number: int) -> list[dict]:
-    """Rows of the timed steps of a run."""
+def shape_of(args: argparse.Namespace) -> GPTShape:
+    """Model shape of the flags."""
+    return GPTShape(args.num_layers, args.num_heads, args.embd_size, args.seq_len, VOCAB_SIZE)
+
+
+def run_config(args: argparse.Namespace, way: str, work: Path, run_name: str) -> Config:
+    """Configuration of a run."""
     changes = {"compile": args.compile, "use_gpu": False, **RUNS[way]}
     workers = max(1, changes.get("num_workers", 1))
     changes["cpus_per_worker"] = args.threads // workers
     changes.setdefault("micro_batch_sequences", args.sequences // workers)
     # Two workers need as many validation sequences.
     changes["eval_tokens"] = args.sequences * args.seq_len
-    config = quiet_config(
-        args.steps, shape_of(args), args.sequences, work, f"{way}-{number}", **changes
-    )
-    return step_rows(run_rows(config), args.skipped)
+    return quiet_config(args.steps, shape_of(args), args.sequences, work, run_name, **changes)
 
 
-def loop_times(args: argparse.Namespace) -> Iterator[float]:
+def loop_times(args: argparse.Namespace, loop: str) -> list[float]:
     """Seconds of every step of a loop."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    steps = bare_steps(args) if args.loop == "bare" else plain_steps(args)
-    while True:
+    steps = (bare_steps if loop == "bare" else plain_steps)(args)
+    times = []
+    for _ in range(args.steps):
         started = time.perf_counter()
         next(steps)
-        yield time.perf_counter() - started
+        times.append(time.perf_counter() - started)
+    return times
 
 
-def blocks(args: argparse.Namespace) -> Iterator[Tensor]:
-    """Random int64 (sequences, seq_len + 1)."""
+def batches(args: argparse.Namespace) -> Iterator[Batch]:
+    """Random tokens."""
     tokens = torch.randint(0, VOCAB_SIZE, (1_000_000,))
     while True:
         starts = torch.randint(0, len(tokens) - args.seq_len - 1, (args.sequences,))
-        yield torch.stack([tokens[s : s + args.seq_len + 1] for s in starts])
+        block = torch.stack([tokens[s : s + args.seq_len + 1] for s in starts])
+        yield block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
 def bare_steps(args: argparse.Namespace) -> Iterator[None]:
@@ -166,9 +158,9 @@ def bare_steps(args: argparse.Namespace) -> Iterator[None]:
     if args.compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    for block in blocks(args):
+    for inputs, targets in batches(args):
         with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
-            loss = model(block[:, :-1].contiguous(), block[:, 1:].contiguous())
+            loss = model(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -178,20 +170,12 @@ def bare_steps(args: argparse.Namespace) -> Iterator[None]:
 
 def plain_steps(args: argparse.Namespace) -> Iterator[Tensor]:
     """The loop in nanoGPT's manner."""
-    shape = shape_of(args)
-    sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
-    model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=INIT_STD)
+    padded = shape_of(args).padded_vocab_size
+    sizes = Sizes(args.num_layers, args.num_heads, args.embd_size, args.seq_len, padded)
+    bf16 = args.precision == "bf16"
+    device, rate = torch.device("cpu"), lambda step: 1e-3
     return train_plainly(
-        model,
-        blocks(args),
-        torch.device("cpu"),
-        bf16=args.precision == "bf16",
-        compiled=args.compile,
-        micro_steps=1,
-        learning_rate=1e-3,
+        PlainGPT(sizes), batches(args), device, rate, bf16=bf16, fused=False, compiled=args.compile
     )
 
 

@@ -1,24 +1,29 @@
-"""A plain GPT-2 and its training loop in the manner of nanoGPT, which the product is compared with.
+"""A plain GPT-2 and its training loop in nanoGPT's manner, to compare the product with.
 
-Nothing of the product is in it. Padded vocabulary, tied embedding, PyTorch's own attention, autocast, TF32,
-`torch.compile` of the model, on a GPU fused AdamW and batches pinned and copied without waiting: what a good
-small script has.
+It uses nothing of the product, but has what a good small script has: padded vocabulary, tied embedding,
+PyTorch's attention, autocast, TF32, `torch.compile`, and on a GPU pinned batches copied without waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+INIT_STD = 0.02
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, int64 (sequences, context)."""
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model."""
+    """Sizes of the model."""
 
     num_layers: int
     num_heads: int
@@ -28,7 +33,7 @@ class Sizes:
 
 
 class PlainBlock(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and added to the stream."""
+    """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -53,73 +58,78 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The model; returns the mean loss."""
+    """The model with GPT-2's random weights; returns the mean loss over targets other than -100."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.num_ids, sizes.num_channels)
-        self.places = nn.Embedding(sizes.context, sizes.num_channels)
+        self.positions = nn.Embedding(sizes.context, sizes.num_channels)
         self.blocks = nn.ModuleList(PlainBlock(sizes) for _ in range(sizes.num_layers))
         self.norm = nn.LayerNorm(sizes.num_channels)
         self.head = nn.Linear(sizes.num_channels, sizes.num_ids, bias=False)
         self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                ends_branch = name.endswith(("out.weight", "down.weight"))
+                scale = math.sqrt(2 * sizes.num_layers) if ends_branch else 1
+                nn.init.normal_(parameter, std=INIT_STD / scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.places(places)
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index=-1)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 def train_plainly(
     model: PlainGPT,
-    blocks: Iterator[Tensor],
+    batches: Iterator[Batch],
     device: torch.device,
+    learning_rate: Callable[[int], float],
     *,
     bf16: bool,
-    compiled: bool,
-    micro_steps: int,
-    learning_rate: float,
+    fused: bool,
+    compiled: bool = False,
+    micro_steps: int = 1,
 ) -> Iterator[Tensor]:
-    """Train for as long as there are blocks; the mean loss of every step, on the device.
+    """Train until the batches end; yields the mean loss of every step, on the device.
 
     Args:
         model: On the device.
-        blocks: int64 (sequences, context + 1) on the host, `micro_steps` of them a step.
-        device: Where it trains.
-        bf16: Autocast, else everything is fp32.
-        compiled: With `torch.compile`.
+        batches: On the host, `micro_steps` of them a step.
+        learning_rate: Takes the number of updates done.
+        bf16: Autocast; otherwise everything is fp32.
+        fused: Fused AdamW.
         micro_steps: Forward and backward passes of a step.
-        learning_rate: The same in all steps.
     """
     torch.set_float32_matmul_precision("high")
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=fused)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused)
     run = torch.compile(model) if compiled else model
     model.train()
 
-    def next_batch() -> tuple[Tensor, Tensor] | None:
-        block = next(blocks, None)
-        if block is None:
+    def next_batch() -> Batch | None:
+        batch = next(batches, None)
+        if batch is None:
             return None
-        x, y = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        x, y = (z.contiguous() for z in batch)
         if device.type != "cuda":
             return x.to(device), y.to(device)
         return tuple(z.pin_memory().to(device, non_blocking=True) for z in (x, y))
 
-    batch = next_batch()
+    batch, step = next_batch(), 0
     while batch is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
         total = torch.zeros((), device=device)
         for _ in range(micro_steps):
-            assert batch is not None, "blocks end with a step"
+            assert batch is not None, "batches end with a step"
             cast = torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
             with cast:
                 loss = run(*batch) / micro_steps
@@ -129,4 +139,5 @@ def train_plainly(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        step += 1
         yield total

@@ -1,35 +1,30 @@
 """Steps, tokens and seconds to a loss: the product's recipes against a plain GPT-2 with AdamW.
 
-The peer is the plain GPT-2 of `plain_gpt2.py`, trained in nanoGPT's manner (AdamW, cosine, its best
-learning rate of those that `--rates` tried) on the batches of the product's order. Every other arm is the
-product itself in local mode, takes half the peer's steps, and changes one thing more:
+The peer is the plain GPT-2 of `plain_gpt2.py`, trained in nanoGPT's manner (AdamW, cosine, the best learning
+rate that `--rates` found) on the batches of the product's order. Every other arm is the product in local
+mode, takes half the peer's steps, and adds one change to the arm above:
 
-- `adamw`: GPT-2 with AdamW at the peer's learning rate; what half the tokens cost without a recipe;
+- `adamw`: GPT-2 with AdamW at the peer's learning rate; the cost of halving the tokens without a recipe;
 - `muon`: Muon for the matrices of the blocks;
-- `qwen3`: the modern architecture, its head tied and every matrix drawn at random, as in GPT-2;
-- `linear`: the learning rate falls linearly to zero over the whole run;
-- `zeros`: a head of its own, and the head and what blocks add begin with zeros: the modern recipe.
+- `qwen3`: the modern architecture with a tied head and random matrices, as in GPT-2;
+- `linear`: the learning rate falls linearly to zero over the run;
+- `zeros`: a separate head; it and the output matrices of each block start at zero: the modern recipe.
 
-All evaluate on the same tokens, and evaluations do not count as time. Each is a process of its
-own.
+All evaluate on the same tokens; evaluations do not count as time. Each arm is a separate process.
 
     python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt [--seeds 1 2 3 4 5] [--at_once 2] …
     python benchmarks/time_to_loss.py stdlib stdlib                     # the standard library, tokenizer gpt2
     python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt --rates 1e-3 2e-3 4e-3 8e-3
 
-Seconds are right only with `--at_once 1` and nothing else running. With `--picture FILE` the curves are
-drawn. Prints one JSON object last.
+The source is anything that `raytrain-gpt prepare` takes. Seconds are right only with `--at_once 1` and
+nothing else running; `--threads` are those of every process. `--picture FILE` draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_gpt2 import PlainGPT, Sizes
+from harness import flags, in_new_process, report
+from plain_gpt2 import INIT_STD, Batch, PlainGPT, Sizes, train_plainly
 from torch import nn
 
 from raytrain_gpt.config.load import load_preset
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
-from raytrain_gpt.core.model import INIT_STD, GPTShape
+from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.core.qwen3 import Qwen3
 from raytrain_gpt.data.locations import data_of
@@ -59,12 +54,12 @@ from raytrain_gpt.train.launch import train
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on, for how long, and the learning rates, the best of those that were tried.
+    """Sizes of the training on a corpus, and the best learning rates of those tried.
 
     Attributes:
         sizes: Fields of the configuration that all arms have.
-        steps: Of the peer.
-        evaluations: Of every arm.
+        steps: Steps of the peer.
+        evaluations: Number per arm.
     """
 
     tokenizer: str
@@ -75,19 +70,18 @@ class Corpus:
     evaluations: int = 20
 
 
+MODEL = {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
 CORPORA = {
     "shakespeare": Corpus(
         "bytes",
-        {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
-        | {"global_batch_tokens": 768, "micro_batch_sequences": 12},
+        MODEL | {"global_batch_tokens": 768, "micro_batch_sequences": 12},
         steps=2000,
         peer_lr=4e-3,
         muon_lr=8e-3,
     ),
     "stdlib": Corpus(
         "gpt2",
-        {"num_layers": 4, "num_heads": 4, "embd_size": 128, "seq_len": 64}
-        | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
+        MODEL | {"global_batch_tokens": 512, "micro_batch_sequences": 8, "eval_tokens": 8192},
         steps=400,
         peer_lr=2e-3,
         muon_lr=8e-3,
@@ -105,103 +99,55 @@ ARMS: dict[str, dict[str, Any]] = {
     "linear": LINEAR,
     "zeros": {**LINEAR, "tied_embeddings": False},
 }
-"""Arm -> fields that are not those of the peer."""
+"""Arm -> fields that differ from the peer's."""
 RANDOM = ("qwen3", "linear")
-"""Arms whose matrices are all drawn at random."""
+"""Arms whose matrices all start at random values."""
+
+Curve = list[list[float]]
+"""Step, validation loss and seconds of training of every evaluation."""
 
 
 def main() -> None:
-    args = parsed()
-    if args.inside:
-        print(json.dumps(evaluations(args)))
-        return
-    with contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        corpus = CORPORA[args.corpus]
-        prepare([args.source], work / "data", corpus.tokenizer, log=print, val_fraction=0.1)
-        jobs = [
-            (arm, seed, rate)
+    parser = flags(__doc__, seeds=[1, 2, 3, 4, 5], threads=1, at_once=1, picture="")
+    parser.add_argument("corpus", choices=CORPORA)
+    parser.add_argument("source")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rates", nargs="+", type=float)
+    args = parser.parse_args()
+    corpus = CORPORA[args.corpus]
+    with tempfile.TemporaryDirectory() as work:
+        prepare([args.source], Path(work, "data"), corpus.tokenizer, log=print, val_fraction=0.1)
+        configs = {
+            (arm, rate, seed): arm_config(args, arm, rate, seed, work)
             for seed in args.seeds
             for arm in args.arms
-            for rate in args.rates or [rate_of(corpus, arm)]
-        ]
+            for rate in args.rates
+            or [corpus.muon_lr if "optimizer" in ARMS[arm] else corpus.peer_lr]
+        }
         with ThreadPoolExecutor(args.at_once) as threads:
-            curves = list(threads.map(lambda job: run(args, work, *job), jobs))
-    found: dict[str, list[list[list[float]]]] = {}
-    for (arm, _, rate), curve in zip(jobs, curves, strict=True):
-        found.setdefault(f"{arm} {rate:g}" if args.rates else arm, []).append(curve)
-    batch = CORPORA[args.corpus].sizes["global_batch_tokens"]
+            curves = list(threads.map(run, configs, configs.values()))
+    by_arm: dict[str, list[Curve]] = {}
+    for (arm, rate, _), curve in zip(configs, curves, strict=True):
+        by_arm.setdefault(f"{arm} {rate:g}" if args.rates else arm, []).append(curve)
+    batch_tokens = corpus.sizes["global_batch_tokens"]
     if args.picture:
-        draw(found, batch, args.picture)
-    print(
-        json.dumps(
-            {
-                "corpus": args.corpus,
-                "seeds": args.seeds,
-                "threads": args.threads,
-                "at_once": args.at_once,
-                **results(found, batch),
-            }
-        )
-    )
+        draw(by_arm, batch_tokens, args.picture)
+    settings = {name: getattr(args, name) for name in ("corpus", "seeds", "threads", "at_once")}
+    report(**settings, **results(by_arm, batch_tokens))
 
 
-def parsed() -> argparse.Namespace:
-    """The arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", choices=CORPORA)
-    parser.add_argument("source", help="of text, as `raytrain-gpt prepare` takes it")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates to try instead")
-    parser.add_argument("--threads", type=int, default=1, help="of every process")
-    parser.add_argument("--at_once", type=int, default=1, help="processes")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--inside", nargs=4, help="arm, seed, rate, directory (used inside)")
-    return parser.parse_args()
-
-
-def rate_of(corpus: Corpus, arm: str) -> float:
-    """The learning rate of an arm."""
-    return corpus.muon_lr if "optimizer" in ARMS[arm] else corpus.peer_lr
-
-
-def run(
-    args: argparse.Namespace, work: Path, arm: str, seed: int, rate: float
-) -> list[list[float]]:
-    """The curve of an arm: step, validation loss and seconds of training of every evaluation."""
-    command = [sys.executable, __file__, args.corpus, args.source, f"--threads={args.threads}"]
-    command += ["--inside", arm, str(seed), str(rate), str(work)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    curve: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+def run(key: tuple[str, float, int], config: Config) -> Curve:
+    """The curve of an arm."""
+    arm, rate, seed = key
+    curve = in_new_process(peer_curve if arm == "peer" else product_curve, config, arm)
     step, loss, seconds = curve[-1]
-    print(
-        f"{arm} seed {seed} lr {rate:g}: {loss:.4f} after {step} steps, {seconds:.0f} s", flush=True
-    )
+    text = f"{arm} seed {seed} lr {rate:g}: {loss:.4f} after {step} steps, {seconds:.0f} s"
+    print(text, flush=True)
     return curve
 
 
-def evaluations(args: argparse.Namespace) -> list[list[float]]:
-    """The curve of the arm that this process is to be."""
-    arm, seed, rate, work = args.inside
-    torch.set_num_threads(args.threads)
-    config = arm_config(args, arm, int(seed), float(rate), Path(work))
-    if arm == "peer":
-        return list(peer_curve(config))
-    if arm in RANDOM:
-        Qwen3.init_weights = draw_all  # type: ignore[method-assign]
-    train(config, lambda line: None)
-    rows = read_rows(Path(config.run.storage_path, config.run.run_name))
-    seconds, curve = 0.0, []
-    for row in rows:
-        seconds += row.get("perf/step_time_s", 0.0)
-        if "val/loss" in row:
-            curve.append([row["step"], row["val/loss"], seconds])
-    return curve
-
-
-def arm_config(args: argparse.Namespace, arm: str, seed: int, rate: float, work: Path) -> Config:
-    """The configuration of an arm; the peer reads its sizes, rates and data from it, too."""
+def arm_config(args: argparse.Namespace, arm: str, rate: float, seed: int, work: str) -> Config:
+    """Configuration of an arm; the peer takes its sizes, rates and data from it."""
     corpus = CORPORA[args.corpus]
     steps = corpus.steps if arm == "peer" else corpus.steps // 2
     fields = {
@@ -217,8 +163,8 @@ def arm_config(args: argparse.Namespace, arm: str, seed: int, rate: float, work:
         "precision": "auto",
         "num_workers": 0,
         "cpus_per_worker": args.threads,
-        "data_path": str(work / "data"),
-        "storage_path": str(work),
+        "data_path": f"{work}/data",
+        "storage_path": work,
         "run_name": f"{arm}-{seed}-{rate:g}",
         "mlflow_uri": None,
         "tensorboard": False,
@@ -226,126 +172,132 @@ def arm_config(args: argparse.Namespace, arm: str, seed: int, rate: float, work:
     return load_preset("shakespeare").updated({**fields, **ARMS[arm]})
 
 
-def draw_all(model: Qwen3, seed: int) -> None:
-    """GPT-2's initialisation: std 0.02, what blocks add scaled by 1/sqrt(2·layers)."""
+def product_curve(config: Config, arm: str) -> Curve:
+    """Train with the product."""
+    torch.set_num_threads(config.cluster.cpus_per_worker)
+    if arm in RANDOM:
+        Qwen3.init_weights = init_randomly  # type: ignore[method-assign]
+    train(config, lambda line: None)
+    seconds, curve = 0.0, []
+    for row in read_rows(Path(config.run.storage_path, config.run.run_name)):
+        seconds += row.get("perf/step_time_s", 0.0)
+        if "val/loss" in row:
+            curve.append([row["step"], row["val/loss"], seconds])
+    return curve
+
+
+def init_randomly(model: Qwen3, seed: int) -> None:
+    """Initialize as GPT-2: std 0.02, output matrices of each block scaled by 1/sqrt(2·layers)."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            is_last = "o_proj" in name or "down_proj" in name
-            std = INIT_STD / math.sqrt(2 * model.shape.num_layers) if is_last else INIT_STD
-            nn.init.normal_(parameter, std=std, generator=generator)
+            ends_branch = "o_proj" in name or "down_proj" in name
+            scale = math.sqrt(2 * model.shape.num_layers) if ends_branch else 1
+            nn.init.normal_(parameter, std=INIT_STD / scale, generator=generator)
 
 
-def peer_curve(config: Config) -> Iterator[list[float]]:
-    """Trains the plain GPT-2 with AdamW."""
-    data = data_of(config)
-    shape, train_section, optim = GPTShape.of(config, data.vocab_size), config.train, config.optim
-    torch.manual_seed(train_section.seed)
+def peer_curve(config: Config, arm: str) -> Curve:
+    """Train the plain GPT-2 with AdamW."""
+    torch.set_num_threads(config.cluster.cpus_per_worker)
+    data, num_steps = data_of(config), config.train.max_steps
+    shape = GPTShape.of(config, data.vocab_size)
+    torch.manual_seed(config.train.seed)
     sizes = (shape.num_layers, shape.num_heads, shape.embd_size, shape.seq_len)
     model = PlainGPT(Sizes(*sizes, shape.padded_vocab_size))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            is_last = name.endswith(("out.weight", "down.weight"))
-            std = INIT_STD / math.sqrt(2 * shape.num_layers) if is_last else INIT_STD
-            nn.init.normal_(parameter, std=std)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     spec, device, size = IngestSpec(config, data, 1), torch.device("cpu"), config.batch_sequences
-    chunks = rank_chunks(rows_in_process(spec, train_section.max_steps, 0), spec, 0)
+    chunks = rank_chunks(rows_in_process(spec, num_steps, 0), spec, 0)
     val = next(chunks)
     held_out = EvalFeed(val.tokens[0], val.ids[0], data, size, device)
-    batches = TrainFeed(chunks, size, device).micro_batches()
-    bf16 = torch.autocast("cpu", torch.bfloat16)
-    seconds = 0.0
-    for step in range(train_section.max_steps):
+    losses = train_plainly(
+        model,
+        TrainFeed(chunks, size, device).micro_batches(),
+        device,
+        lambda step: learning_rate(step, config.optim, num_steps),
+        bf16=True,
+        fused=True,
+    )
+    seconds, curve = 0.0, []
+    for step in range(1, num_steps + 1):
         started = time.perf_counter()
-        inputs, targets = next(batches)
-        with bf16:
-            loss = model(inputs, targets.contiguous())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, optim, train_section.max_steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        next(losses)
         seconds += time.perf_counter() - started
-        if (step + 1) % config.eval.eval_every_steps == 0:
-            with bf16:
-                yield [step + 1, mean_loss(model, held_out.micro_batches()[0]), seconds]
+        if step % config.eval.eval_every_steps == 0:
+            curve.append([step, mean_loss(model, held_out.micro_batches()[0]), seconds])
+    return curve
 
 
 @torch.no_grad()
-def mean_loss(model: PlainGPT, batches: Iterator[MicroBatch]) -> float:
-    """Over all targets that count."""
+def mean_loss(model: PlainGPT, batches: Iterator[Batch]) -> float:
+    """Mean loss over all targets that count."""
     total, num = 0.0, 0
     for inputs, targets in batches:
         counted = int((targets != IGNORE_INDEX).sum())
-        targets = torch.where(
-            targets == IGNORE_INDEX, -1, targets
-        )  # what the plain model leaves out
-        total, num = total + float(model(inputs, targets)) * counted, num + counted
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(inputs, targets.contiguous())
+        total, num = total + float(loss) * counted, num + counted
     return total / num
 
 
-def results(found: dict[str, list[list[list[float]]]], batch_tokens: int) -> dict[str, Any]:
-    """Final losses of every arm, and what it took to reach the peer's, means and standard deviations."""
-    target = statistics.fmean(curve[-1][1] for curve in found["peer"]) if "peer" in found else None
+def peer_loss(by_arm: dict[str, list[Curve]]) -> float | None:
+    """Mean final loss of the peer, or None if it did not run."""
+    curves = by_arm.get("peer")
+    return statistics.fmean(curve[-1][1] for curve in curves) if curves else None
+
+
+def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]:
+    """Final losses of every arm, and steps, tokens and seconds until it reached the peer's loss."""
+    target = peer_loss(by_arm)
     arms = {}
-    for arm, curves in found.items():
+    for arm, curves in by_arm.items():
         arms[arm] = {
             "steps": curves[0][-1][0],
-            "val_loss": told([curve[-1][1] for curve in curves]),
+            "val_loss": spread([curve[-1][1] for curve in curves]),
         }
         if target is None:
             continue
-        reached = [next((row for row in curve if row[1] <= target), None) for curve in curves]
-        arms[arm]["reached"] = sum(row is not None for row in reached)
-        there = [row for row in reached if row is not None]
-        if there:
-            arms[arm]["steps_to_loss"] = told([row[0] for row in there])
-            arms[arm]["tokens_to_loss"] = told([row[0] * batch_tokens for row in there])
-            arms[arm]["seconds_to_loss"] = told([row[2] for row in there])
+        reached = [
+            next(row for row in curve if row[1] <= target)
+            for curve in curves
+            if min(row[1] for row in curve) <= target
+        ]
+        arms[arm]["reached"] = len(reached)
+        if reached:
+            arms[arm]["steps_to_loss"] = spread([row[0] for row in reached])
+            arms[arm]["tokens_to_loss"] = spread([row[0] * batch_tokens for row in reached])
+            arms[arm]["seconds_to_loss"] = spread([row[2] for row in reached])
     return {"target": target, "arms": arms}
 
 
-def told(values: list[float]) -> dict[str, Any]:
-    """Mean, standard deviation and all of it."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+def spread(values: list[float]) -> dict[str, Any]:
+    """Mean, standard deviation and all values."""
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
     return {
         "mean": round(statistics.fmean(values), 4),
-        "sd": round(spread, 4),
+        "sd": round(sd, 4),
         "all": [round(value, 4) for value in values],
     }
 
 
-def draw(found: dict[str, list[list[list[float]]]], batch_tokens: int, picture: Path) -> None:
-    """Validation loss over tokens: the mean of the seeds, and from the lowest to the highest."""
-    import matplotlib
+def draw(by_arm: dict[str, list[Curve]], batch_tokens: int, picture: str) -> None:
+    """Draw validation loss over tokens: the mean of the seeds, and from the lowest to the highest."""
+    from matplotlib import colormaps
 
-    matplotlib.use("svg" if picture.suffix == ".svg" else "agg")
-    import matplotlib.pyplot as plt
+    from raytrain_gpt.sweep.drawing import new_figure
 
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    highest = max(min(row[1] for row in curve[:3]) for curves in found.values() for curve in curves)
-    for number, (arm, curves) in enumerate(found.items()):
+    figure, axes = new_figure(7.2, 4.2)
+    for number, (arm, curves) in enumerate(by_arm.items()):
         tokens = [row[0] * batch_tokens / 1e6 for row in curves[0]]
-        losses = [[curve[i][1] for curve in curves] for i in range(len(tokens))]
-        color = "black" if arm == "peer" else plt.get_cmap("viridis")(number / len(found))
+        losses = [[row[1] for row in rows] for rows in zip(*curves, strict=True)]
+        color = "black" if arm == "peer" else colormaps["viridis"](number / len(by_arm))
         axes.plot(tokens, [statistics.fmean(at) for at in losses], color=color, label=arm)
         low, high = [min(at) for at in losses], [max(at) for at in losses]
         axes.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)
-    if "peer" in found:
-        target = statistics.fmean(curve[-1][1] for curve in found["peer"])
+    if (target := peer_loss(by_arm)) is not None:
         axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
-    axes.set_ylim(top=highest)
+    first_losses = [[row[1] for row in curve[:3]] for curves in by_arm.values() for curve in curves]
+    axes.set_ylim(top=max(min(losses) for losses in first_losses))
     axes.set_xlabel("training tokens, millions")
     axes.set_ylabel("validation loss, nats per token")
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=150)
 

@@ -1,152 +1,86 @@
-"""Speed and memory of `prepare` against a plain pool of tiktoken processes.
+"""Speed of `prepare` against a plain pool of tiktoken processes.
 
 Both read the same JSON lines on the same cores. `prepare` starts Ray and writes parquet shards with hashes;
-the pool writes a raw uint16 file per input. The text is Python's standard library repeated, or a directory
-of .jsonl files (field `text`).
+the pool writes a raw uint16 file per input. The text is Python's standard library repeated, or a directory of
+.jsonl files with the field `text`.
 
     TIKTOKEN_CACHE_DIR=… python benchmarks/tokenizing.py [--rounds 3] [--text_mb 256] [--text DIR] …
 
-The JSON has tokens/s of the commands and of their steady part (end of the first files to end of the last),
-and peak memory (PSS) in the first and last third of that part.
+The JSON has tokens/s of the commands and of their steady part, from the end of the first files to that of the
+last.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from harness import in_turn, ratios, report, sum_of_pss, without_cluster
+from harness import CORES, flags, in_new_process, in_rounds, ratios, report, without_cluster
 
 from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenizer import load_tokenizer
 
 TEXT_FILES = 64
-SAMPLE_EVERY_S = 0.5
-CORES = os.cpu_count() or 1
+WAYS = ("prepare", "pool")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--text", type=Path, help="directory of .jsonl files; default: made text")
-    parser.add_argument("--text_mb", type=int, default=256, help="megabytes of made text")
-    parser.add_argument("--tokenizer", default="gpt2")
-    parser.add_argument("--pool", type=Path, help="be the pool and write there (internal)")
-    args = parser.parse_args()
-    if args.pool:
-        pool(args)
-        return
-    commands: dict[str, list[Command]] = {"prepare": [], "pool": []}
+    args = flags(__doc__, rounds=3, text="", text_mb=256, tokenizer="gpt2").parse_args()
+    tokens: list[int] = []
+    steady: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as work:
-        text = args.text or made_text(Path(work, "text"), args.text_mb * 10**6)
-        for number in range(args.rounds):
-            for way in in_turn(list(commands), number):
-                one = measured(way, text, Path(work, f"{way}-{number}"), args.tokenizer)
-                commands[way].append(one)
-                print(
-                    f"{way}: {one.per_s:,.0f} tokens/s, {one.steady_per_s:,.0f} steady", flush=True
-                )
-    per_s = {way: [one.per_s for one in all_of] for way, all_of in commands.items()}
-    steady = {way: [one.steady_per_s for one in all_of] for way, all_of in commands.items()}
+        text = Path(args.text or made_text(Path(work, "text"), args.text_mb * 10**6))
+
+        def tokens_per_s(way: str, number: int) -> float:
+            out = Path(work, f"{way}-{number}")
+            started = time.perf_counter()
+            {"prepare": prepare, "pool": pool_in_new_process}[way](text, out, args.tokenizer)
+            seconds = time.perf_counter() - started
+            ends = file_ends(out)
+            steady[way].append(steady_per_s(ends))
+            total = sum(tokens for _, tokens in ends)
+            if way == "prepare":
+                tokens.append(total)
+            return total / seconds
+
+        per_s = in_rounds(WAYS, args.rounds, tokens_per_s, "tokens/s")
     report(
-        tokens=[one.tokens for one in commands["prepare"]],
+        tokens=tokens,
         tokens_per_s={way: [round(one) for one in all_of] for way, all_of in per_s.items()},
         steady_tokens_per_s={way: [round(one) for one in s] for way, s in steady.items()},
         ratios=ratios(per_s["prepare"], per_s["pool"]),
         steady_ratios=ratios(steady["prepare"], steady["pool"]),
-        memory_mb={way: [one.peak_mb() for one in all_of] for way, all_of in commands.items()},
     )
 
 
-@dataclass
-class Command:
-    """One command that ran.
-
-    Attributes:
-        seconds: From start to exit.
-        ended: (time, tokens) of every finished file, in order.
-        memory: (time, bytes) of all its processes, sampled.
-    """
-
-    seconds: float
-    ended: list[tuple[float, int]]
-    memory: list[tuple[float, int]]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens written."""
-        return sum(tokens for _, tokens in self.ended)
-
-    @property
-    def per_s(self) -> float:
-        """Tokens/s of the entire command."""
-        return self.tokens / self.seconds
-
-    @property
-    def steady_per_s(self) -> float:
-        """Tokens/s after every core has finished a file."""
-        (first, _), *rest = self.ended[CORES - 1 :]
-        if len(rest) < 3:
-            sys.exit(f"only {len(self.ended)} tasks ended; give more text")
-        return sum(tokens for _, tokens in rest) / (rest[-1][0] - first)
-
-    def peak_mb(self) -> list[int]:
-        """Peak memory in the first and last third of the steady part."""
-        first, last = self.ended[CORES - 1][0], self.ended[-1][0]
-        third = (last - first) / 3
-        spans = [(first, first + third), (last - third, last)]
-        return [
-            round(max((size for at, size in self.memory if a <= at <= b), default=0) / 1e6)
-            for a, b in spans
-        ]
+def steady_per_s(ends: list[tuple[float, int]]) -> float:
+    """Tokens/s after every core has finished a file."""
+    (first, _), *rest = ends[CORES - 1 :]
+    if len(rest) < 3:
+        sys.exit(f"only {len(ends)} tasks ended; give more text")
+    return sum(tokens for _, tokens in rest) / (rest[-1][0] - first)
 
 
-def measured(way: str, text: Path, out: Path, tokenizer: str) -> Command:
-    """Run one way over all text."""
-    command = [sys.executable, __file__, f"--pool={out}", f"--text={text}"]
-    if way == "prepare":
-        command = [sys.executable, "-m", "raytrain_gpt.cli", "prepare", str(text), f"--out={out}"]
-    started, memory, done = time.time(), [], threading.Event()
-    process = subprocess.Popen(
-        [*command, f"--tokenizer={tokenizer}"], stdout=subprocess.DEVNULL, env=without_cluster()
-    )
-
-    def watch() -> None:
-        while not done.wait(SAMPLE_EVERY_S):
-            memory.append((time.time(), sum_of_pss(process.pid)))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        if process.wait():
-            sys.exit(f"{' '.join(command)} failed")
-        seconds = time.time() - started
-    finally:
-        done.set()
-        watcher.join()
+def file_ends(out: Path) -> list[tuple[float, int]]:
+    """(time, tokens) of every finished file of either way, in order."""
+    if not (out / "manifest.json").exists():
+        raw = [file.stat() for file in out.iterdir()]
+        return sorted((stat.st_mtime, stat.st_size // 2) for stat in raw)
     ends: dict[str, tuple[float, int]] = {}
-    if way == "pool":
-        for file in out.iterdir():
-            ends[file.name] = (file.stat().st_mtime, file.stat().st_size // 2)
-    else:
-        for shard in read_manifest(out).shards:  # a task writes its shards at its end
-            task = shard.path.partition("-")[2]
-            before, tokens = ends.get(task, (0.0, 0))
-            ends[task] = (max(before, (out / shard.path).stat().st_mtime), tokens + shard.tokens)
-    return Command(seconds, sorted(ends.values()), memory)
+    for shard in read_manifest(out).shards:  # a task writes its shards at its end
+        task = shard.path.partition("-")[2]
+        before, tokens = ends.get(task, (0.0, 0))
+        ends[task] = (max(before, (out / shard.path).stat().st_mtime), tokens + shard.tokens)
+    return sorted(ends.values())
 
 
 def made_text(directory: Path, size: int) -> Path:
@@ -166,11 +100,23 @@ def made_text(directory: Path, size: int) -> Path:
     return directory
 
 
-def pool(args: argparse.Namespace) -> None:
+def prepare(text: Path, out: Path, tokenizer: str) -> None:
+    """Run `raytrain-gpt prepare`."""
+    command = [sys.executable, "-m", "raytrain_gpt.cli", "prepare", str(text), f"--out={out}"]
+    command += [f"--tokenizer={tokenizer}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=without_cluster())
+
+
+def pool_in_new_process(text: Path, out: Path, tokenizer: str) -> None:
+    """Run the pool as a command would, with the start of an interpreter."""
+    in_new_process(pool, text, out, tokenizer)
+
+
+def pool(text: Path, out: Path, tokenizer: str) -> None:
     """Tokenize every file in a pool of processes, one per core."""
-    args.pool.mkdir()
-    jobs = [(file, args.pool / f"{file.stem}.bin") for file in sorted(args.text.glob("*.jsonl"))]
-    with multiprocessing.Pool(CORES, load, (args.tokenizer,)) as processes:
+    out.mkdir()
+    jobs = [(file, out / f"{file.stem}.bin") for file in sorted(text.glob("*.jsonl"))]
+    with multiprocessing.Pool(CORES, load, (tokenizer,)) as processes:
         for _ in processes.imap_unordered(tokenize_file, jobs):
             pass
 

@@ -1,8 +1,8 @@
 """The command line: `raytrain-gpt COMMAND …`.
 
-Every configuration field is a flag of the same name. A user error is one line on stderr and exit code 2;
-Ctrl+C and SIGTERM give 130, everything else 1. What a command needs is imported when it runs, so that help
-and error messages come at once.
+Every configuration field is a flag of the same name. A user error is one line on stderr with exit code 2;
+Ctrl+C and SIGTERM exit with 130, all other failures with 1. Commands import their modules when they run,
+so that help and error messages are immediate.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from raytrain_gpt.redact import printable, redacted_output
 _NO_USABLE_PATH = {
     errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS
 }  # fmt: skip
-"""What a path of the user's may mean, wherever it is met; a file that is missing may be our mistake."""
+"""Errors blamed on a user's path wherever they occur; a missing file (ENOENT) may be our bug."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line, flags with hyphens or underscores, no guessed abbreviations."""
+    """Parser with one-line errors that suggest the nearest name."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see: {self.prog} --help")
@@ -38,13 +38,13 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             from raytrain_gpt.config.wording import suggestion
 
-            name, known = str(action.metavar).lower(), list(action.choices)
+            name, choices = str(action.metavar).lower(), list(action.choices)
             raise UserError(
-                f"unknown {name} {value}{suggestion(value, known)} (there are: {', '.join(known)})"
+                f"unknown {name} {value}{suggestion(value, choices)} (available: {', '.join(choices)})"
             )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             from raytrain_gpt.config.wording import suggestion
 
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
             raise UserError(
                 f"unknown argument {flag} of {self.prog}{hint or f'; see: {self.prog} --help'}"
             )
-        return known, unknown
+        return parsed, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -76,7 +76,7 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
         _complain(f"{kind}{' '.join(map(str.strip, str(error).splitlines()))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of the pipe, such as `head`, has closed it; Python would report that again at exit.
+        # The pipe's reader, such as `head`, has exited; Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_USABLE_PATH:
             what = f"{error.filename or 'a path'}: {reason(error)}"
-            _complain(f"error: cannot use {what}; give access to it, or another path")
+            _complain(f"error: cannot use {what}; give access to it, or use a different path")
             sys.exit(UserError.exit_code)
         _complain(traceback.format_exc().rstrip())
         sys.exit(1)
@@ -94,7 +94,7 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
 
 @contextmanager
 def _interrupts_end() -> Iterator[None]:
-    """Inside, Ctrl+C ends the process: libraries turn an exception in their imports into another one."""
+    """Make Ctrl+C exit at once: libraries replace exceptions raised during their imports."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -114,17 +114,17 @@ def _complain(text: str) -> None:
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:
-    """All flags with underscores, except those after `--`, which belong to another program."""
-    own = argv.index("--") if "--" in argv else len(argv)
+    """Write all flags with underscores, up to `--`: later ones belong to a different program."""
+    stop = argv.index("--") if "--" in argv else len(argv)
     flags = [
         re.sub(r"(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), argument)
-        for argument in argv[:own]
+        for argument in argv[:stop]
     ]
-    return [*flags, *argv[own:]]
+    return [*flags, *argv[stop:]]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from raytrain_gpt.commands import cluster, data, inference, train  # half a second and more
+    from raytrain_gpt.commands import cluster, data, inference, train  # here: takes half a second
     from raytrain_gpt.commands.completion import completion
 
     parser = _Parser(

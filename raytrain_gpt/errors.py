@@ -1,4 +1,4 @@
-"""All errors of this package, as one tree.
+"""The errors of this package.
 
     RaytrainGptError
     ├── UserError            the user's input is wrong: one line on stderr, exit code 2
@@ -6,12 +6,12 @@
     │   ├── DataError            a source, shard, manifest or tokenizer
     │   ├── CheckpointError      a checkpoint or a run's directory
     │   └── ClusterError         resources, storage or network that the run needs
-    ├── StorageError         an object store stayed out of reach: exit code 1
-    ├── TrainingFailed       the run failed for another reason: exit code 1
-    │   └── Diverged             an objective that is not finite, which is a trial's result
+    ├── StorageError         an object store stayed unreachable: exit code 1
+    ├── TrainingFailed       the run failed for a different reason: exit code 1
+    │   └── Diverged             a trial's objective is not finite: a result of the sweep
     └── Interrupted          Ctrl+C or SIGTERM, after saving: exit code 130
 
-A message has the value, the limit and the way out, on one line.
+A message has the value, the limit and the fix, on one line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from raytrain_gpt.redact import printable
 
 
 class RaytrainGptError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: one line as on the command line, and the traceback of the cause if any."""
+        """Lines that IPython shows: the cause's traceback, if any, and one line for the error."""
         cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
         return printable(f"{''.join(cause)}{type(self).__name__}: {self}").splitlines()
 
@@ -42,7 +42,7 @@ class UserError(RaytrainGptError):
 
 
 class ConfigError(UserError):
-    """A configuration value, key or combination of values is not possible."""
+    """A configuration value, key or combination of values is invalid."""
 
 
 class DataError(UserError):
@@ -58,15 +58,15 @@ class ClusterError(UserError):
 
 
 class StorageError(RaytrainGptError):
-    """An object store stayed out of reach for longer than retry_for_s."""
+    """An object store was unreachable for longer than retry_for_s."""
 
 
 class TrainingFailed(RaytrainGptError):
-    """The run ended with an error that is not the user's input."""
+    """The run failed, and not because of the user's input."""
 
 
 class Diverged(TrainingFailed):
-    """A trial's objective is not finite: a result of the sweep, not a failure of it."""
+    """A trial's objective is not finite: a result of the sweep, not its failure."""
 
 
 class Interrupted(RaytrainGptError):
@@ -77,21 +77,21 @@ class Interrupted(RaytrainGptError):
 
 @contextlib.contextmanager
 def damage_as(kind: type[UserError], file: object, advice: str = "") -> Iterator[None]:
-    """Inside, whatever goes wrong while a file is read and interpreted is an error that names the file."""
+    """Turn errors of reading and parsing a file into one that names the file."""
     try:
         yield
     except OSError as error:
         raise kind(f"cannot read {file}: {reason(error)}{advice}") from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        kept = f"no {error}" if isinstance(error, KeyError) else reason(error)
-        raise kind(f"{file} is damaged ({kept}){advice}") from None
+        cause = f"no {error}" if isinstance(error, KeyError) else reason(error)
+        raise kind(f"{file} is damaged ({cause}){advice}") from None
 
 
 @contextlib.contextmanager
 def failure_as(
     kind: type[UserError], what: str, advice: str = "", *more: type[Exception]
 ) -> Iterator[None]:
-    """Inside, an OSError, or one of `more`, is an error that says what failed, why, and the way out."""
+    """Turn an OSError, or one of `more`, into an error with operation, reason and fix."""
     kinds: tuple[type[Exception], ...] = (OSError, *more)
     try:
         yield
@@ -100,16 +100,16 @@ def failure_as(
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, on one line: the system's words, else the message, else the error's type.
+    """One-line reason of an error: the system's message, else its text, else its type.
 
-    Of several values that pydantic refuses, the first one.
+    For pydantic's errors, the first refused value.
     """
-    if callable(refused := getattr(error, "errors", None)):
-        first = refused()[0]
-        where = "".join(f"{part}: " for part in first["loc"])
+    if callable(errors := getattr(error, "errors", None)):
+        first = errors()[0]
+        where = "".join(f"{key}: " for key in first["loc"])
         return where + " ".join(problem([first]).split())
-    said = getattr(error, "strerror", None) or str(error)
-    return " ".join(said.split()) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 _MUST_BE = {
@@ -135,21 +135,21 @@ _MUST_BE = {
     "union_tag_invalid": "a mapping whose {discriminator} is one of {expected_tags}",
     "union_tag_not_found": "a mapping with the key {discriminator}",
 }
-"""Type of a pydantic error -> words that its context completes, where pydantic's are about Python."""
+"""Type of a pydantic error -> template, where pydantic's message is about Python."""
 
 
 def problem(errors: Iterable[Mapping[str, Any]]) -> str:
-    """State what is wrong with one value, in plain words.
+    """Describe the error of one value in plain words.
 
     Args:
         errors: Pydantic's errors for the value, one for each type that it may have.
     """
-    said = list(dict.fromkeys(map(_problem, errors)))
-    return ", or ".join([said[0], *(one.removeprefix("must be ") for one in said[1:])])
+    problems = list(dict.fromkeys(map(_problem, errors)))
+    return ", or ".join([problems[0], *(one.removeprefix("must be ") for one in problems[1:])])
 
 
 def _problem(error: Mapping[str, Any]) -> str:
     if words := _MUST_BE.get(error["type"]):
         return f"must be {words.format(**error.get('ctx', {}))}"
-    said = str(error["msg"]).removeprefix("Value error, ")
-    return said.replace("Input should be", "must be")
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return text.replace("Input should be", "must be")

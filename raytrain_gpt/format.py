@@ -1,4 +1,4 @@
-"""How steps, durations and amounts are written for people."""
+"""Formatting of steps, durations and amounts for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 Log = Callable[[str], None]
-"""Receives lines for people."""
+"""Function that takes a line of console output."""
 
 _MAX_LISTED = 8
 _MAX_NAME = 40
@@ -20,30 +20,26 @@ _FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: `8d 9h`, `3m 20s`, `12s`."""
+    """Format as the two largest units: `8d 9h`, `3m 20s`, `12s`."""
     total = round(seconds)
-    parts = [
-        (total // 86400, "d"),
-        (total // 3600 % 24, "h"),
-        (total // 60 % 60, "m"),
-        (total % 60, "s"),
-    ]
-    first = next((i for i, (amount, _) in enumerate(parts) if amount), 3)
-    return " ".join(f"{amount}{unit}" for amount, unit in parts[first : first + 2])
+    amounts = (total // 86400, total // 3600 % 24, total // 60 % 60, total % 60)
+    units = [f"{amount}{unit}" for amount, unit in zip(amounts, "dhms", strict=True)]
+    first = next((i for i, amount in enumerate(amounts) if amount), 3)
+    return " ".join(units[first : first + 2])
 
 
 def short_duration(seconds: float) -> str:
-    """`0.3s`, `25s`, `12m 30s`: tenths below ten seconds."""
+    """Format as `0.3s`, `25s`, `12m 30s`: tenths below ten seconds."""
     return f"{seconds:.1f}s" if round(seconds, 1) < 10 else duration(seconds)
 
 
 def count(number: float, one: str, many: str = "", form: str = "") -> str:
-    """`1 step`, `3 steps`; `many` is the plural where it is not `one` with an s."""
+    """Format as `1 step`, `3 steps`; `many` is an irregular plural."""
     return f"{number:{form}} {one if number == 1 else many or one + 's'}"
 
 
 def start_of(text: str, limit: int) -> str:
-    """The first `limit` code points, fewer where an accent or a joined emoji would lose its base."""
+    """Take the first `limit` code points, fewer to keep accents and joined emoji together."""
     stop = min(limit, len(text))
     while 0 < stop < len(text) and _continues(text, stop):
         stop -= 1
@@ -51,28 +47,28 @@ def start_of(text: str, limit: int) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """The text, or its start and `…`."""
+    """Shorten a text to its start and `…`."""
     return text if len(text) <= limit else f"{start_of(text, limit)}…"
 
 
 def _continues(text: str, at: int) -> bool:
-    """Whether the code point at an index is drawn as part of the one before it."""
+    """Whether the code point at an index combines with the one before it."""
     first, second = text[at - 1], text[at]
-    if first in _FLAG_LETTERS and second in _FLAG_LETTERS:  # a flag has two
+    if first in _FLAG_LETTERS and second in _FLAG_LETTERS:  # a flag is a pair
         return (at - len(text[:at].rstrip(_FLAG_LETTERS))) % 2 == 1
     is_mark = unicodedata.category(second) in ("Mn", "Mc", "Me")
     return is_mark or _JOINER in (first, second) or "\U0001f3fb" <= second <= "\U0001f3ff"
 
 
 def preview(value: object, limit: int) -> str:
-    """The value in quotes and escapes as Python writes it, cut to about `limit` characters."""
+    """Python's repr of a value, cut to about `limit` characters."""
     if not isinstance(value, str):
         return cut(repr(value), limit)
     return repr(value) if len(value) <= limit else f"{start_of(value, limit)!r}…"
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names, in quotes where a message could not show them otherwise; none if there are none."""
+    """List the first names, quoted if needed; `none` for an empty list."""
     first = list(islice(names, _MAX_LISTED + 1))
     shown = [
         name if _PLAIN_NAME.fullmatch(name) and len(name) <= _MAX_NAME else preview(name, _MAX_NAME)
@@ -82,7 +78,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def amount(value: float) -> str:
-    """`433`, `850.7k`, `124.5M`, `9.9B`."""
+    """Format as `433`, `850.7k`, `124.5M`, `9.9B`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
@@ -90,7 +86,7 @@ def amount(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """`850.7 kB`, `1.5 GB`."""
+    """Format as `850.7 kB`, `1.5 GB`."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:.1f} {unit}"
@@ -98,22 +94,22 @@ def size(num_bytes: float) -> str:
 
 
 def shell(*words: object) -> str:
-    """A command to copy into a shell: words with blanks or special characters are quoted."""
+    """Quote words as a shell command."""
     return shlex.join(map(str, words))
 
 
 def look_at_batch(run_dir: object, batch: int) -> str:
-    """The command that shows what a bad step read, which a rollback may skip."""
+    """The command that shows the batch of a bad step."""
     return shell("raytrain-gpt", "data", "at", run_dir, "--batch", batch)
 
 
-def sample_command(place: object) -> str:
-    """The command that shows what a run or checkpoint has learned."""
-    return f'{shell("raytrain-gpt", "sample", place)} --prompt "Hello"'
+def sample_command(checkpoint: object) -> str:
+    """The command that samples from a run or checkpoint."""
+    return f'{shell("raytrain-gpt", "sample", checkpoint)} --prompt "Hello"'
 
 
 def table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table, as wide as it needs; columns of `numbers` are right-aligned."""
+    """Format the lines of a table; columns of `numbers` are right-aligned."""
     lines = [[cell.replace("\n", r"\n") for cell in row] for row in ([*names, *numbers], *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [str.ljust] * len(names) + [str.rjust] * len(numbers)
@@ -129,7 +125,7 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
     """The console line of a training step."""
     loss, norm, mfu = row["train/loss"], row["optim/grad_norm"], row["perf/mfu"]
     tokens_per_s = row["perf/tokens_per_s"]
-    parts = [
+    cells = [
         f"step {row['step']}/{max_steps}",
         f"epoch {row['data/epoch']}",
         f"loss {number(loss, '.4f')}",
@@ -140,7 +136,7 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
         *([] if mfu is None else [f"mfu {mfu:.1%}"]),
         f"eta {duration((max_steps - row['step']) * row['perf/step_time_s'])}",
     ]
-    return " | ".join(parts)
+    return " | ".join(cells)
 
 
 def eval_line(row: dict[str, Any], max_steps: int) -> str:
@@ -161,14 +157,14 @@ def eval_line(row: dict[str, Any], max_steps: int) -> str:
 def event_line(
     row: dict[str, Any], max_steps: int, spike_zscore: float, run_dir: object
 ) -> str | None:
-    """The console line of an event; None for those that say what is seen anyway."""
+    """The console line of an event, or None for events already visible."""
     event = row["event"]
     if event == "spike" and not is_loss_spike(row, spike_zscore):
         event = "high gradient norm"
     start = f"step {row['step']}/{max_steps} | {event}"
     if row["event"] == "checkpoint":
         blocked, write = row["perf/checkpoint_blocked_s"], row["perf/checkpoint_write_s"]
-        return f"{start} written in {write:.1f} s, training stood still {blocked * 1000:.0f} ms"
+        return f"{start} written in {write:.1f} s, training blocked for {blocked * 1000:.0f} ms"
     if row["event"] in ("spike", "nonfinite"):
         loss, norm = number(row["loss"], ".4f"), number(row["grad_norm"], ".2f")
         return f"{start} | loss {loss} | norm {norm} | {look_at_batch(run_dir, row['batch'])}"
@@ -178,14 +174,13 @@ def event_line(
 
 
 def is_loss_spike(row: dict[str, Any], spike_zscore: float) -> bool:
-    """Whether a `spike` event is called so.
+    """Whether a `spike` event is a spike of the loss.
 
-    A step whose loss is fewer than `spike_zscore` deviations above the mean is marked for its gradient
-    norm alone, which a healthy run has too.
+    Otherwise only the gradient norm was high, which also happens in healthy runs.
     """
     return (row.get("loss_zscore") or 0) >= spike_zscore
 
 
 def number(value: float | None, form: str) -> str:
-    """A metric as text; null stands for a value that was not finite."""
+    """Format a metric; None is a value that was not finite."""
     return "not finite" if value is None else format(value, form)

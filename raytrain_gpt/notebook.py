@@ -4,9 +4,8 @@
     run = train(preset="quickstart", max_steps=100)
     plt.plot(*run.curve("train/loss"))
 
-In Jupyter the cell shows a progress bar, the loss so far and the last lines of the run, and updates them in
-place; elsewhere the lines are printed. Interrupting the kernel saves a checkpoint, and the same call
-continues from it.
+In Jupyter the cell shows a live progress bar, the loss and the last console lines; elsewhere the lines
+are printed. Interrupting the kernel saves a checkpoint; repeat the call to resume.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class TrainedRun:
     Attributes:
         step: Optimizer steps done.
         checkpoint: Directory or URL of the newest checkpoint.
-        best: The checkpoint with the lowest validation loss; None if none was evaluated.
-        val_loss: Last validation loss, nats per token; None without an evaluation.
-        metrics: The rows of metrics.jsonl: training steps, evaluations and events.
+        best: Checkpoint with the lowest validation loss, or None without an evaluation.
+        val_loss: Last validation loss in nats per token, or None without an evaluation.
+        metrics: Rows of metrics.jsonl: training steps, evaluations and events.
     """
 
     run_dir: str
@@ -57,22 +56,18 @@ class TrainedRun:
     metrics: list[dict[str, Any]] = field(repr=False)
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`.
-
-        Raises:
-            KeyError: no row has it; the message lists the metrics there are.
-        """
+        """Steps and values of a metric, for `plt.plot(*run.curve("val/loss"))`; raises KeyError."""
         points = [(row["step"], row[key]) for row in self.metrics if row.get(key) is not None]
         if not points:
-            known = sorted({name for row in self.metrics for name in row if "/" in name})
-            raise KeyError(f"no metric {key}; there are {', '.join(known)}")
+            names = sorted({name for row in self.metrics for name in row if "/" in name})
+            raise KeyError(f"no metric {key} (available: {', '.join(names)})")
         return [step for step, _ in points], [value for _, value in points]
 
     def sample(self, prompt: str, *, num_samples: int = 1, **options: Any) -> list[str]:
-        """Continuations of a prompt, the prompt included, by the best checkpoint, else the newest.
+        """Continue a prompt with the best checkpoint, else the newest; returns texts with the prompt.
 
         Args:
-            options: As of `raytrain-gpt sample`: max_new_tokens, temperature, top_k, top_p, seed.
+            options: As in `raytrain-gpt sample`: max_new_tokens, temperature, top_k, top_p, seed.
 
         Raises:
             ConfigError: an option is unknown or out of range.
@@ -87,15 +82,15 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
     """Train a model, or resume the run of this name, and return when it is finished.
 
     Args:
-        preset: As of `raytrain-gpt train`; None: quickstart.
-        config: YAML file or its URL, instead of a preset.
-        fields: Configuration fields by name, as `max_steps=500`; they override both.
+        preset: As in `raytrain-gpt train` (default: quickstart).
+        config: Path or URL of a YAML file, instead of a preset.
+        fields: Configuration fields by name, such as `max_steps=500`; they override both.
 
     Raises:
-        UserError: something is wrong with the configuration, data, storage or cluster.
-        Interrupted: the kernel was interrupted, after saving; a third interrupt ends it at once.
-        StorageError: the storage stayed unreachable for too long.
-        TrainingFailed: the run failed for good.
+        UserError: the configuration, data, storage or cluster is unusable.
+        Interrupted: the kernel was interrupted, after saving; a third interrupt stops without saving.
+        StorageError: the storage was unreachable for too long.
+        TrainingFailed: the run failed.
     """
     from raytrain_gpt.data.locations import config_on_disk  # here: its import takes a while
 
@@ -105,7 +100,7 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
 
             fields = {**sizes_of_init_from(preset, file, fields), **fields}
         resolved = resolve(preset, file, fields)
-    # In a notebook, Ray and tqdm ask for ipywidgets, which only displays that are off here would need.
+    # Ray and tqdm warn about missing ipywidgets, which only displays disabled here would use.
     logging.getLogger("ray.widgets").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
@@ -136,14 +131,14 @@ def train(preset: str | None = None, config: str | Path | None = None, **fields:
 def batch_at(
     run: str | Path, step: int, storage_path: str = "runs", data: str | None = None
 ) -> list[TrainedSequence]:
-    """The sequences that a step of a run was trained on.
+    """List the sequences that a run trained on at a step.
 
     Args:
         run: Its directory, or its name in `storage_path`.
-        data: Its dataset, as in `data_path`, or None for where the run's files say.
+        data: Its dataset, as in `data_path`, or None for the one recorded by the run.
 
     Raises:
-        UserError: there is no such run or step, or its data is not there.
+        UserError: the run, step or dataset does not exist.
     """
     from raytrain_gpt.storage.location import Location
     from raytrain_gpt.train.provenance import RunProvenance
@@ -152,7 +147,7 @@ def batch_at(
 
 
 def _log(config: Config) -> Log:
-    """What takes the console lines: an output of the cell in Jupyter, else print."""
+    """Logger of console lines: a display of the cell in Jupyter, else print."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is None:
@@ -170,7 +165,7 @@ def _log(config: Config) -> Log:
 
 
 class RunDisplay:
-    """What a cell shows of a run, made from its console lines."""
+    """A cell's display of a run, made from its console lines."""
 
     def __init__(self, name: str, max_steps: int) -> None:
         self._name, self._step, self._max_steps = name, 0, max_steps
@@ -178,11 +173,11 @@ class RunDisplay:
         self._losses: dict[str, list[tuple[int, float]]] = {"train": [], "val": []}
 
     def add(self, line: str) -> None:
-        """Show a console line, which may be several."""
+        """Show a console message of one or more lines."""
         self._lines.extend(line.splitlines())
-        if found := _LOSS_LINE.match(line):
-            self._step, self._max_steps = int(found[1]), int(found[2])
-            self._losses[found[3] or "train"].append((self._step, float(found[4])))
+        if match := _LOSS_LINE.match(line):
+            self._step, self._max_steps = int(match[1]), int(match[2])
+            self._losses[match[3] or "train"].append((self._step, float(match[4])))
 
     def __repr__(self) -> str:
         return "\n".join(self._lines)
@@ -196,7 +191,7 @@ class RunDisplay:
         )
 
     def _chart(self) -> str:
-        """The losses so far as SVG, from the second training loss on."""
+        """Draw the losses as SVG once there are two training losses."""
         if len(self._losses["train"]) < 2:
             return ""
         import numpy as np

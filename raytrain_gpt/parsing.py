@@ -1,4 +1,4 @@
-"""JSON and YAML from files that somebody may have edited, damaged or made to harm, and such files."""
+"""Safe parsing of JSON and YAML files that may be edited, damaged or malicious."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TextIO
 import yaml
 
 MAX_DEPTH = 50
-"""Mappings and lists of a YAML text within one another."""
+"""Nesting limit of a YAML text."""
 _READ_CHARACTERS = 2**20
 _NO_SPACE = re.compile(r"\S")
 _AFTER_ELEMENT = frozenset(",] \t\r\n")
@@ -22,18 +22,14 @@ _LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fxA-F_:]{100,}")
 
 
 def regular(path: Path) -> Path:
-    """The path of a file or directory. A pipe or device, which may block or never end, is an OSError."""
+    """Return the path unless it is a pipe or device, which may block: raises OSError."""
     if path.is_fifo() or path.is_char_device() or path.is_block_device() or path.is_socket():
         raise OSError(errno.EINVAL, "Not a regular file, but a pipe or device", str(path))
     return path
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, gives a key twice, or nests too deeply.
-    """
+    """Parse JSON; raises ValueError if it is invalid, has duplicate keys or nests too deeply."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
@@ -41,18 +37,18 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def array_elements(file: TextIO, limit: int) -> Iterator[Any]:
-    """The elements of the JSON array in a file; about one is in memory at a time.
+    """Yield the elements of a file's JSON array, holding about one in memory.
 
     Args:
-        limit: Characters of an element at most, beside what one read adds.
+        limit: Most characters of an element, plus one read.
 
     Raises:
-        ValueError: it is not a complete array, or an element is too long; says which one.
+        ValueError: the array is incomplete, or an element is too long.
     """
     text, at, number = "", 0, 0
 
     def next_character() -> str:
-        """The next one that is no space, empty at the end of the file."""
+        """Skip spaces; empty at the end of the file."""
         nonlocal text, at
         while not (rest := _NO_SPACE.search(text, at)):
             if not (text := file.read(_READ_CHARACTERS)):
@@ -62,7 +58,7 @@ def array_elements(file: TextIO, limit: int) -> Iterator[Any]:
         return rest[0]
 
     def element() -> Any:
-        """The next one, with the character after it in the text: half a number is a number, too."""
+        """Parse the next element; the character after it proves that a number is complete."""
         nonlocal text, at
         size = _READ_CHARACTERS
         while True:
@@ -94,19 +90,19 @@ def array_elements(file: TextIO, limit: int) -> Iterator[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{json.dumps(key)} is given twice")
-        found[key] = value
-    return found
+        if key in values:
+            raise ValueError(f"duplicate key {json.dumps(key)}")
+        values[key] = value
+    return values
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Dates are text; neither aliases nor tags such as `!!int` are known.
+    """Parse YAML, with dates as text.
 
     Raises:
-        ValueError: one line: it is not YAML, gives a key twice, nests too deeply, or has what is not known.
+        ValueError: it is invalid, has duplicate keys, aliases or tags, or nests too deeply (in one line).
     """
     try:
         _check_events(text)
@@ -116,7 +112,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Refuse what would take long or end in an error of the parser, before anything is built of it."""
+    """Refuse texts that would take long or crash the parser, before any value is built."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
@@ -124,19 +120,19 @@ def _check_events(text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ValueError(f"line {line} nests more than {MAX_DEPTH} levels deep")
-        # A few lines of aliases of aliases stand for billions of values.
+        # A few lines of nested aliases expand to billions of values.
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(
-                f"alias *{event.anchor} in line {line} is not known here; repeat the value"
+                f"alias *{event.anchor} in line {line} is not supported; repeat the value"
             )
         if tag := getattr(event, "tag", None):
-            raise ValueError(f"tag {tag} in line {line} is not known here; remove it")
+            raise ValueError(f"tag {tag} in line {line} is not supported; remove it")
         if _LONG_NUMBER.fullmatch(value := getattr(event, "value", "")):
-            raise ValueError(f"a number of {len(value):,} digits in line {line}; 100 at most")
+            raise ValueError(f"line {line} has a number of {len(value):,} digits (at most 100)")
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader, in C where that is built, without dates: `2024-13-45` ends it."""
+    """PyYAML's safe loader, in C if available, without dates: `2024-13-45` crashes it."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
@@ -144,14 +140,13 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """A mapping whose keys are all different; PyYAML keeps the last of two."""
+        """Build a mapping, refusing duplicate keys; PyYAML uses the last one."""
         seen = set[str]()
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                line = key.start_mark.line + 1
                 raise ValueError(
-                    f"key {name} is given twice, again in line {line}; remove one of them"
+                    f"duplicate key {name} in line {key.start_mark.line + 1}; remove one"
                 )
             seen.add(name)
         return super().construct_mapping(node, deep)

@@ -1,9 +1,8 @@
-"""Keeps keys, tokens and passwords out of what is printed and written.
+"""Keep keys, tokens and passwords out of output and files.
 
-The configuration is copied to many places, so a URL with a secret in it is refused there
-(`has_secret`). Text of others, such as the messages of exceptions, is shown without the values of
-secret environment variables and without passwords and keys in URLs (`redacted`). What goes to a console
-also has no characters that a terminal obeys (`printable`). `redacted_output` filters the lines of libraries.
+`has_secret` refuses URLs with secrets in the configuration, which is copied to many files. `redacted`
+hides the values of secret environment variables, and passwords and keys in URLs, in text such as exception
+messages. `printable` also escapes terminal control characters. `redacted_output` filters library output.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ HIDDEN = "***"
 _SECRET_NAME = re.compile(
     r"(?:KEY|TOKEN|SECRET|PASSWO?R?D|PASSPHRASE|CREDENTIAL)S?(?![A-Z])|\w_PWD|_PAT$|CONNECTION_STRING"
 )
-_NAMES_A_PLACE = re.compile("(FILE|PATH|DIR|URL|URI)$")
+_IS_LOCATION = re.compile("(FILE|PATH|DIR|URL|URI)$")
 _SHORTEST = 8
-"""Characters; a shorter value occurs in too many texts by chance."""
-_OBEYED = re.compile(
+"""Characters; shorter values occur in too many texts by chance."""
+_CONTROLS = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls, such as escape
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # what turns the direction of writing
-    r"\ud800-\udfff]"  # bytes of a file's name that are not UTF-8
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional overrides
+    r"\ud800-\udfff]"  # bytes of a file name that are not UTF-8
     r"|\r(?!\n)"
 )
 
-# Passwords may have any character, so they end at the last @ of a word, or of a text in JSON. All counts
-# are bounded: hostile text would take hours otherwise.
+# Passwords may contain any character, so they end at the last @ of a word, or of a JSON string. All counts
+# are bounded: otherwise hostile text would take hours.
 _TO_LAST_AT = r"(?:[^\s\"]{0,999}|\S{0,999})(?=@)"
 _PORT = r"""\d{1,5}(?:[/?#"',;)\]}>\s]|$)"""
 _FIELDS = "key|token(?!iz)|secret|passw(?:or)?d|pwd|passphrase|signature|credential"
 _IN_URL = re.compile(
-    # A name alone, as in postgresql://user@host, is no secret; in an http URL it may be a token. There a
-    # port may come before an @; stores have none, and SQLAlchemy takes it for a password.
+    # A user without password, as in postgresql://user@host, is no secret, but in an http URL it may be a
+    # token. There a port may precede an @; stores have none, and SQLAlchemy reads it as a password.
     rf"(\b(?!https?:)[a-z][a-z0-9+.-]{{1,40}}://)[^\s/?#@:\[]{{0,999}}:{_TO_LAST_AT}"
     rf"|(\bhttps?://)(?:[^\s/?#@:\[]{{0,999}}:(?!{_PORT}){_TO_LAST_AT}|[^\s/?#]{{1,999}}(?=@))"
     rf"|(?<=[?&;#={{])([^\s=&;]{{0,40}}(?:{_FIELDS})[^\s=&;]{{0,40}}=|(?:sig|pass|auth|odbc_connect)=)"
@@ -48,8 +47,8 @@ _IN_URL = re.compile(
 
 
 def has_secret(url: str) -> bool:
-    """Whether a URL, or one of several in a text, carries a password, key or token."""
-    for _ in range(3):  # parsers decode once, and the libraries that they call may do so again
+    """Whether any URL in a text has a password, key or token."""
+    for _ in range(3):  # parsers decode once, and libraries below them may decode again
         if _IN_URL.search(url) or any(map(has_user_info, url.split(","))):
             return True
         url = unquote(url)
@@ -57,10 +56,10 @@ def has_secret(url: str) -> bool:
 
 
 def has_user_info(url: str) -> bool:
-    """Whether a URL names a user with a password, or in stores and on the web a user at all.
+    """Whether a URL has a user with a password, or, in stores and on the web, any user.
 
-    User information is what stands between `://` and the last `@`, where passwords may have a `/`. Keys of a
-    store and paths after `:///` may have an `@` too.
+    User information is the text between `://` and the last `@`; passwords may contain `/`. Keys of a
+    store and paths after `:///` may also contain `@`.
     """
     scheme, _, rest = url.partition("://")
     info, at, _ = rest.rpartition("@")
@@ -73,43 +72,40 @@ def has_user_info(url: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text with `***` for secrets in URLs and for the values of secret environment variables.
+    """Replace secrets in URLs and values of secret environment variables with `***`.
 
-    A variable is secret if its name has a word such as KEY, TOKEN, SECRET or PASSWORD in it and does not end
-    like the name of a place: FILE, PATH, DIR, URL or URI.
+    A variable is secret if its name contains a word such as KEY, TOKEN, SECRET or PASSWORD and does not
+    end in FILE, PATH, DIR, URL or URI.
     """
     for value in _secret_values():
         text = text.replace(value, HIDDEN)
-    return _IN_URL.sub(lambda found: (found[1] or found[2] or found[3] or "") + HIDDEN, text)
+    return _IN_URL.sub(lambda match: (match[1] or match[2] or match[3] or "") + HIDDEN, text)
 
 
 def holds_secret_value(text: str) -> bool:
-    """Whether the value of a secret environment variable is in a text."""
+    """Whether a text contains the value of a secret environment variable."""
     return any(value in text for value in _secret_values())
 
 
 def _secret_values() -> list[str]:
-    """List the values of secret variables, also as they stand in a URL and in JSON.
-
-    The longest comes first, since one may contain another.
-    """
+    """Values of secret variables, plain, URL-encoded and JSON-encoded; longest first, as they may nest."""
     values = {
         value.strip()
         for name, value in os.environ.items()
         if len(value.strip()) >= _SHORTEST
         and _SECRET_NAME.search(name.upper())
-        and not _NAMES_A_PLACE.search(name.upper())
+        and not _IS_LOCATION.search(name.upper())
     }
     forms = {form for v in values for form in (v, quote(v, safe=""), json.dumps(v)[1:-1])}
     return sorted(forms, key=len, reverse=True)
 
 
 def printable(text: str) -> str:
-    """The redacted text with `\\u001b` for escape and all else that a terminal obeys, as JSON writes it.
+    """Redact a text and escape terminal control characters as in JSON, such as `\\u001b`.
 
-    Names of files, data and samples of a model could otherwise rewrite what the terminal shows, or harm it.
+    Otherwise file names, data and model samples could rewrite or harm the terminal.
     """
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", redacted(text))
+    return _CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", redacted(text))
 
 
 class _Redacted:
@@ -128,7 +124,7 @@ class _Redacted:
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """Redact all that this process prints inside, also warnings, logs and tracebacks of threads."""
+    """Redact all output of this process, including warnings, logs and tracebacks of threads."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_Redacted, before)
     try:

@@ -44,8 +44,44 @@ CLUSTER_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
 
-RaisesLine = Callable[..., AbstractContextManager[None]]
 ForksWorkers = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def raises_line(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """`pytest.raises` for an error whose message is one line and has the given words in it."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+class RunCli:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *argv: object) -> tuple[int, str, str]:
+        """Return the exit code, stdout and stderr."""
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main([str(argument) for argument in argv])
+        captured = self._capsys.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
+
+    def succeeds(self, *argv: object) -> str:
+        """Return stdout; stderr must be empty."""
+        code, shown, errors = self(*argv)
+        assert (code, errors) == (0, "")
+        return shown
+
+    def refuses(self, *argv: object) -> str:
+        """Return the one line on stderr that explains an exit code of 2."""
+        code, _, errors = self(*argv)
+        assert (code, errors.count("\n")) == (2, 1), errors
+        return errors
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,22 +136,6 @@ def s3(made_keys: None) -> Iterator[S3Server]:
         patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
         yield server
     server.close()
-
-
-@pytest.fixture
-def raises_line() -> RaisesLine:
-    """`pytest.raises` for an error whose message is one line and has the given words in it."""
-
-    @contextmanager
-    def check(kind: type[Exception], *words: str) -> Iterator[None]:
-        with pytest.raises(kind) as caught:
-            yield
-        message = str(caught.value)
-        assert "\n" not in message
-        for word in words:
-            assert word in message, message
-
-    return check
 
 
 @pytest.fixture(scope="session")
@@ -266,13 +286,5 @@ def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straigh
 
 
 @pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process: exit code, stdout, stderr."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return int(exit_info.value.code or 0), captured.out, captured.err
-
-    return run
+def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
+    return RunCli(capsys)

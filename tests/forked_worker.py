@@ -118,7 +118,6 @@ def serve_one_environment(requests: socket.socket) -> tuple[bytes, list[int]] | 
 
 
 def become(request: bytes, files: list[int]) -> None:
-    """Be the worker."""
     arguments, environment = json.loads(request)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # as Ray has it, whose raylet ends the group of a worker that has left

@@ -178,7 +178,6 @@ def blocks(text: str) -> list[list[str]]:
 
 
 def shell_lines(block: list[str], replaced: list[tuple[str, str]]) -> str:
-    """Shell lines that run a block."""
     lines, servers = [], 0
     for command in block:
         here = command

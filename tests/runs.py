@@ -47,12 +47,10 @@ Straight = Callable[[int], RunSummary]
 
 
 def steps(run_dir: Path | Location) -> list[Row]:
-    """The training rows of a run."""
     return [row for row in read_rows(Location.of(run_dir).path) if "train/loss" in row]
 
 
 def evaluations(run_dir: Path | Location) -> list[Row]:
-    """The evaluations of a run."""
     return [row for row in read_rows(Location.of(run_dir).path) if "val/loss" in row]
 
 
@@ -62,7 +60,6 @@ def events(run_dir: Path, *kinds: str) -> list[Row]:
 
 
 def weights(run_dir: Path | Location) -> bytes:
-    """The final weights of a run."""
     newest = Catalog(Location.of(run_dir)).complete()[-1]
     return (newest.path / "model.safetensors").read_bytes()
 
@@ -95,7 +92,6 @@ def restarted_from(whole: RunSummary, step: int, storage: Path, name: str) -> Lo
 
 
 def flags(config: Config) -> list[str]:
-    """The flags that give a configuration."""
     return [
         f"--{name}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
         for name, value in config.field_values().items()

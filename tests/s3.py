@@ -60,7 +60,6 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        """URL of the store."""
         return f"http://127.0.0.1:{self._port}"
 
     def environment(self) -> dict[str, str]:
@@ -117,12 +116,10 @@ class S3Server:
         self._proxy.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Answer again."""
         assert self._proxy is not None
         self._proxy.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End both processes."""
         self.stop()
         _end(self._moto)
         self._recording.close()

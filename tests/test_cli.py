@@ -6,16 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raytrain_gpt.config.schema import Config
+from tests.conftest import RunCli
 from tests.runs import command
 from tests.serve.checkpoints import write_checkpoint
-
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:
@@ -41,14 +39,12 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_names_of_runs_reach_the_terminal_as_text(run_cli: RunCli, runs: Path) -> None:
-    code, shown, _ = run_cli("runs", "list", "--storage_path", runs, "--json")
-    assert code == 0
+    shown = run_cli.succeeds("runs", "list", "--storage_path", runs, "--json")
     assert "\x1b" not in shown
     assert "b\\u001b]0;owned\\u0007[red]  stopped" in shown
     assert "\nc\\nnext: d" in shown
     assert f"--storage_path '{runs}'" in shown
-    code, _, errors = run_cli("runs", "show", "none", "--storage_path", runs)
-    assert (code, errors.count("\n")) == (2, 1)
+    errors = run_cli.refuses("runs", "show", "none", "--storage_path", runs)
     assert str(runs) in errors, "with both its blanks"
     assert "\x1b" not in errors
 
@@ -151,8 +147,7 @@ def test_a_path_without_access_is_one_line(
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr("raytrain_gpt.storage.location.Location.names", refuse)
-    code, _, errors = run_cli("runs", "list", "--storage_path", tmp_path)
-    assert (code, errors.count("\n")) == (2, 1)
+    errors = run_cli.refuses("runs", "list", "--storage_path", tmp_path)
     assert f"cannot use {tmp_path}: Permission denied" in errors
 
 

@@ -58,7 +58,6 @@ MAX_LINE = 120
 
 @cache
 def names_of(file: Path) -> frozenset[str]:
-    """What a module defines at its top level."""
     found = set()
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_gpt.errors import DataError, StorageError, damage_as, reason
+from tests.conftest import raises_line
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_a_reason_is_one_line_and_never_empty(error: Exception, said: str) -> No
     ],
     ids=repr,
 )
-def test_whatever_is_wrong_with_a_file_names_it(error: Exception, said: str, raises_line) -> None:
+def test_whatever_is_wrong_with_a_file_names_it(error: Exception, said: str) -> None:
     with raises_line(DataError, said), damage_as(DataError, Path("a.json"), "; make it anew"):
         raise error
 

@@ -17,6 +17,7 @@ from raytrain_gpt.config.load import resolve
 from raytrain_gpt.errors import ConfigError, TrainingFailed
 from raytrain_gpt.format import eval_line, step_line
 from raytrain_gpt.notebook import RunDisplay, TrainedRun
+from tests.conftest import raises_line
 from tests.data.shard_tools import prepare_here
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
@@ -60,12 +61,12 @@ def test_a_curve_has_the_steps_of_its_metric() -> None:
     rows: list[dict[str, Any]] = [STEP, EVALUATION, {"step": 21, "train/loss": None}]
     run = TrainedRun("runs/a", 21, "runs/a/c", None, 3.5, "runs/a/report.html", rows)
     assert run.curve("train/loss") == ([10], [3.25])
-    with pytest.raises(KeyError, match=r"no metric loss; there are .*val/loss"):
+    with pytest.raises(KeyError, match=r"no metric loss \(available: .*val/loss"):
         run.curve("loss")
     assert "metrics" not in repr(run)
 
 
-def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path, raises_line: Any) -> None:
+def test_a_preset_and_a_file_exclude_each_other(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {max_steps: 7}")
     assert resolve(None, file, {"seed": 3}).field_values()["run_name"] == "mine"

@@ -38,7 +38,6 @@ class WebServer:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer a GET of a file."""
         content = self.files.get(unquote(urlsplit(request.path).path).lstrip("/"))
         if content is None:
             send(request, 404, b"no such file")
@@ -58,7 +57,6 @@ class WebServer:
             send(request, 206, content[int(part[1]) : stop], headers)
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -116,7 +114,6 @@ def send(
     headers: dict[str, str] | None = None,
     says_size: bool = True,
 ) -> None:
-    """Send an answer."""
     request.send_response(status)
     for name, value in (headers or {}).items():
         request.send_header(name, value)

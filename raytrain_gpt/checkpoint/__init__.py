@@ -1,1 +1,1 @@
-"""Checkpoints: complete and hash-verified, or absent; written while training goes on."""
+"""Checkpoints: complete and hash-verified, or absent; written while training continues."""

@@ -1,7 +1,7 @@
-"""`branch_from`: a new run goes on from a checkpoint of another one, with changed settings.
+"""`branch_from`: start a new run from a checkpoint of a different run, with changed settings.
 
-The checkpoint is copied into the new run with the new configuration, as if it had trained it; from there on
-the run resumes like any other, and needs the other run no more. Steps and the place in the data go on.
+The checkpoint is copied into the new run under the new configuration; from then on the run resumes like any
+other and does not read the original. The step count and the data position continue.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ from raytrain_gpt.storage.location import Location
 BRANCH_FILE = "branch.json"
 _STEP = r"\d{1,15}"
 FIXED_ON_BRANCH = (*SHAPE_FIELDS, "seq_len", "global_batch_tokens", "optimizer")
-"""What the weights, the moments or the place in the data depend on."""
+"""Fields that the weights, the moments or the data position depend on."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run branched off.
+    """Origin of a branched run.
 
     Attributes:
-        checkpoint: That it goes on from.
-        step: Updates done before.
-        next_batch: The global batch that its first step reads.
+        step: Step of the checkpoint.
+        next_batch: Global batch that the first step of the branch reads.
         changed: Field -> `old -> new`.
     """
 
@@ -59,7 +58,7 @@ class Branch:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Log line."""
         changes = (
             ", ".join(f"{name} {change}" for name, change in self.changed.items()) or "nothing"
         )
@@ -67,7 +66,7 @@ class Branch:
 
 
 def read_branch(directory: Location) -> Branch | None:
-    """What a run's directory says of where it branched off; None: it did not.
+    """Read the origin of a run, or None if it is not a branch.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -80,12 +79,12 @@ def read_branch(directory: Location) -> Branch | None:
 
 
 def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint | None:
-    """The first checkpoint of a run that branches off; None: it does not.
+    """Create a branched run's first checkpoint; None if `branch_from` is unset.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigError: a setting differs that a branch cannot change, or its steps are over.
-        DataError: the data has another tokenizer.
+        ConfigError: a field in FIXED_ON_BRANCH differs, or max_steps is already reached.
+        DataError: the tokenizers differ.
     """
     if config.run.branch_from is None:
         return None
@@ -98,8 +97,8 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     for name in FIXED_ON_BRANCH:
         if before[name] != now[name]:
             raise ConfigError(
-                f"{name}={now[name]}, {origin.path} has {before[name]}; a branch keeps it: set {name} to "
-                f"{before[name]}"
+                f"{name}={now[name]}, but {origin.path} has {before[name]} and a branch cannot change it; "
+                f"set {name} to {before[name]}"
             )
     if state.step >= config.train.max_steps:
         raise ConfigError(
@@ -111,13 +110,13 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     run_dir = run_location(config)
     autos = [name for name in AUTO_MEMORY_FIELDS if now[name] == "auto"]
     trained = config.updated({name: before[name] for name in autos})
-    own = {"run_name", "storage_path", "branch_from"}
+    run_fields = {"run_name", "storage_path", "branch_from"}
     changed = changed_fields(before, for_workers(trained, state.num_workers).field_values())
     branch = Branch(
         checkpoint=str(origin.path),
         step=state.step,
         next_batch=state.next_batch,
-        changed={name: change for name, change in changed.items() if name not in own},
+        changed={name: change for name, change in changed.items() if name not in run_fields},
     )
     draft = Catalog(run_dir).draft(state.step, "branch")
     with origin.files() as files:
@@ -130,7 +129,7 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
             config=trained.model_dump(),
             manifest_hash=data.hash,
             order_version=ORDER_VERSION,
-            val_loss=None,  # the run's best checkpoint is one that it evaluated itself
+            val_loss=None,  # only this run's evaluations decide its best checkpoint
             skipped_batches=state.skipped_batches if is_same_data else (),
         ),
         entries,
@@ -140,43 +139,41 @@ def create_branch(config: FittedConfig, data: Mixture, log: Log) -> Checkpoint |
     return read_checkpoint(path)
 
 
-def branches_from(config: Config, asked: str, run_dir: Location) -> bool:
-    """Whether a run branched off the checkpoint of RUN@STEP, or at a path, which may be gone."""
+def branches_from(config: Config, source: str, run_dir: Location) -> bool:
+    """Whether a run branched from `source` (RUN@STEP or a path), which may have been removed."""
     branch = read_branch(run_dir)
-    run, _, step = asked.rpartition("@")
-    places = [location(config, asked)]
+    run, _, step = source.rpartition("@")
+    paths = [location(config, source)]
     if run and re.fullmatch(_STEP, step):
         name = f"step={int(step):08d}"
-        places += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, run)]
-    return branch is not None and branch.checkpoint in map(str, places)
+        paths += [base / CHECKPOINTS_DIR / name for base in _run_dirs(config, run)]
+    return branch is not None and branch.checkpoint in map(str, paths)
 
 
 def _run_dirs(config: Config, run: str) -> tuple[Location, Location]:
-    """Directories of a run that is given by its name, or by its path."""
+    """Candidate directories for a run's name or path."""
     return location(config, config.run.storage_path) / run, location(config, run)
 
 
-def find_origin(config: FittedConfig, asked: str) -> Checkpoint:
-    """The checkpoint of RUN@STEP, or at a path.
+def find_origin(config: FittedConfig, source: str) -> Checkpoint:
+    """Open the checkpoint given as RUN@STEP or a path.
 
     Raises:
-        CheckpointError: there is none; names the steps that there are.
+        CheckpointError: there is none; lists the available steps.
     """
-    run, _, step = asked.rpartition("@")
+    run, _, step = source.rpartition("@")
     if not re.fullmatch(_STEP, step) or not run:
-        path = location(config, asked)
+        path = location(config, source)
         if (path / STATE_FILE).is_file():
             return read_checkpoint(path)
-        run, step = asked, ""
+        run, step = source, ""
     named, at_path = _run_dirs(config, run)
     run_dir = named if (named / CHECKPOINTS_DIR).names() else at_path
     checkpoints = {c.state.step: c for c in Catalog(run_dir).complete()}
     if step and int(step) in checkpoints:
         return checkpoints[int(step)]
     steps = ", ".join(map(str, checkpoints)) or "none"
-    way_out = "; give RUN@STEP, or a checkpoint's directory"
+    hint = "; give RUN@STEP, or a checkpoint's directory"
     if not checkpoints:
-        way_out = near_run(named.name, named.parent) or way_out
-    raise CheckpointError(
-        f"branch_from={asked}: {run_dir} has checkpoints of steps {steps}{way_out}"
-    )
+        hint = near_run(named.name, named.parent) or hint
+    raise CheckpointError(f"branch_from={source}: {run_dir} has checkpoints of steps {steps}{hint}")

@@ -2,16 +2,15 @@
 
     checkpoints/step=00000250/         model.safetensors, optim-*.safetensors, tokenizer.json,
                                        state.json, rows.jsonl and, last, hashes.json;
-                                       later evaluation.json, if it is evaluated asynchronously
+                                       evaluation.json follows if evaluated asynchronously
     checkpoints/unfinished-…           being written or removed; never read
-    checkpoints/broken-step=00000250/  found damaged, or written in a loss spike, and set aside
-    checkpoints/misnamed-step=…        a copy or link of another step, set aside, never removed
+    checkpoints/broken-step=00000250/  damaged, or written in a loss spike, and set aside
+    checkpoints/misnamed-step=…        a copy or link of a different step, set aside, never removed
 
-On a file system a checkpoint is written under an unfinished name, every file is forced to disk,
-`hashes.json` with the size and SHA-256 of all of them follows, and one rename gives it its name. An
-object store cannot rename: there the files have their final names at once, and without the last one,
-`hashes.json`, they are no checkpoint. The newest has the largest step, whatever clocks say. Ray keeps an
-index of its own, which is written but never read.
+On a file system a checkpoint is written under an unfinished name, with every file forced to disk;
+`hashes.json` with all sizes and SHA-256 comes last, and one rename completes it. Object stores cannot rename:
+there the files get their final names at once, and are no checkpoint without `hashes.json`. The newest
+checkpoint is the one with the largest step, whatever the clocks. Ray's index is written but never read.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from raytrain_gpt.checkpoint.hashes import HASHES_FILE, FileEntry, read_hashes
 from raytrain_gpt.checkpoint.rows import parse_rows
 from raytrain_gpt.checkpoint.run_names import DEFAULT_STORAGE, near_run
 from raytrain_gpt.errors import CheckpointError, damage_as
-from raytrain_gpt.format import Log, count, shell
+from raytrain_gpt.format import Log, shell
 from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location, force_to_disk
 
@@ -55,22 +54,22 @@ _NEEDED = {STATE_FILE, "model.safetensors"}
 
 
 class NewerVersionError(CheckpointError):
-    """Written by a later version: not damaged, so it must not be skipped like a damaged one."""
+    """Checkpoint of a later version: not damaged, so it must not be skipped."""
 
 
 class Misnamed(CheckpointError):
-    """Its state has another step than its name; its files may be good."""
+    """Checkpoint whose state and name disagree on the step; its files may be intact."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint (its files' hashes are checked by `verify`).
+    """A complete checkpoint; `verify` checks its hashes.
 
     Attributes:
-        size_bytes: All files that it was committed with, together.
-        hash: SHA-256 over the sizes and hashes of these, in hex.
-        file_names: Names of these files; what else is in the directory is not read.
-        evaluated: Its async evaluation; None: there is none yet.
+        size_bytes: Total of all listed files.
+        hash: SHA-256 over their sizes and hashes, in hex.
+        file_names: Files that `hashes.json` lists; no other files are read.
+        evaluated: Its async evaluation, or None if pending or not due.
     """
 
     path: Location
@@ -82,26 +81,22 @@ class Checkpoint:
 
     @property
     def val_loss(self) -> float | None:
-        """Validation loss, nats per token; None if it was not evaluated, or not finite."""
+        """Validation loss in nats per token, or None if not evaluated or not finite."""
         row = self.evaluated_row
         return self.state.val_loss if row is None else row["val/loss"]
 
     @property
     def evaluated_row(self) -> dict[str, Any] | None:
-        """The row of its async evaluation; None: there was none."""
+        """The row of its async evaluation, or None."""
         return self.evaluated.row if self.evaluated else None
 
     @property
     def waits_for_evaluation(self) -> bool:
-        """Whether an async evaluation is due that has neither been done nor given up."""
+        """Whether an async evaluation is due, neither done nor skipped."""
         return self.evaluated is None and self.state.is_evaluated_async
 
     def verify(self) -> None:
-        """Compare every file with its size and hash.
-
-        Raises:
-            CheckpointError: names the first file that is missing or differs.
-        """
+        """Check every file's size and hash; CheckpointError names the first missing or changed file."""
         for name, entry in read_hashes(self.path).items():
             file = self.path / name
             if not file.is_file():
@@ -115,10 +110,10 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def files(self) -> Iterator[Path]:
-        """A local directory with the files; from an object store they are fetched and verified.
+        """Provide a local directory with the files, fetched from an object store and verified.
 
         Raises:
-            CheckpointError: what was fetched is damaged, or the model is not the checkpoint's own.
+            CheckpointError: a fetched file is damaged, or state and model are not listed.
         """
         if unlisted := _NEEDED - self.file_names:
             raise CheckpointError(f"checkpoint {self.path}: {HASHES_FILE} lacks {min(unlisted)}")
@@ -127,7 +122,7 @@ class Checkpoint:
             return
         with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as parent:
             directory = Path(parent, self.path.name)
-            # Only its own files: a dead attempt may have left others at the same step, of more ranks.
+            # Only listed files: a dead attempt of more ranks may have left others at the same step.
             for name in (HASHES_FILE, *read_hashes(self.path)):
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).download(directory / name)
@@ -135,7 +130,7 @@ class Checkpoint:
             yield directory
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl since the checkpoint before, unless damaged, and its evaluation's."""
+        """Rows of metrics.jsonl since the previous checkpoint, unless damaged, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
         with contextlib.suppress(OSError, CheckpointError):
             content, entry = (
@@ -147,9 +142,9 @@ class Checkpoint:
         return rows
 
     def unlisted(self) -> list[str]:
-        """Files on a disk that are not this checkpoint's, such as those of another one copied over it.
+        """Return unlisted files, such as those of a different checkpoint copied over this one.
 
-        In an object store a dead attempt may have left some at the same step.
+        Empty in an object store, where a dead attempt may have left some at the same step.
         """
         names = set(self.path.names()) if self.path.is_local else set()
         return sorted(names - self.file_names - {HASHES_FILE, EVALUATION_FILE})
@@ -159,10 +154,10 @@ _STATE = TypeAdapter(CheckpointState)
 
 
 def read_checkpoint(path: Location) -> Checkpoint:
-    """A checkpoint directory's state and evaluation; its other files are not read yet.
+    """Read a checkpoint directory's state and evaluation, but no other files.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, of a newer version, or named like one of another step.
+        CheckpointError: it is incomplete, of a newer version, or named after a different step.
     """
     if not (path / HASHES_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it has no {HASHES_FILE}")
@@ -171,8 +166,8 @@ def read_checkpoint(path: Location) -> Checkpoint:
         content = parse_json((path / STATE_FILE).read_bytes())
         if (version := int(content["state_version"])) > STATE_VERSION:
             raise NewerVersionError(
-                f"checkpoint {path} has state version {version}, this raytrain-gpt reads {STATE_VERSION}; "
-                "upgrade raytrain-gpt"
+                f"checkpoint {path} has state version {version}, but this raytrain-gpt reads up to "
+                f"{STATE_VERSION}; upgrade raytrain-gpt"
             )
         if version <= 4 and "computed_by" in content:
             content["numerics_environment"] = content.pop("computed_by")
@@ -184,63 +179,63 @@ def read_checkpoint(path: Location) -> Checkpoint:
             )
         size_bytes = sum(entry.size_bytes for entry in hashes.values())
         listed = "".join(f"{n} {e.size_bytes} {e.sha256}\n" for n, e in sorted(hashes.items()))
-        own_hash = hashlib.sha256(listed.encode()).hexdigest()
-        # Only where there may be one: in an object store each look costs a request.
-        evaluated = read_evaluation_result(path, own_hash) if state.is_evaluated_async else None
-        return Checkpoint(path, state, size_bytes, own_hash, frozenset(hashes), evaluated)
+        digest = hashlib.sha256(listed.encode()).hexdigest()
+        # Not read unless due: in an object store each read costs a request.
+        evaluated = read_evaluation_result(path, digest) if state.is_evaluated_async else None
+        return Checkpoint(path, state, size_bytes, digest, frozenset(hashes), evaluated)
 
 
 class Draft:
-    """A checkpoint being written: any process adds files, one of them commits.
+    """A checkpoint being written: any process adds files, one process commits.
 
     Args:
-        mark: The same on all ranks, another one for every attempt, so that what a dying attempt still
-            writes never gets into the next one's checkpoint.
+        mark: The same on all ranks and different for every attempt, so that late writes of a dying attempt
+            never get into the next attempt's checkpoint.
     """
 
     def __init__(self, directory: Location, step: int, mark: str) -> None:
         self._directory = directory
         self._final = directory / f"step={step:08d}"
         unfinished = directory / f"unfinished-{self._final.name}-{mark}"
-        self._place = unfinished if directory.is_local else self._final
+        self._target = unfinished if directory.is_local else self._final
 
     def add(self, name: str, write: Callable[[Path], object]) -> FileEntry:
-        """Write one file, by `write` to a path, and force it to disk or into the object store.
+        """Write one file with `write` and force it to disk or into the object store.
 
         Raises:
             CheckpointError: the disk is full.
         """
         try:
-            if self._place.is_local:
-                self._place.path.mkdir(parents=True, exist_ok=True)
-                return _written(self._place.path / name, write)
+            if self._target.is_local:
+                self._target.path.mkdir(parents=True, exist_ok=True)
+                return _written(self._target.path / name, write)
             with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as local:
                 file = Path(local, name)
                 entry = _written(file, write)
-                (self._place / name).upload(file)
+                (self._target / name).upload(file)
                 return entry
         except Exception as error:
-            # safetensors wraps the system's error: its number is only in the exception's text.
-            full = (
-                getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-            )
-            if not full:
+            # safetensors wraps the system's error, whose number is only in the text.
+            if (
+                getattr(error, "errno", None) != errno.ENOSPC
+                and "os error 28" not in str(error).lower()
+            ):
                 raise
-            place = self._directory.path if self._place.is_local else Path(tempfile.gettempdir())
+            disk = self._directory.path if self._target.is_local else Path(tempfile.gettempdir())
             raise CheckpointError(
-                f"no space left for checkpoint {self._final}: {shutil.disk_usage(place).free} bytes are "
-                f"free on {place}; older checkpoints are intact: make room and run the same "
+                f"no space left for checkpoint {self._final}: {shutil.disk_usage(disk).free} bytes are "
+                f"free on {disk}; older checkpoints are intact: make room and run the same "
                 "command again"
             ) from None
 
     def commit(
         self, state: CheckpointState, entries: Mapping[str, FileEntry], texts: Mapping[str, str]
     ) -> Location:
-        """Make it a checkpoint; returns its directory.
+        """Complete the checkpoint; returns its directory.
 
         Args:
             entries: Name -> size and hash of every file that any process added.
-            texts: More small files, name -> content.
+            texts: Additional small files, name -> content.
 
         Raises:
             CheckpointError: the disk is full.
@@ -250,8 +245,8 @@ class Draft:
             files[name] = self._add_text(name, text)
         hashes = {n: {"bytes": e.size_bytes, "sha256": e.sha256} for n, e in sorted(files.items())}
         self._add_text(HASHES_FILE, _json(hashes))
-        if self._place != self._final:
-            self._place.path.rename(self._final.path)
+        if self._target != self._final:
+            self._target.path.rename(self._final.path)
             force_to_disk(self._directory.path)
         return self._final
 
@@ -259,9 +254,9 @@ class Draft:
         return self.add(name, lambda path: path.write_text(text, "utf-8"))
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove all written files."""
         with contextlib.suppress(OSError):
-            self._place.remove()
+            self._target.remove()
 
 
 def _written(file: Path, write: Callable[[Path], object]) -> FileEntry:
@@ -281,33 +276,32 @@ class Catalog:
         self._dir = run_dir / CHECKPOINTS_DIR
 
     def draft(self, step: int, mark: str) -> Draft:
-        """A checkpoint to be written; see `Draft`."""
+        """Start a checkpoint; see `Draft`."""
         return Draft(self._dir, step, mark)
 
     def complete(self, on_skip: Log | None = None) -> list[Checkpoint]:
-        """Checkpoints that look complete, oldest step first; `on_skip` gets a line for each other one."""
-        found = []
+        """Checkpoints that look complete, oldest step first; `on_skip` logs all others."""
+        checkpoints = []
         for path in self._paths():
             try:
-                found.append(read_checkpoint(path))
+                checkpoints.append(read_checkpoint(path))
             except CheckpointError as error:
                 if on_skip:
                     on_skip(f"skipped: {error}")
-        return found
+        return checkpoints
 
     def _paths(self) -> list[Location]:
-        """Directories named like checkpoints, by step; in an object store only those with the last file."""
+        """Directories named like checkpoints, by step; in an object store only those with hashes."""
         paths = [self._dir / name for name in self._dir.names() if _NAME.fullmatch(name)]
-        whole = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
-        return sorted(whole, key=_step)  # by name a step of nine digits would come first
+        finished = [p for p in paths if self._dir.is_local or (p / HASHES_FILE).is_file()]
+        return sorted(finished, key=_step)  # by name a step of nine digits would come first
 
     def newest_good(self, on_skip: Log, before_step: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint all of whose hashes fit, or None if the run has none at all.
+        """The newest checkpoint whose hashes all match, or None if the run has no checkpoints.
 
         Args:
-            on_skip: Gets one line for each newer checkpoint that is damaged, and for files that are not
-                this one's.
-            before_step: Only checkpoints of earlier steps; None: all.
+            on_skip: Logs damaged newer checkpoints, and unlisted files of the returned one.
+            before_step: Limits the search to earlier steps unless None.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or one was written by a later version.
@@ -319,7 +313,7 @@ class Catalog:
                 checkpoint.verify()
                 if extra := checkpoint.unlisted():
                     names = ", ".join(name if name.isprintable() else repr(name) for name in extra)
-                    on_skip(f"not read: {names} of {path}, which {HASHES_FILE} does not list")
+                    on_skip(f"ignoring {names} in {path}: not listed in {HASHES_FILE}")
                 return checkpoint
             except NewerVersionError:
                 raise
@@ -327,8 +321,8 @@ class Catalog:
                 on_skip(f"skipped: {error}")
         if paths:
             raise CheckpointError(
-                f"no intact one among {count(len(paths), 'checkpoint')} in {self._dir}; "
-                "restore one from a copy, or start again under a new run_name"
+                f"no intact checkpoint in {self._dir} ({len(paths)} damaged); restore one from a copy, "
+                "or start again under a new run_name"
             )
         return None
 
@@ -337,41 +331,41 @@ class Catalog:
         return best_by_loss(self.complete())
 
     def clean(self, good_until: int) -> None:
-        """Remove what an interrupted writer left, and set aside checkpoints above `good_until`."""
+        """Remove unfinished checkpoints, and set aside those above step `good_until`."""
         paths = self._paths()
         for name in self._dir.names():
-            # In an object store an unfinished one has its final name, but is not among the paths.
-            nameless = _NAME.fullmatch(name) and self._dir / name not in paths
-            if nameless or _UNFINISHED.fullmatch(name):
+            # In an object store unfinished checkpoints have their final names, but no hashes.
+            unhashed = _NAME.fullmatch(name) and self._dir / name not in paths
+            if unhashed or _UNFINISHED.fullmatch(name):
                 (self._dir / name).remove()
         for path in paths:
             if _step(path) > good_until:
                 self._set_aside(path)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep`, the best, and those that the run is yet to evaluate."""
+        """Remove all checkpoints but the newest `keep`, the best, and those awaiting evaluation."""
         complete = self.complete()
         best = best_by_loss(complete)
         for checkpoint in complete[:-keep]:
-            # A run resumed with eval_mode=inline never comes back to what waits.
-            waits = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
-            if checkpoint is best or waits:
+            # A run resumed with eval_mode=inline never evaluates pending checkpoints.
+            pending = checkpoint.waits_for_evaluation and complete[-1].state.evaluates_async
+            if checkpoint is best or pending:
                 continue
-            self._take_out(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
+            self._retire(checkpoint.path, f"unfinished-removed-{checkpoint.path.name}").remove()
 
     def _set_aside(self, path: Location) -> None:
-        """Rename a checkpoint that is not used; a copy that the user made is never removed."""
+        """Rename an unused checkpoint; a copy made by the user is never removed."""
         with contextlib.suppress(CheckpointError):
             try:
                 read_checkpoint(path)
             except Misnamed:
-                if self._dir.is_local:  # else the run's own one replaces it, hashes.json last
+                if self._dir.is_local:  # in a store the run overwrites it, hashes.json last
                     path.path.rename(path.path.with_name(f"misnamed-{path.name}-{token_hex(4)}"))
                 return
-        self._take_out(path, f"broken-{path.name}")
+        self._retire(path, f"broken-{path.name}")
 
-    def _take_out(self, path: Location, name: str) -> Location:
-        """Make a checkpoint none by one operation; returns where its files are now."""
+    def _retire(self, path: Location, name: str) -> Location:
+        """Retire a checkpoint atomically (rename); returns the new location."""
         if not self._dir.is_local:
             (path / HASHES_FILE).remove()
             return path
@@ -382,17 +376,17 @@ class Catalog:
 
 
 def resume_step(checkpoint: Checkpoint | None) -> int:
-    """Updates that a run has done that goes on from a checkpoint; 0 without one."""
+    """Step of a checkpoint; 0 for None."""
     return checkpoint.state.step if checkpoint else 0
 
 
 def best_by_loss(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The one with the lowest validation loss; None if none was evaluated."""
+    """Return the checkpoint with the lowest validation loss, or None if none was evaluated."""
     return next((c for c in by_preference(checkpoints) if c.val_loss is not None), None)
 
 
 def by_preference(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """The lowest validation loss first, the earlier step on a tie; then those without, newest first."""
+    """Sort by validation loss, then earlier step; checkpoints without a loss last, newest first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
         loss, step = checkpoint.val_loss, checkpoint.state.step
@@ -406,14 +400,13 @@ def _step(path: Location) -> int:
 
 
 def resolve_checkpoint(path: Location, on_skip: Log | None = None) -> Checkpoint:
-    """The checkpoint at a path; in a run's directory the best, or the newest if none was evaluated.
+    """Open the checkpoint at a path; of a run, its best, or its newest if none was evaluated.
 
     Args:
-        on_skip: Gets a line for each damaged checkpoint of a run, in whose place the next best is used;
-            None: the best one has to be good.
+        on_skip: Logs damaged checkpoints of a run, which are skipped, or None to require the best one.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or all of the run are.
+        CheckpointError: there is no checkpoint, or no intact one.
     """
     if (path / STATE_FILE).is_file() or path.name.startswith("step="):
         checkpoint = read_checkpoint(path)

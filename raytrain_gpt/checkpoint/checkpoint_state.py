@@ -1,4 +1,4 @@
-"""What a checkpoint knows besides tensors: the content of `state.json`."""
+"""Training state of a checkpoint besides tensors: the content of `state.json`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ class CheckpointState:
     """The content of `state.json`.
 
     Attributes:
-        step: Updates done.
-        next_batch: Position in the data: the global batch that the next update reads.
+        next_batch: Global batch that the next update reads.
         order_hash: Rolling hash of the data delivered so far.
-        val_loss: Validation loss at this step, nats per token; None if it was not evaluated.
+        val_loss: Validation loss at this step in nats per token, or None if not evaluated.
         config: The resolved configuration, section -> field -> value.
-        manifest_hash, vocab_hash: Identify the dataset and the tokenizer.
         num_workers: World size that wrote it.
-        skipped_batches: Ranges of global batches left out after loss spikes.
-        loss_scale: fp16's factor and the steps since it changed; None: another precision.
-        numerics_environment: What exact sums depend on besides the configuration; None: sums are not exact.
+        skipped_batches: Ranges of global batches skipped after loss spikes.
+        loss_scale: fp16 loss scale and steps since it changed, or None for other precisions.
+        numerics_environment: Environment of exact sums (see `core.exact`), or None without `exact`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -57,7 +55,7 @@ class CheckpointState:
 
     @property
     def is_evaluated_async(self) -> bool:
-        """Whether that run evaluates this step, and asynchronously."""
+        """Whether that run evaluates this step asynchronously."""
         if not self.evaluates_async:
             return False
         every, last = self.config["eval"]["eval_every_steps"], self.config["train"]["max_steps"]

@@ -1,8 +1,7 @@
-"""The result of an async evaluation: a file in the checkpoint's directory.
+"""Result of an async evaluation: `evaluation.json` in the checkpoint's directory.
 
-`evaluation.json` is written after the checkpoint is complete, so it is not among its hashes; instead it
-holds the hash of the checkpoint that it belongs to. One left by another checkpoint of the same step, as
-an object store may keep it after a rollback, is ignored.
+It is written after the checkpoint is complete, so `hashes.json` does not list it; instead it stores the
+checkpoint's hash. A stale file of the same step, which an object store may keep after a rollback, is ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ EVALUATION_FILE = "evaluation.json"
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The evaluation of a checkpoint, or why there is none.
+    """The evaluation of a checkpoint, or why it was skipped.
 
     Attributes:
-        row: Its row of metrics.jsonl; None: the evaluation was given up.
-        samples: A line for each sample; empty: none were drawn.
-        left_out: Why it was given up; None: it was not.
+        row: Row of metrics.jsonl, or None if skipped.
+        samples: One line per sample.
+        left_out: Why the evaluation was skipped, or None.
     """
 
     row: dict[str, Any] | None
@@ -36,25 +35,25 @@ class EvaluationResult:
 
 
 def read_evaluation_result(directory: Location, checkpoint_hash: str) -> EvaluationResult | None:
-    """The evaluation of the checkpoint with this hash; None where there is none or it is damaged."""
+    """Read the evaluation of the checkpoint with this hash, or None if missing or damaged."""
     try:
         content = parse_json((directory / EVALUATION_FILE).read_bytes())
         if content.pop("checkpoint_hash") != checkpoint_hash:
             return None
-        found = TypeAdapter(EvaluationResult).validate_python(content)
+        result = TypeAdapter(EvaluationResult).validate_python(content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    is_sound = found.row is None or (is_row(found.row) and "val/loss" in found.row)
-    return found if is_sound else None
+    is_valid = result.row is None or (is_row(result.row) and "val/loss" in result.row)
+    return result if is_valid else None
 
 
 def write_evaluation_result(
     directory: Location, checkpoint_hash: str, evaluated: EvaluationResult
 ) -> None:
-    """Put the evaluation of the checkpoint with this hash beside its files, whole or not at all.
+    """Atomically write the evaluation of the checkpoint with this hash.
 
     Raises:
-        FileNotFoundError: the directory was removed; it is not made again.
+        FileNotFoundError: the directory was removed; it is not recreated.
     """
     content = {"checkpoint_hash": checkpoint_hash, **asdict(evaluated)}
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""Rows of metrics: what a line of metrics.jsonl, or of a checkpoint's rows.jsonl, has to be.
+"""Validation of metric rows: lines of metrics.jsonl and of a checkpoint's rows.jsonl.
 
-Lines that are damaged or have a value of another type are left out, so that those who read rows can rely
-on them: a training step has `train/loss`, an evaluation `val/loss`, an event `event` and `time`.
+Damaged lines and values of the wrong type are dropped, so readers can rely on the keys: a training step has
+`train/loss`, an evaluation `val/loss`, an event `event` and `time`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _NEEDED = {
     "rollback": ("time", "to_step", "first_batch", "stop_batch"),
     "profile": ("time", "trace", "first_step", "num_steps"),
 }
-"""Event -> the keys that it cannot do without, besides `step`; of others: `time`."""
+"""Event -> required keys besides `step`; other events need `time`."""
 
 
 def is_row(value: Any) -> bool:
-    """Whether it is a row that can be relied on."""
+    """Whether `value` is a valid row."""
     if not isinstance(value, dict) or "step" not in value:
         return False
-    if not all(_is_right(key, part) for key, part in value.items()):
+    if not all(_is_valid(key, field) for key, field in value.items()):
         return False
     return "event" not in value or value.keys() >= {*_NEEDED.get(value["event"], ("time",))}
 
 
-def _is_right(key: str, value: Any) -> bool:
+def _is_valid(key: str, value: Any) -> bool:
     if key in _TEXTS:
         return isinstance(value, str)
     if key in _COUNTS:
@@ -62,14 +62,14 @@ def _is_right(key: str, value: Any) -> bool:
 
 
 def parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file, and how many of its lines are none.
+    """Return a file's rows and its number of invalid lines.
 
-    A last line without an end is not counted: it is being written, or was when the writer died.
+    A last line without a newline is not counted: it is being written, or was when the writer died.
     """
     *lines, unfinished = content.split(b"\n")
     rows = [_parsed(line) for line in lines if line.strip()]
-    found = [row for row in (*rows, _parsed(unfinished)) if row is not None]
-    return found, rows.count(None)
+    valid = [row for row in (*rows, _parsed(unfinished)) if row is not None]
+    return valid, rows.count(None)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

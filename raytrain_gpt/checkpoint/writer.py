@@ -1,11 +1,11 @@
-"""Checkpoints that do not stop training.
+"""Checkpoints written in the background of training.
 
-1. `begin` copies this rank's part of the state into host memory and returns: training goes on.
-2. A thread of every rank writes its part, forced to disk or into the object store, and hashes it.
-3. The ranks exchange sizes and hashes; rank 0 commits and removes what is no longer kept.
-4. `collect` gives the outcome, the same on all ranks.
+1. `begin` copies this rank's shard of the state into host memory and returns.
+2. A thread of every rank writes and hashes its shard, forced to disk or into the object store.
+3. The ranks exchange sizes and hashes; rank 0 commits and removes old checkpoints.
+4. `collect` returns the outcome, the same on all ranks.
 
-One checkpoint is in flight at a time: more would need more than one copy of the state in host memory.
+One checkpoint is in flight at a time, so that host memory holds one copy of the state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """A checkpoint that was written; `write_s` are the seconds it took in the background."""
+    """A written checkpoint; `write_s` is its background time in seconds."""
 
     path: Location
     state: CheckpointState
@@ -44,14 +44,14 @@ class WrittenCheckpoint:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run; all ranks call each method at the same step.
+    """Writer of a run's checkpoints; all ranks call each method at the same step.
 
     Args:
-        mark: The attempt's, the same on all ranks; see `Draft`.
-        ranks: This worker among all; its background group is used.
+        mark: The attempt's mark, the same on all ranks; see `Draft`.
+        ranks: Collectives; only the background group is used.
         keep: How many of the newest checkpoints to keep.
-        may_write: Raises `ClusterError` when another run has taken this one's name; called before anything is
-            written and again before it is final.
+        may_write: Raises `ClusterError` if this process has lost the run's lease; called before writing and
+            again before the commit.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class CheckpointWriter:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint was begun and not yet collected."""
+        """Whether a checkpoint was started and not yet collected."""
         return self._thread is not None
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's thread is still at work."""
+        """Whether this rank's thread is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: CheckpointState, texts: dict[str, str], prune: bool = True) -> None:
-        """Copy the state and start writing it; the one before must have been collected.
+        """Copy the state and start writing it; the previous checkpoint must have been collected.
 
         Args:
-            texts: More small files, name -> content; rank 0 writes them.
+            texts: Additional small files, name -> content; rank 0 writes them.
             prune: Whether to remove older checkpoints afterwards.
         """
         assert not self.in_flight, "collect the checkpoint in flight first"
@@ -103,9 +103,9 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: the disk is full.
-            StorageError: the storage was out of reach for too long.
+            StorageError: the storage was unreachable for too long.
         """
-        assert self._thread is not None, "no checkpoint was begun"
+        assert self._thread is not None, "no checkpoint is in flight"
         while self._thread.is_alive():
             self._thread.join(_WAIT_S)
             while_waiting()
@@ -123,32 +123,34 @@ class CheckpointWriter:
     ) -> WrittenCheckpoint:
         started = time.perf_counter()
         draft = self._catalog.draft(state.step, self._mark)
-        # A rank that failed takes part in all exchanges, or the others would wait for it.
-        parts = self._exchanged(_outcome_of(lambda: self._add_files(draft)), dict[str, FileEntry])
-        failed = next((part for part in parts if isinstance(part, Exception)), None)
+        # A failed rank joins all exchanges, because the other ranks wait for it.
+        outcomes = self._exchanged(
+            _outcome_of(lambda: self._add_files(draft)), dict[str, FileEntry]
+        )
+        failure = next((files for files in outcomes if isinstance(files, Exception)), None)
 
         def commit() -> Location:
-            if failed is not None:
-                raise failed
+            if failure is not None:
+                raise failure
             self._may_write()
-            entries = {name: entry for part in parts for name, entry in part.items()}
+            entries = {name: entry for files in outcomes for name, entry in files.items()}
             return draft.commit(state, entries, texts)
 
         outcome = _outcome_of(commit) if self._ranks.rank == 0 else None
-        # Where another run has taken the name, what lies there may be its own by now.
+        # Without the lease the files may belong to a different process by now.
         if isinstance(outcome, Exception) and not isinstance(outcome, ClusterError):
             draft.discard()
         outcome = self._exchanged(outcome, Location | None)[0]
         if not isinstance(outcome, Location):
             raise outcome
         if prune and self._ranks.rank == 0:
-            # The checkpoint stands; what cannot be removed now is removed after the next one.
+            # The checkpoint is committed; the next one retries failed removals.
             with contextlib.suppress(OSError, RaytrainGptError):
                 self._catalog.prune(self._keep)
         return WrittenCheckpoint(outcome, state, time.perf_counter() - started)
 
     def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
-        """The outcome of every rank, or the exception it raised."""
+        """Exchange outcomes; returns every rank's outcome or exception."""
         sent = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
         received = self._ranks.all_gather_json(sent, kind | Failure)
         received[self._ranks.rank] = outcome  # with its traceback
@@ -163,18 +165,18 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that travels between ranks: the name of its type, and its text."""
+    """A serializable exception: type name and text."""
 
     type_name: str
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """An exception's name and text."""
+        """Convert an exception."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
-        """The exception, if it is one of ours; else one that names its type."""
+        """Rebuild an exception of `errors`, or return a RuntimeError that names the type."""
         kind = getattr(errors, self.type_name, None)
         if isinstance(kind, type) and issubclass(kind, RaytrainGptError):
             return kind(self.text)

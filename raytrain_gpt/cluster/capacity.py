@@ -81,12 +81,7 @@ def _shared_cores(shares: int) -> int:
 
 
 def fit_to_process(config: Config, world_size: int, in_node: int, num_gpus: int) -> FittedConfig:
-    """Resolve every `auto` of the cluster section in local mode.
-
-    Args:
-        world_size: Processes of the launch.
-        in_node: Processes on this machine.
-        num_gpus: GPUs visible to them.
+    """Resolve every `auto` of the cluster section for `in_node` local-mode processes on this machine.
 
     Raises:
         ClusterError: there are fewer GPUs than processes that need one.

@@ -37,8 +37,7 @@ _ENVIRONMENT = {
 def connect(num_cpus_needed: int, log: Log) -> Resources:
     """Connect to the cluster of RAY_ADDRESS or `ray start`, or start one on this machine.
 
-    Args:
-        num_cpus_needed: Minimum logical CPUs of a cluster started here, which has at least one per core.
+    A cluster started here has at least one logical CPU per core.
 
     Raises:
         ClusterError: RAY_ADDRESS names a cluster that cannot be joined, or none starts here.

@@ -21,13 +21,12 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
 
+from raytrain_gpt.cluster.tcp_sockets import tcp_sockets
 from raytrain_gpt.cluster.token import token_file
 from raytrain_gpt.errors import ClusterError
 from raytrain_gpt.format import Log
 
 ANSWER_TIMEOUT_S = 5.0
-_LISTENS = "0A"
-"""Socket state in /proc/net/tcp."""
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
@@ -37,7 +36,6 @@ class HeadFacts:
 
     Attributes:
         error: Why there was no response, or empty.
-        asks_for_token: Calls without a token are refused.
         sends_token: This process is configured to send one (RAY_AUTH_MODE=token).
         token_from: File or variable of this process's token, or empty.
         ray_version: Version of the head, or empty if access was refused.
@@ -97,7 +95,8 @@ def _started_here(log: Log) -> str | None:
     except (OSError, ValueError):  # no file, or the cluster of an old file is dead
         return None
     if is_here:
-        owners |= _listeners(int(address.rpartition(":")[2]))
+        port = int(address.rpartition(":")[2])
+        owners |= {row.uid for row in tcp_sockets() if row.listens and row.port == port}
     if strangers := owners - {0, os.getuid()}:
         log(
             f"not joining the Ray cluster at {address}: it belongs to "
@@ -106,18 +105,6 @@ def _started_here(log: Log) -> str | None:
         )
         return None
     return address
-
-
-def _listeners(port: int) -> set[int]:
-    """Return the ids of the users whose processes listen on a TCP port of this machine (Linux)."""
-    users = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                local, state, user = (line.split()[n] for n in (1, 3, 7))
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    users.add(int(user))
-    return users
 
 
 def _user(uid: int) -> str:

@@ -25,9 +25,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import ray
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
@@ -45,7 +45,6 @@ def run_node(address: str, grace_s: float, flags: Sequence[str], log: Log) -> in
     """Run a node of a cluster until a signal arrives or Ray exits.
 
     Args:
-        address: HOST:PORT of the head.
         grace_s: Time for runs to save and move away; a third signal ends it.
         flags: Further flags of `ray start`.
 
@@ -141,9 +140,7 @@ def _kill_session(leader: subprocess.Popen[bytes]) -> None:
 
 
 def _running_in(session: int) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # pid (name) state parent group session …; the name may contain any character
-            state, _, _, of = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if int(of) == session and state not in "ZX":
-                yield int(path.parent.name)
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                yield process.pid

@@ -50,10 +50,7 @@ _at_end = contextlib.ExitStack()
 
 
 def start_own_cluster(num_cpus: int, **options: Any) -> None:
-    """Start a cluster and connect to it, until `end_own_cluster` or this process's exit.
-
-    Args:
-        options: Further arguments of `ray.init`.
+    """Start a cluster with `ray.init`, until `end_own_cluster` or this process's exit.
 
     Raises:
         ClusterError: it does not start.
@@ -65,8 +62,7 @@ def start_own_cluster(num_cpus: int, **options: Any) -> None:
     temporary = directory / "tmp"
     temporary.mkdir()
     try:
-        # Temporary files of killed processes are removed with the directory.
-        with _loopback_only(), _temporary_files_in(temporary), _guarded():
+        with _start_settings(temporary), _guarded():
             ray.init(
                 "local",
                 num_cpus=num_cpus,
@@ -116,30 +112,22 @@ def _guarded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_files_in(directory: Path) -> Iterator[None]:
-    """Set the temporary directory of processes started inside, but not of this one."""
-    tempfile.gettempdir()  # Python caches the first result
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(directory)
-    try:
-        yield
-    finally:
-        del os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
+def _start_settings(temporary: Path) -> Iterator[None]:
+    """Set what Ray's processes started inside inherit: loopback only, and their temporary directory.
 
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Make a cluster started inside listen on 127.0.0.1 only.
-
-    Ray does so on macOS and Windows, where ENABLE_RAY_CLUSTER is false. On Linux it uses the machine's
-    address even if `_node_ip_address` is 127.0.0.1.
+    Ray listens only on 127.0.0.1 if ENABLE_RAY_CLUSTER is false, as on macOS and Windows. On Linux it uses
+    the machine's address even if `_node_ip_address` is 127.0.0.1. Temporary files of killed processes are
+    removed with the directory.
     """
     constants = ray._private.ray_constants
-    before = constants.ENABLE_RAY_CLUSTER
+    enabled, tmpdir = constants.ENABLE_RAY_CLUSTER, os.environ.get("TMPDIR")
+    tempfile.gettempdir()  # Python caches the first result, so this process keeps its directory
     constants.ENABLE_RAY_CLUSTER = False
+    os.environ["TMPDIR"] = str(temporary)
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = before
+        constants.ENABLE_RAY_CLUSTER = enabled
+        del os.environ["TMPDIR"]
+        if tmpdir is not None:
+            os.environ["TMPDIR"] = tmpdir

@@ -14,57 +14,41 @@ two ranks. gloo accepts any connection that sends the expected number. Therefore
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from raytrain_gpt.cluster.tcp_sockets import TcpSocket, tcp_sockets
+
+Meeting = str | tuple[str, int]
+"""Rendezvous of a run's ranks: path of rank 0's file on one host, else host and port of its store."""
+
 _FILE_NAME = "raytrain-gpt-ranks"
-_LISTEN = "0A"
-"""Socket state in /proc/net/tcp."""
-_SIOCGIFADDR = 0x8915
 
-_open: list[socket.socket | int] = []
-"""Rank 0's sockets or files, open until the process ends."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Rendezvous of a run's ranks.
-
-    Attributes:
-        path: Rank 0's file, or None if the ranks are on several hosts.
-        address: Host and port of rank 0's store, or None if the ranks are on one host.
-    """
-
-    path: str | None = None
-    address: tuple[str, int] | None = None
+_open: list[int] = []
+"""Descriptors of rank 0's files and listening sockets, open until the process ends."""
 
 
 def open_meeting(address: str | None = None) -> Meeting:
-    """Open a meeting on rank 0 until its process ends.
-
-    Args:
-        address: This host's cluster address, or None if all ranks are on this host.
-    """
+    """Open a meeting on rank 0 until its process ends, at its cluster address if there are several hosts."""
     if address is None:
         descriptor = os.memfd_create(_FILE_NAME)
         os.fchmod(descriptor, 0o600)
         _open.append(descriptor)
-        return Meeting(path=_file_path(os.getpid(), descriptor))
+        return _file_path(os.getpid(), descriptor)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
-    _open.append(listener)
-    return Meeting(address=(address, listener.getsockname()[1]))
+    port = listener.getsockname()[1]
+    _open.append(listener.detach())
+    return address, port
 
 
 def join(
@@ -87,15 +71,14 @@ def join(
     # the secret number by which NCCL's ranks recognize each other by a public one.
     for name in ("TORCH_GLOO_LAZY_INIT", "NCCL_COMM_ID"):
         os.environ.pop(name, None)
-    if meeting.path is not None:
+    if isinstance(meeting, str):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        store: Store = FileStore(meeting.path, -1)
+        store: Store = FileStore(meeting, -1)
     else:
-        assert meeting.address is not None, "ranks meet by a file or at an address"
         if address is not None and (interface := _interface_of(address)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        store = _store_at(*meeting.address, rank, world_size)
+        store = _store_at(*meeting, rank, world_size)
     with _refusing_strangers("default"):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
@@ -103,10 +86,7 @@ def join(
 
 
 def new_group(name: str, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Create a further group of all ranks; all of them create their groups in the same order.
-
-    Args:
-        name: Unique name of the group in the run.
+    """Create a further group with a unique name; all ranks create their groups in the same order.
 
     Raises:
         ConnectionError: a foreign process has connected to a rank.
@@ -127,9 +107,7 @@ def meet_on_one_host() -> None:
     backend, rank, world_size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        meeting = open_meeting()
-        assert meeting.path is not None
-        _, _, pid, _, descriptor = meeting.path.split("/")
+        _, _, pid, _, descriptor = str(open_meeting()).split("/")
         store.set(_FILE_NAME, f"{pid} {descriptor}")
     numbers = store.get(_FILE_NAME).split()
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
@@ -140,7 +118,7 @@ def meet_on_one_host() -> None:
     if rank == 0:  # the store may be in this process
         store.wait([f"{_FILE_NAME}/{other}" for other in range(world_size)])
     dist.destroy_process_group()
-    join(Meeting(path), backend, rank, world_size)
+    join(path, backend, rank, world_size)
 
 
 def _file_path(pid: int, descriptor: int) -> str:
@@ -160,11 +138,8 @@ def _check_own_file(path: str) -> None:
 def _store_at(host: str, port: int, rank: int, world_size: int) -> Store:
     if rank > 0:
         return TCPStore(host, port, world_size)
-    listener = _open.pop()
-    assert isinstance(listener, socket.socket), "rank 0 has opened the meeting"
-    descriptor = listener.detach()
     return TCPStore(
-        host, port, world_size, True, wait_for_workers=False, master_listen_fd=descriptor
+        host, port, world_size, True, wait_for_workers=False, master_listen_fd=_open.pop()
     )
 
 
@@ -184,51 +159,25 @@ def _namespace(kind: str) -> str:
 
 def _interface_of(host: str) -> str | None:
     """Return the name of the network interface with an IPv4 address, or None."""
-    with socket.socket() as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == host:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == host for one in addresses):
+            return str(name)
     return None
 
 
-@dataclass(frozen=True)
-class Connection:
-    """A row of /proc/net/tcp: raw addresses (`0100007F:1F90`), state, user and inode of its socket."""
-
-    local: str
-    remote: str
-    state: str
-    uid: int
-    inode: str
-
-
-def connections(table: str) -> list[Connection]:
-    """Parse /proc/net/tcp or tcp6; IPv4 addresses of the latter are normalized to the former."""
-    rows = (line.split() for line in table.splitlines()[1:])
-    return [Connection(_plain(row[1]), _plain(row[2]), row[3], int(row[7]), row[9]) for row in rows]
-
-
-def _plain(address: str) -> str:
-    return address.removeprefix("0000000000000000FFFF0000")
-
-
 def strangers(
-    table: list[Connection], listeners: set[str], of_ranks: set[str], *, all_here: bool
+    table: list[TcpSocket], listeners: set[str], of_ranks: set[str], *, all_here: bool
 ) -> list[str]:
     """Describe the peers of our listeners' connections that are not ranks.
 
     Args:
-        table: All connections of this host.
         listeners: Addresses at which this rank listens.
         of_ranks: Inodes of all sockets of all ranks.
         all_here: Whether all ranks are on this host, so that every peer is in the table.
     """
-    ends = {(row.local, row.remote): row for row in table if row.state != _LISTEN}
+    ends = {(row.local, row.remote): row for row in table if not row.listens}
     peers = []
-    for (local, remote), _ in ends.items():
+    for local, remote in ends:
         other = ends.get((remote, local))
         if local not in listeners or (other is not None and other.inode in of_ranks):
             continue
@@ -237,11 +186,6 @@ def strangers(
         elif all_here:
             peers.append("a process that has ended")
     return sorted(peers)
-
-
-def _table() -> list[Connection]:
-    tables = (Path(f"/proc/net/{name}") for name in ("tcp", "tcp6"))
-    return [row for path in tables if path.exists() for row in connections(path.read_text())]
 
 
 def _own_sockets() -> set[str]:
@@ -253,8 +197,8 @@ def _own_sockets() -> set[str]:
     return {link.removeprefix("socket:[").rstrip("]") for link in links if "socket:" in link}
 
 
-def _listeners(table: list[Connection], sockets: set[str]) -> set[str]:
-    return {row.local for row in table if row.state == _LISTEN and row.inode in sockets}
+def _listeners(table: list[TcpSocket], sockets: set[str]) -> set[str]:
+    return {row.local for row in table if row.listens and row.inode in sockets}
 
 
 @contextlib.contextmanager
@@ -263,7 +207,7 @@ def _refusing_strangers(name: str) -> Iterator[None]:
 
     The ranks agree through the store, since gloo's connections are not yet trusted.
     """
-    before = _listeners(_table(), _own_sockets())
+    before = _listeners(tcp_sockets(), _own_sockets())
     yield
     store = PrefixStore(f"strangers/{name}", dist.distributed_c10d._get_default_store())
 
@@ -273,7 +217,7 @@ def _refusing_strangers(name: str) -> Iterator[None]:
 
     sockets, network = _own_sockets(), _network()
     ranks = exchanged("sockets", [network, sorted(sockets)])
-    table = _table()
+    table = tcp_sockets()
     peers = strangers(
         table,
         _listeners(table, sockets) - before,

@@ -1,1 +1,1 @@
-"""The commands of the command line: a module for each group."""
+"""The commands, one module per group."""

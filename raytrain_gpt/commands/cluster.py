@@ -1,4 +1,4 @@
-"""`doctor` and `node`: check a cluster, run a node of one."""
+"""The commands `doctor` and `node`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def doctor(options: DoctorOptions) -> None:
     config = options.resolved()
     from raytrain_gpt.doctor.examine import examine
 
-    found = examine(config, options.tokenizer, options.bench, say)
-    fix = "do what the FAIL lines say, then run this again"
-    say(f"next: {options.train_command() if found.ok else fix}")
-    options.say_json(found.as_json())
-    sys.exit(0 if found.ok else 1)
+    result = examine(config, options.tokenizer, options.bench, say)
+    fix = "fix the FAIL lines, then run this command again"
+    say(f"next: {options.train_command() if result.ok else fix}")
+    options.say_json(result.as_json())
+    sys.exit(0 if result.ok else 1)
 
 
 class NodeOptions(Options):
@@ -52,7 +52,8 @@ class NodeOptions(Options):
 def node(options: NodeOptions) -> None:
     """Run a worker node of a Ray cluster; runs save a checkpoint before it stops.
 
-    Runs until SIGTERM or Ctrl+C. Runs on this node then save a checkpoint and continue without it.
+    The command runs until SIGTERM or Ctrl+C. Training runs then save a checkpoint and continue
+    without this node.
     """
     from raytrain_gpt.cluster.node import run_node
 

@@ -1,4 +1,4 @@
-"""`completion`: a script that lets a shell complete commands, flags and files."""
+"""The command `completion`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain_gpt.config.call_options import Options
 from raytrain_gpt.config.load import preset_names
 
 _TYPES = {"bool", "float", "int", "null", "str"}
-"""Names in metavars that stand for values, not for themselves."""
+"""Type names in metavars, which are not values."""
 
 
 class CompletionOptions(Options):
@@ -22,7 +22,7 @@ class CompletionOptions(Options):
 
 
 def completion(parser: argparse.ArgumentParser) -> Command[CompletionOptions]:
-    """The command that completes a parser's command lines."""
+    """Make the command for a parser's command lines."""
 
     @command("completion", CompletionOptions)
     def run(options: CompletionOptions) -> None:
@@ -40,7 +40,7 @@ def completion(parser: argparse.ArgumentParser) -> Command[CompletionOptions]:
 
 
 def _add_values(parser: argparse.ArgumentParser, files: Any) -> None:
-    """Say of every argument which words or files may be its value."""
+    """Tell shtab which words or files complete each argument."""
     for action in parser._actions:
         words = str(action.metavar or "").split("|")
         if isinstance(action, argparse._SubParsersAction):

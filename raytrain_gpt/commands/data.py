@@ -1,4 +1,4 @@
-"""`prepare` and `data`: make a dataset, look at one."""
+"""The commands `prepare` and `data`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrain_gpt.format import count, shell
 
 
 class PrepareOptions(ProgressOptions):
-    """How a dataset is made; the limits stand in `data.prepare_plan`."""
+    """Options of `prepare`; `data.prepare_plan` checks their limits."""
 
     sources: Annotated[list[str], Metavar("SOURCE", positional=True)]
     """Files, directories or globs, local, s3://…, gs://… or hf://datasets/OWNER/NAME/…; URLs of files; or
@@ -51,7 +51,7 @@ class PrepareOptions(ProgressOptions):
     dedupe: Literal["none", "exact"] = "none"
     """Deduplication; exact: keep the first of documents with the same text."""
     max_bad_documents: int = 0
-    """Most unreadable documents to skip (not UTF-8, not JSON, or without the text field)."""
+    """Maximum number of unreadable documents to skip (not UTF-8, not JSON, no text field)."""
 
 
 class DatasetOptions(JsonOptions):
@@ -98,7 +98,7 @@ class FindOptions(StorageOptions):
 def prepare(options: PrepareOptions) -> None:
     """Make a dataset from text or token ids.
 
-    An interrupted command continues when run again. The dataset is the same on any number of CPUs.
+    To continue an interrupted command, run it again. The dataset is the same on any number of CPUs.
     """
     ways = ("val", "val_fraction", "val_tokens")
     given = [f"--{name}" for name in ways if getattr(options, name) is not None]
@@ -191,8 +191,8 @@ def at(options: AtOptions) -> None:
         facts = {"step": None, "batch": options.batch}
     for sequence in sequences:
         say(describe_sequence(sequence))
-    found = [asdict(sequence) for sequence in sequences]
-    options.say_json({"run": str(run.dir), **facts, "sequences": found})
+    rows = [asdict(sequence) for sequence in sequences]
+    options.say_json({"run": str(run.dir), **facts, "sequences": rows})
 
 
 @command("find", FindOptions)
@@ -204,11 +204,11 @@ def find(options: FindOptions) -> None:
     run = RunProvenance(options.run, Location.of(options.storage_path), options.data)
     facts = run.find(options.text, say)
     for step in facts["steps"]:
-        places = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]
-        say(f"step {step['step']}: {', '.join(places)}")
+        rows = [f"{one['dataset']} {one['shard']} row {one['row']}" for one in step["sequences"]]
+        say(f"step {step['step']}: {', '.join(rows)}")
     say(
-        f"{count(len(facts['steps']), 'step')} of {run.last_step} had it; in {count(facts['cut'], 'place')} "
-        "the end of a sequence cuts it, so that no step has it whole"
+        f"{count(len(facts['steps']), 'step')} of {run.last_step} trained on it; "
+        f"{count(facts['cut'], 'occurrence')} split across two sequences, so no step has the full text"
     )
     options.say_json({"run": str(run.dir), "text": options.text, **facts})
 
@@ -219,6 +219,6 @@ def _train_line(directory: str) -> str:
 
 data = CommandGroup(
     "data",
-    "Show a dataset, verify it, count it, or show what the steps of a run trained on.",
+    "Show, verify or count a dataset, or show the text that a run's steps trained on.",
     (show, verify, stats, at, find),
 )

@@ -1,4 +1,4 @@
-"""What the commands share: parsers made from declared options, and lines on stdout."""
+"""Argument parsers made from declared options, and output on stdout."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 Groups = dict[str, dict[str, FieldInfo]]
 
 SECTIONS: Groups = {
-    section: {name: field for name, (own, field) in FIELDS.items() if own == section}
-    for section in Config.model_fields
+    title: {name: field for name, (section, field) in FIELDS.items() if section == title}
+    for title in Config.model_fields
 }
-"""Section of the configuration -> its fields, each of which becomes a flag."""
+"""Configuration section -> its fields, each a flag."""
 
 
 @dataclass(frozen=True)
 class Metavar:
-    """Marks a field: what stands for its value in the help, and whether it is an argument, not a flag."""
+    """Metavar of a field in the help (default: from its type); positional fields are no flags."""
 
     text: str = ""
-    """Empty: as its type says."""
     positional: bool = False
 
 
@@ -55,20 +54,20 @@ class CheckpointOptions(Options):
 
     @field_validator("checkpoint")
     @classmethod
-    def _named(cls, given: str) -> str:
-        """Where only ./runs has a directory of this name, that one."""
-        in_runs = Path(Config().run.storage_path, given)
-        return str(in_runs) if not Path(given).exists() and in_runs.is_dir() else given
+    def _find_in_runs(cls, path: str) -> str:
+        """Resolve a run's name to its directory in ./runs, unless the path itself exists."""
+        in_runs = Path(Config().run.storage_path, path)
+        return str(in_runs) if not Path(path).exists() and in_runs.is_dir() else path
 
 
 class JsonOptions(Options):
-    """Options of a command whose result programs can read."""
+    """Options of a command with JSON output."""
 
     as_json: bool = Field(False, alias="json")
     """Print one JSON object last."""
 
     def say_json(self, facts: dict[str, Any]) -> None:
-        """Print the object, if it is asked for."""
+        """Print the object, with --json."""
         if self.as_json:
             say(json.dumps(facts))
 
@@ -95,7 +94,7 @@ class ProgressOptions(Options):
 
     @property
     def log(self) -> Log:
-        """Receives lines about progress."""
+        """Logger of progress lines."""
         return (lambda line: None) if self.quiet else say
 
 
@@ -111,20 +110,19 @@ class ConfigOptions(Options):
     fields: dict[str, str | None] = Field({}, exclude=True)
 
     def resolved(self) -> Config:
-        """The configuration.
+        """Load and validate the configuration.
 
         Raises:
-            ConfigError: an unknown preset, a value that is not possible, or a batch that does not divide
-                over the number of workers, if that is given.
+            ConfigError: an unknown preset, an invalid value, or a batch that does not divide over a
+                fixed num_workers.
         """
         from raytrain_gpt.data.locations import config_on_disk
 
         with config_on_disk(self.config) as file:
             fields: dict[str, Any] = dict(self.fields)
             if "init_from" in given_fields(file, fields):
-                from raytrain_gpt.train.preflight import (
-                    sizes_of_init_from,
-                )  # here: seconds of import
+                # here: seconds of import
+                from raytrain_gpt.train.preflight import sizes_of_init_from
 
                 fields = {**sizes_of_init_from(self.preset, file, fields), **fields}
             config = resolve(self.preset, file, fields)
@@ -134,31 +132,31 @@ class ConfigOptions(Options):
 
     def train_command(self) -> str:
         """The `train` command with the same configuration."""
-        given = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
-        return command_line("train", given)
+        flags = self.model_dump(include={"preset", "config"}, exclude_none=True) | self.fields
+        return command_line("train", flags)
 
 
 def command_line(command: str, flags: Mapping[str, Any]) -> str:
-    """A command to copy, with the value of each flag."""
-    given = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
-    return " ".join([f"raytrain-gpt {command}", *given])
+    """Format a command to copy, with the value of each flag."""
+    words = [f"--{name} {shell('null' if v is None else v)}" for name, v in flags.items()]
+    return " ".join([f"raytrain-gpt {command}", *words])
 
 
 @dataclass(frozen=True)
 class Command(Generic[OptionsT]):
-    """A command of the command line, whose parser is made from the fields of its options."""
+    """Command whose parser is made from the fields of its options."""
 
     name: str
     options: type[OptionsT]
     groups: Groups
-    """Further fields by group of the help; the given ones become `options.fields`, as text."""
+    """More fields by help group; set ones go to `options.fields`, as text."""
     run: Callable[[OptionsT], None]
-    """Called with the options. Its docstring is the help."""
+    """Its docstring is the help."""
 
     def add_parser(self, commands: Any) -> argparse.ArgumentParser:
-        """Add it to the subparsers of the command line."""
+        """Add the command to the subparsers."""
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
-        if self.groups:  # all fields in the usage line would be a wall
+        if self.groups:  # a usage line with all fields would fill a page
             file = " FILE" * ("file" in self.options.model_fields)
             parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
         for name, field in self.options.model_fields.items():
@@ -175,32 +173,28 @@ class Command(Generic[OptionsT]):
         return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
-        """Run it with parsed arguments.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        given = {name: value for name, value in vars(args).items() if name != "command"}
-        own = {field.alias or name: field for name, field in self.options.model_fields.items()}
-        for name, value in given.items():
-            if value == "null" and not (name in own and own[name].annotation == str | None):
-                given[name] = None
-        fields = {name: given.pop(name) for name in [*given] if name not in own}
-        self.run(self.options(**given, **({"fields": fields} if self.groups else {})))
+        """Run the command with parsed arguments; raises ConfigError for values out of range."""
+        values = {name: value for name, value in vars(args).items() if name != "command"}
+        options = {field.alias or name: field for name, field in self.options.model_fields.items()}
+        for name, value in values.items():
+            if value == "null" and not (name in options and options[name].annotation == str | None):
+                values[name] = None
+        fields = {name: values.pop(name) for name in [*values] if name not in options}
+        self.run(self.options(**values, **({"fields": fields} if self.groups else {})))
 
 
 @dataclass(frozen=True)
 class CommandGroup:
-    """A command of several actions, each with its arguments and help."""
+    """Command with several actions, each with its arguments and help."""
 
     name: str
     help: str
     actions: tuple[Command[Any], ...]
 
     def add_parser(self, commands: Any) -> None:
-        """Add it to the subparsers of the command line.
+        """Add the command to the subparsers.
 
-        Flags may stand before the action, and each action accepts those of the others: no help shows these.
+        Flags may precede the action, and each action accepts the flags of the others, hidden in the help.
         """
         parser = _add_parser(commands, self.name, self.help)
         subparsers = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -228,7 +222,7 @@ def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
 def command(
     name: str, options: type[OptionsT], groups: Groups | None = None
 ) -> Callable[[Callable[[OptionsT], None]], Command[OptionsT]]:
-    """Make a function a `Command`; arguments as there."""
+    """Make a function a `Command`."""
     return lambda run: Command(name, options, groups or {}, run)
 
 
@@ -242,10 +236,10 @@ def _add(
     show_default: bool = True,
     preset: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag or an argument, which is absent from the parsed arguments unless it is given.
+    """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
-        preset: Values that stand in for the defaults where no preset or file is named.
+        preset: Values of the default preset, shown instead of the fields' defaults.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
@@ -258,7 +252,7 @@ def _add(
         return
     if is_switch:
         how = {"action": "store_true"}
-    elif "default:" in text:  # it says what happens without the flag
+    elif "default:" in text:  # the description states the default
         how["metavar"] = kind.removesuffix("|null")
     elif show_default and field.is_required():
         how["required"] = True
@@ -291,5 +285,5 @@ def _kind(annotation: Any) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line at once, without secrets and without what a terminal would obey."""
+    """Print a line and flush, without secrets and terminal control characters."""
     print(printable(line), flush=True)

@@ -1,4 +1,4 @@
-"""`eval`, `sample`, `serve` and `export`: use a checkpoint; `import`: make one."""
+"""The commands `eval`, `sample`, `serve`, `export` and `import`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EvalOptions(JsonOptions, CheckpointOptions):
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset (default: the training run's)."""
     eval_tokens: int | None = Field(None, ge=1)
-    """Most validation tokens (default: as in training)."""
+    """Maximum number of validation tokens (default: as in training)."""
     hellaswag: Annotated[str | None, Metavar("FILE|download")] = None
     """HellaSwag .jsonl file; download: the public file (default: not scored)."""
 
@@ -67,16 +67,14 @@ def _say_metrics(path: Location, metrics: dict[str, Any]) -> None:
         )
     for name in sorted(metrics):
         if name.startswith("val/loss/"):
-            of_dataset = name.removeprefix("val/loss/")
-            tokens = metrics[f"val/tokens/{of_dataset}"]
-            say(
-                f"  {of_dataset} | val loss {metrics[name]:.4f} nats/token | {count(tokens, 'token')}"
-            )
+            dataset = name.removeprefix("val/loss/")
+            tokens = count(metrics[f"val/tokens/{dataset}"], "token")
+            say(f"  {dataset} | val loss {metrics[name]:.4f} nats/token | {tokens}")
     if "hellaswag/acc" in metrics:
-        of = {name: metrics[f"hellaswag/{name}"] for name in ("examples", "cut")}
+        examples, num_cut = metrics["hellaswag/examples"], metrics["hellaswag/cut"]
         say(
             f"{start} | hellaswag acc_norm {_accuracy(metrics, 'acc_norm')} | "
-            f"acc {_accuracy(metrics, 'acc')} | {count(of['examples'], 'example')}, {of['cut']} cut"
+            f"acc {_accuracy(metrics, 'acc')} | {count(examples, 'example')}, {num_cut} cut"
         )
     say(f"next: {sample_command(path)}")
 
@@ -104,7 +102,7 @@ def sample(options: SampleOptions) -> None:
             options.checkpoint, options.prompt, say, num_samples=num or 5, show=say, **how
         )
     else:
-        raise ConfigError("give either --prompt TEXT, or --batch FILE and --out FILE")
+        raise ConfigError("sample needs either --prompt TEXT, or --batch FILE and --out FILE")
     say(f"next: {shell('raytrain-gpt', 'eval', options.checkpoint)}")
 
 
@@ -168,7 +166,7 @@ def import_(options: ImportOptions) -> None:
     from raytrain_gpt.export.huggingface import import_weights
 
     more = options.model_dump(exclude={"source", "out"})
-    place, shape = import_weights(options.source, options.out, say, **more)
-    train = shell("raytrain-gpt", "train", "--init_from", place, "--seq_len", shape.seq_len)
+    path, shape = import_weights(options.source, options.out, say, **more)
+    train = shell("raytrain-gpt", "train", "--init_from", path, "--seq_len", shape.seq_len)
     say(f"fine-tune: {train} --data_path DATA --run_name NAME")
-    say(f"next: {sample_command(place)}")
+    say(f"next: {sample_command(path)}")

@@ -1,4 +1,4 @@
-"""`estimate`, `train`, `tune` and `runs`: make one run or many, look at them."""
+"""The commands `estimate`, `train`, `tune` and `runs`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
-    """Facts about the run besides its configuration."""
+    """Options of `estimate`."""
 
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
@@ -48,9 +48,9 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Price of one spot device per hour (default: no price)."""
 
     def again_with(self, changes: dict[str, Any]) -> str:
-        """The same command with some fields changed."""
-        given = self.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
-        return command_line("estimate", given | self.fields | changes)
+        """The same command with changed fields."""
+        flags = self.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
+        return command_line("estimate", flags | self.fields | changes)
 
 
 @command("estimate", EstimateFlags, SECTIONS)
@@ -64,8 +64,8 @@ def estimate(options: EstimateFlags) -> None:
     from raytrain_gpt.estimate.cost_model import Facts
     from raytrain_gpt.estimate.estimate import answer, lines
 
-    known = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
-    config, result = answer(configuration, Facts(**known), say, options.device, options.probe)
+    facts = options.model_dump(exclude={"as_json", "preset", "config", "device", "probe"})
+    config, result = answer(configuration, Facts(**facts), say, options.device, options.probe)
     for line in lines(config, result):
         say(line)
     if result.fits is not False:
@@ -93,10 +93,8 @@ def train(options: TrainOptions) -> None:
         from raytrain_gpt.estimate.estimate import run_lines
 
         say(config.to_yaml().rstrip())
-        for line in (
-            describe_config(options.preset, options.config, config),
-            *run_lines(config, say),
-        ):
+        source = describe_config(options.preset, options.config, config)
+        for line in (source, *run_lines(config, say)):
             say(f"# {line}")  # the output stays valid YAML
         say("# next: the same command without --dry_run")
         return

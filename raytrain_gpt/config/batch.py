@@ -1,4 +1,4 @@
-"""How a global batch divides over workers and micro-batches."""
+"""Division of a global batch over workers and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ if TYPE_CHECKING:
 
 
 def check_shares(config: Config, world_size: int) -> None:
-    """Check that the workers share a global batch equally.
-
-    Raises:
-        ConfigError: they do not; names the nearest sizes that are possible.
-    """
+    """Raise a ConfigError with the nearest valid sizes if workers cannot share a global batch equally."""
     if shares_equally(config, world_size):
         return
     seq_len, tokens = config.data.seq_len, config.train.global_batch_tokens
-    sequences, micro, exact = config.batch_sequences, _asked(config), config.train.exact
+    sequences, micro, exact = config.batch_sequences, _min_micro_batch(config), config.train.exact
     workers = [] if sequences % micro else divisors(sequences // (micro if exact else 1))
     micros = [] if sequences % world_size else divisors(sequences // (world_size if exact else 1))
     ways = [
@@ -39,64 +35,64 @@ def check_shares(config: Config, world_size: int) -> None:
 
 
 def shares_equally(config: Config, world_size: int) -> bool:
-    """Whether a global batch divides over the workers, and into the micro-batches that were asked for.
+    """Whether a global batch divides over the workers, and into the configured micro-batches.
 
-    A worker's share need not: it is trained in smaller ones (`micro_batch_for`), unless sums are exact.
+    A worker's share need not divide: `micro_batch_for` lowers its micro-batch, unless sums are exact.
     """
     return config.batch_sequences % sharing_unit(config, world_size) == 0
 
 
-def _asked(config: Config) -> int:
+def _min_micro_batch(config: Config) -> int:
     micro = config.train.micro_batch_sequences
     return 1 if micro == "auto" else micro
 
 
 def sharing_unit(config: Config, world_size: int) -> int:
-    """Sequences of which a global batch must be a multiple."""
-    micro = _asked(config)
+    """Number of sequences that must divide a global batch."""
+    micro = _min_micro_batch(config)
     return micro * world_size if config.train.exact else math.lcm(micro, world_size)
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to a value, as text; `none` if both are 0 or beyond 64 bits."""
+    """Format the multiples of `unit` next to a value; `none` if both are 0 or beyond 64 bits."""
     below = value // unit * unit
     return ", ".join(str(v) for v in (below, below + unit) if 0 < v < 2**63) or "none"
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number above 0, ascending, found in as many steps as its square root."""
+    """All divisors of a positive number, ascending, in O(√number)."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def nearest(valid: list[int], value: int) -> str:
-    """The one or two valid numbers next to a value, as text."""
+    """Format the one or two valid numbers nearest to a value."""
     return ", ".join(map(str, sorted(sorted(valid, key=lambda v: (abs(v - value), v))[:2])))
 
 
 def for_workers(config: ConfigT, world_size: int) -> ConfigT:
-    """The configuration with the micro-batch that so many workers train it with."""
+    """Set the micro-batch for a world size."""
     return config.updated({"micro_batch_sequences": micro_batch_for(config, world_size)})
 
 
 def micro_batch_change(config: Config, world_size: int) -> str | None:
-    """Report a smaller micro-batch than `micro_batch_sequences`, or None if that number is used."""
-    asked, used = config.train.micro_batch_sequences, micro_batch_for(config, world_size)
-    if asked == used:
+    """Report a lowered `micro_batch_sequences`, or None if it is unchanged."""
+    limit, used = config.train.micro_batch_sequences, micro_batch_for(config, world_size)
+    if limit == used:
         return None
     return (
-        f"micro_batch_sequences {asked} -> {used}: it divides the "
-        f"{count(config.batch_sequences // world_size, 'sequence')} that a worker has in a step"
+        f"micro_batch_sequences {limit} -> {used}, to divide the "
+        f"{count(config.batch_sequences // world_size, 'sequence')} per worker and step"
     )
 
 
 def micro_batch_for(config: Config, world_size: int) -> int | Literal["auto"]:
-    """The micro-batch of a world size; `auto` stays, and so do exact sums'.
+    """Largest divisor of a worker's sequences per step up to `micro_batch_sequences`.
 
-    The largest divisor of a worker's sequences per step that is not above `micro_batch_sequences`.
+    `auto`, and any value with exact sums, is returned unchanged.
     """
-    asked = config.train.micro_batch_sequences
-    if asked == "auto" or config.train.exact:
-        return asked
+    limit = config.train.micro_batch_sequences
+    if limit == "auto" or config.train.exact:
+        return limit
     worker_sequences = config.batch_sequences // world_size
-    return max(m for m in divisors(worker_sequences) if m <= asked)
+    return max(m for m in divisors(worker_sequences) if m <= limit)

@@ -1,6 +1,6 @@
-"""Options of commands and calls, declared once: each field has the name, type, default, limits and help.
+"""Options of commands and calls: fields with type, default, limits and help.
 
-They are not part of a run's configuration, so no file keeps them.
+They do not belong to a run's configuration and are stored in no file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from raytrain_gpt.errors import ConfigError
 
 
 class Options(Strict):
-    """Options of a command; values are checked and converted, also from the text of a flag.
+    """Options of a command, converted from the text of flags.
 
     Raises:
-        ConfigError: one line for the first value that is out of range, or has no such name.
+        ConfigError: the first unknown name or value out of range.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -26,10 +26,10 @@ class Options(Strict):
             super().__init__(**values)
         except ValidationError as error:
             fields = type(self).model_fields
-            known = [name for name, field in fields.items() if not field.exclude]
+            names = [name for name, field in fields.items() if not field.exclude]
 
             def unknown(name: str) -> str:
-                return f"unknown option {name}{suggestion(name, known)}; use {', '.join(known)}"
+                return f"unknown option {name}{suggestion(name, names)}; use {', '.join(names)}"
 
             raise ConfigError(refusal(error, fields, unknown)) from None
 
@@ -38,7 +38,7 @@ _EVALUATION: dict[str, Any] = EvalSection.model_fields
 
 
 class SamplingOptions(Options):
-    """How the tokens of a continuation are drawn: in evaluations, by `sample`, in a request."""
+    """Sampling of tokens: in evaluations, by `sample`, in a request."""
 
     max_new_tokens: int = _EVALUATION["max_new_tokens"]
     temperature: float = _EVALUATION["temperature"]
@@ -50,4 +50,4 @@ class SamplingOptions(Options):
     stop_at_eot: bool = Field(True, exclude=True)
     """End a continuation where the model ends its text."""
     scored: Literal["none", "new", "all"] = Field("none", exclude=True)
-    """Tell the log-probabilities of no tokens, of the sampled ones, or of those and the prompt's."""
+    """Log-probabilities to return; none, new (sampled tokens) or all (also the prompt's)."""

@@ -1,12 +1,12 @@
-"""The configuration after `auto` was decided: the same tree with plain values, and what follows.
+"""The configuration tree with `auto` resolved, in stages.
 
     Config          as written; `auto` possible
-    SizedConfig     number and CPUs of workers are decided, GPUs are not yet (in a sweep)
-    FittedConfig    the whole cluster section is decided (cluster/capacity.fit_to_cluster)
-    ResolvedConfig  also what depends on a device's memory (train/memory_fit.fit_memory)
+    SizedConfig     number and CPUs of workers resolved, GPUs not yet (in a sweep)
+    FittedConfig    cluster section resolved (cluster/capacity.fit_to_cluster)
+    ResolvedConfig  fields that depend on device memory resolved (train/memory_fit.fit_memory)
     RunPlan         a resolved configuration for one number of workers
 
-Code that runs after a decision takes the type that has it, so mypy knows that no `auto` is left.
+Functions take the type of the stage they need, so mypy checks that no `auto` remains.
 """
 
 from __future__ import annotations
@@ -21,76 +21,76 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 class SizedCluster(ClusterSection):
-    """What the run asks of Ray, but for its GPUs."""
+    """Workers and CPUs requested from Ray."""
 
     num_workers: int
     cpus_per_worker: int
 
     @property
     def is_local(self) -> bool:
-        """Whether the run trains in the command's own process (or those of `torchrun`), without Ray's."""
+        """Whether the run trains in the command's process (or `torchrun`'s), without Ray."""
         return self.num_workers == 0
 
 
 class FittedCluster(SizedCluster):
-    """What the run asks of Ray, decided for a cluster."""
+    """Workers, CPUs and GPUs requested from Ray, resolved for a cluster."""
 
     use_gpu: bool
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of a worker: a share of one, or 0 on CPUs."""
+        """GPUs per worker, at most 1; 0 on CPUs."""
         return self.gpus_per_worker if self.use_gpu else 0.0
 
     @property
     def least_workers(self) -> int:
-        """The fewest workers that the run goes on with."""
+        """Minimum number of workers to keep training with."""
         return self.min_workers or self.num_workers
 
 
 class SizedConfig(Config):
-    """A configuration whose workers have a number and a size."""
+    """Configuration with the number and CPUs of workers resolved."""
 
     cluster: SizedCluster
 
 
 class FittedConfig(SizedConfig):
-    """A configuration that was fitted to a cluster."""
+    """Configuration resolved for a cluster."""
 
     cluster: FittedCluster
 
 
 class ResolvedTrain(TrainSection):
-    """Steps, batch and arithmetic, decided for a device's memory."""
+    """Steps, batch and arithmetic, resolved for a device's memory."""
 
     micro_batch_sequences: int
     activation_checkpointing: ActivationCheckpointing
 
 
 class ResolvedConfig(FittedConfig):
-    """A configuration without any `auto` of the cluster or the memory."""
+    """Configuration without `auto` in cluster and memory fields."""
 
     train: ResolvedTrain
 
 
 def decided(kind: type[ConfigT], config: Config, **values: Any) -> ConfigT:
-    """A configuration as a type that allows fewer `auto`, with values in their place.
+    """Convert a configuration to a later stage, with values for its `auto` fields.
 
     Raises:
-        ConfigError: the values do not go with the configuration.
-        ValidationError: an `auto` is left that the kind does not allow.
+        ConfigError: the values conflict with the configuration.
+        ValidationError: an `auto` remains that the stage does not allow.
     """
     return kind.model_validate(config.updated(values).model_dump())
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every worker of an attempt does in a step.
+    """Work of every worker in a step.
 
     Attributes:
         config: `micro_batch_sequences` divides `worker_sequences`.
-        world_size: Number of workers; with fewer than `num_workers` nodes, fewer than that.
-        worker_sequences: Sequences of one worker in a step.
+        world_size: Number of workers, below `num_workers` if the cluster is short of capacity.
+        worker_sequences: Sequences per worker and step.
     """
 
     config: ResolvedConfig
@@ -102,9 +102,9 @@ class RunPlan:
     def of(
         cls, config: FittedConfig, world_size: int, micro_batch_sequences: int, mode: str
     ) -> RunPlan:
-        """The plan for a micro-batch and a mode of activation checkpointing.
+        """Make a plan; `mode` is the activation checkpointing.
 
-        `world_size` divides the global batch, `micro_batch_sequences` a worker's sequences per step.
+        `world_size` must divide the global batch, `micro_batch_sequences` a worker's sequences per step.
         """
         resolved = decided(
             ResolvedConfig,

@@ -1,9 +1,9 @@
-"""One frozen configuration tree with one set of names.
+"""The frozen configuration tree.
 
-A field's name is unique over all sections, so it is at once the YAML key (in its section), the flat
-command line flag (`--peak_lr`), the key of a sweep and the name of the tracked parameter. Values come
-from, later ones winning: the defaults here < a preset or a configuration file < flags. The defaults are
-a small GPT that trains on a laptop; every preset states what it changes.
+Field names are unique over all sections, so one name is the YAML key (in its section), the command line
+flag (`--peak_lr`), the sweep key and the tracked parameter. Precedence: defaults here < preset or
+configuration file < flags. The defaults are a small GPT that trains on a laptop; presets list their
+changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raytrain_gpt.redact import has_secret, holds_secret_value
 
 
 class Config(Strict):
-    """The whole configuration of a run."""
+    """Configuration of a run."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -62,34 +62,34 @@ class Config(Strict):
     def _async_needs_workers(self) -> Config:
         if self.eval.eval_mode == "async" and self.cluster.num_workers == 0:
             raise ValueError(
-                "eval_mode=async evaluates in a Ray task, num_workers=0 has no Ray; set eval_mode to "
-                "inline, or num_workers to 1 or more"
+                "eval_mode=async needs Ray, but num_workers=0 runs without it; set eval_mode to inline, "
+                "or num_workers to 1 or more"
             )
         return self
 
     @model_validator(mode="after")
-    def _one_beginning(self) -> Config:
+    def _one_start(self) -> Config:
         if self.model.init_from and self.run.branch_from:
             raise ValueError(
-                f"branch_from={self.run.branch_from} goes on with a run, init_from={self.model.init_from} "
-                "begins one with weights alone; set one of them to null"
+                f"branch_from={self.run.branch_from} and init_from={self.model.init_from} are mutually "
+                "exclusive: the first continues a run, the second only loads weights; set one to null"
             )
         return self
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Config:
         values = self.field_values()
-        for name, way_out in _URL_FIELDS.items():
+        for name, variables in _URL_FIELDS.items():
             if has_secret(str(values[name])):
                 raise ValueError(
                     f"{name} has a password or key in its URL, which every copy of the configuration "
-                    f"would show; take it out and set {way_out}"
+                    f"would show; remove it and set {variables}"
                 )
         for name in (*_URL_FIELDS, "experiment", "sample_prompt"):
             if holds_secret_value(str(values[name])):
                 raise ValueError(
                     f"{name} contains the value of a secret environment variable, which every copy of the "
-                    "configuration would show; take it out"
+                    "configuration would show; remove it"
                 )
         return self
 
@@ -103,24 +103,15 @@ class Config(Strict):
         return {name: getattr(getattr(self, s), name) for name, (s, _) in FIELDS.items()}
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """A copy with some values replaced and everything validated again.
-
-        Raises:
-            ConfigError: an unknown field or impossible value.
-        """
+        """Replace and validate values; raises ConfigError for an unknown field or invalid value."""
         tree = self.model_dump()
         for name, value in values.items():
             tree[field_section(name)][name] = value
         return _parsed(type(self), tree, "command line")
 
     def to_yaml(self) -> str:
-        """The file that `--config` reads back as this configuration."""
-        return yaml.safe_dump(
-            self.model_dump(),
-            sort_keys=False,
-            allow_unicode=True,
-            width=10_000,
-        )
+        """Render the YAML file that `--config` reads back as this configuration."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True, width=10_000)
 
 
 FIELDS: dict[str, tuple[str, FieldInfo]] = {
@@ -138,28 +129,24 @@ _URL_FIELDS = {
     ),
     "mlflow_uri": "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
 }
-"""Field that may be a URL -> environment variables for the secrets that must not be in it."""
+"""Field that may be a URL -> environment variables for its credentials."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def field_section(name: str) -> str:
-    """Section of a field.
-
-    Raises:
-        ConfigError: there is no field of this name.
-    """
+    """Section of a field; raises ConfigError for an unknown name."""
     if name not in FIELDS:
         raise ConfigError(f"unknown configuration key {name}{suggestion(name, FIELDS)}")
     return FIELDS[name][0]
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> Config:
-    """The validated configuration of a tree: section -> field -> value; missing ones take their defaults.
+    """Validate a tree (section -> field -> value) and fill in defaults.
 
     Raises:
-        ConfigError: one line for the first thing that is wrong; names the source `where` it is.
+        ConfigError: one line for the first error; names the source `where`.
     """
     return _parsed(Config, tree, where)
 
@@ -176,8 +163,8 @@ def _parsed(kind: type[ConfigT], tree: Mapping[str, Any], where: str) -> ConfigT
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        known = {name: field for name, (_, field) in FIELDS.items()}
-        raise ConfigError(refusal(error, known, unknown)) from None
+        fields = {name: field for name, (_, field) in FIELDS.items()}
+        raise ConfigError(refusal(error, fields, unknown)) from None
 
 
 SAFE_ON_RESUME = frozenset(
@@ -186,10 +173,10 @@ SAFE_ON_RESUME = frozenset(
     if SAFE in field.metadata
     or issubclass(cast(type, Config.model_fields[section].annotation), SafeSection)
 )
-"""Fields that may change when a run goes on; all others would change the maths."""
+"""Fields that may change on resume; all others would change the math."""
 
 
 def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Field -> `old -> new` for every value that differs between two flat configurations."""
+    """Field -> `old -> new` for the differences between two flat configurations."""
     names = [name for name in FIELDS if before.get(name) != after.get(name)]
     return {name: f"{before.get(name)} -> {after.get(name)}" for name in names}

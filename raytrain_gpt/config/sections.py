@@ -32,11 +32,11 @@ AUTO_MEMORY_FIELDS = ("micro_batch_sequences", "activation_checkpointing")
 """Fields whose `auto` the memory fit resolves; a resumed run reuses the result."""
 
 SAFE = "may change on resume"
-"""Marker of fields that do not affect the math; changes of all others are refused on resume."""
+"""Marker of fields that do not affect the math; a resumed run refuses changes of all others."""
 
 
 class Strict(BaseModel):
-    """Immutable, without unknown fields, infinities and NaNs; the text below a field describes it."""
+    """Immutable model without unknown fields, infinities and NaNs; docstrings describe fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -45,7 +45,7 @@ class Strict(BaseModel):
     @field_validator("*")
     @classmethod
     def _in_64_bits(cls, value: Any, info: ValidationInfo) -> Any:
-        # Seeds are hashed, so they may have any size where their field does not limit them.
+        # Seeds are hashed, so they may have any size unless their field limits them.
         if isinstance(value, int) and abs(value) >= 2**63 and info.field_name != "seed":
             raise PydanticCustomError("64_bits", "must be less than 2**63")
         return value
@@ -70,23 +70,23 @@ def _is_name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_is_name)]
-"""A directory's name that needs no quotes in a shell or URL."""
+"""Directory name that needs no quotes in a shell or URL."""
 
 
 class SafeSection(Strict):
-    """A section all of whose fields are SAFE."""
+    """Section with only SAFE fields."""
 
 
-def _check_divides(name: str, value: int, whole: str, number: int) -> None:
-    if number % value:
+def _check_divides(name: str, value: int, multiple_name: str, multiple: int) -> None:
+    if multiple % value:
         raise ValueError(
-            f"{name}={value} does not divide {whole}={number}; "
-            f"nearest: {name} {nearest(divisors(number), value)}"
+            f"{name}={value} does not divide {multiple_name}={multiple}; "
+            f"nearest: {name} {nearest(divisors(multiple), value)}"
         )
 
 
 class ModelSection(Strict):
-    """The architecture and its sizes."""
+    """Architecture and sizes."""
 
     architecture: Literal["gpt2", "qwen3"] = "gpt2"
     """Model family; gpt2, or qwen3 (rotary positions, RMSNorm, gated MLP, no biases)."""
@@ -110,7 +110,7 @@ class ModelSection(Strict):
     """Checkpoint to initialize weights from, and any model size left unset; null: random weights."""
 
     @model_validator(mode="after")
-    def _is_possible(self) -> ModelSection:
+    def _is_valid(self) -> ModelSection:
         _check_divides("num_heads", self.num_heads, "embd_size", self.embd_size)
         if self.architecture == "gpt2":
             for name in QWEN3_FIELDS:
@@ -144,7 +144,7 @@ class DataSection(Strict):
 
 
 class OptimSection(Strict):
-    """The optimizer and its learning rate."""
+    """Optimizer and learning rate."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Update rule; adamw, or muon for block matrices with adamw for everything else (both at peak_lr)."""
@@ -233,7 +233,7 @@ class TrainSection(Strict):
 
 
 class SpikesSection(SafeSection):
-    """Bad steps: a loss or gradient norm that is not finite, or far above earlier ones."""
+    """Steps with a loss or gradient norm that is not finite, or far above earlier ones."""
 
     spike_detection: bool = True
     """Detection of loss spikes, with rollback; false: only skip updates that are not finite."""
@@ -253,7 +253,7 @@ class EvalSection(SafeSection):
     eval_every_steps: int = Field(250, ge=1)
     """Steps between evaluations; the last step is always evaluated."""
     eval_tokens: int = Field(10_485_760, ge=1)
-    """Most validation tokens per evaluation; always the first ones of the val split."""
+    """Maximum number of validation tokens per evaluation; always the first of the val split."""
     eval_mode: Literal["inline", "async"] = "inline"
     """Evaluation mode; inline: training waits; async: a separate Ray task evaluates the checkpoints."""
     hellaswag_path: str | None = None
@@ -265,7 +265,7 @@ class EvalSection(SafeSection):
     max_new_tokens: int = Field(32, ge=1)
     """Tokens generated per sample."""
     top_k: int = Field(50, ge=1)
-    """Most likely tokens to sample from."""
+    """Number of most likely tokens to sample from."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: the most likely token."""
 
@@ -276,7 +276,7 @@ class ClusterSection(SafeSection):
     num_workers: Annotated[int | Literal["auto"], AfterValidator(partial(_at_least, 0))] = "auto"
     """Training processes; auto: one per GPU, or 1 without GPUs; 0: local mode, without Ray."""
     min_workers: int | None = Field(None, ge=1)
-    """Fewest workers to keep training with when nodes disappear; null: num_workers."""
+    """Minimum number of workers to keep training with when nodes disappear; null: num_workers."""
     resize_after_s: float = Field(60.0, ge=0)
     """Time that more capacity must be available before scaling up (seconds)."""
     use_gpu: bool | Literal["auto"] = "auto"

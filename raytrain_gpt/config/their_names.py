@@ -1,4 +1,4 @@
-"""Names that settings have in other programs, for whoever types them here."""
+"""Names of settings in other programs, for suggestions."""
 
 from __future__ import annotations
 

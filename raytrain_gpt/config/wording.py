@@ -1,4 +1,4 @@
-"""Words for what is refused: one line with the value, what is wrong with it, and the way out."""
+"""Error messages for refused values: one line with the value, the error and the fix."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raytrain_gpt.format import cut, preview
 
 _MAX_SUGGESTED = 4
 MAX_SHOWN = 80
-"""Characters of a refused value that a message shows."""
+"""Characters of a refused value shown in a message."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for known names of its meaning, else with it as their start, else the nearest."""
+    """`; did you mean X?` for names of the same meaning, else with this prefix, else the nearest."""
     names, spelled = list(known), name.replace("-", "_")
-    if theirs := [one for one in THEIR_NAMES.get(spelled, "").split() if one in names]:
-        return f"; did you mean {' and '.join(theirs)}?"
+    if synonyms := [one for one in THEIR_NAMES.get(spelled, "").split() if one in names]:
+        return f"; did you mean {' and '.join(synonyms)}?"
     near = [one for one in names if name and one.startswith((name, spelled))]
     if not 0 < len(near) <= _MAX_SUGGESTED:
         near = difflib.get_close_matches(spelled, names, n=1, cutoff=0.6)
@@ -31,11 +31,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def refusal(
     error: ValidationError, fields: Mapping[str, FieldInfo], unknown: Callable[[str], str]
 ) -> str:
-    """One line for the first value that is refused; a misspelt key goes before one that is missing then.
+    """One line for the first refused value; misspelled keys come before missing ones.
 
     Args:
-        fields: Those that a value may belong to; its description is the way out.
-        unknown: What is said of a key that there is not, by its path: `section.name`.
+        fields: Fields by name; the description is the hint.
+        unknown: Makes the message for an unknown key from its path: `section.name`.
     """
     errors = error.errors()
     first = next((e for e in errors if e["type"] in ("extra_forbidden", "invalid_key")), errors[0])
@@ -50,6 +50,6 @@ def refusal(
     hint = f" ({described})" if described else ""
     if kind == "missing":
         return f"{name} is missing{hint}"
-    of_types = [e for e in errors if e["loc"][:-1] == path[:-1]]  # one for each type of the field
-    same = of_types if len(path) > depth + 1 else [first]
-    return f"{name}={preview(first['input'], MAX_SHOWN)}: {problem(same)}{hint}"
+    per_type = [e for e in errors if e["loc"][:-1] == path[:-1]]  # one for each type of the field
+    causes = per_type if len(path) > depth + 1 else [first]
+    return f"{name}={preview(first['input'], MAX_SHOWN)}: {problem(causes)}{hint}"

@@ -1,4 +1,4 @@
-"""Continuous batching: continue many prompts together, one token per step, each as if it were alone.
+"""Continuous batching: continue many prompts together, one token per step, without affecting each other.
 
 `DecodingBatch.step` samples one token for every sequence:
 
@@ -65,7 +65,7 @@ class SampledToken:
 
 
 class _Sequence:
-    """The visible part of a prompt (at most seq_len tokens) and the tokens sampled after it."""
+    """The visible tokens of a prompt (at most seq_len) and the tokens sampled after them."""
 
     def __init__(
         self, handle: int, prompt: Sequence[int], options: SamplingOptions, stream: int
@@ -80,7 +80,7 @@ class _Sequence:
 
 
 class DecodingBatch:
-    """Sequences that are continued together; they may join and leave between steps.
+    """Batch of sequences, to which some can be added and removed between steps.
 
     The model runs eagerly and without gradients, even if compiled. Wrap all steps in one autocast, which
     casts each weight only once. Sampling uses the sequences' generators only, so it never changes training.

@@ -31,14 +31,14 @@ class Attention(nn.Module):
         """(B, T, D) -> (B, T, D)."""
         b, t, d = x.shape
         qkv = self.c_attn(x).view(b, t, 3, self.num_heads, -1)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D/H)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (B, H, T, D/H)
         y = attend(q, k, v)  # (B, H, T, D/H)
         out: Tensor = self.c_proj(y.transpose(1, 2).reshape(b, t, d))
         return F.dropout(out, self.dropout, self.training)
 
 
 class MLP(nn.Module):
-    """Two linear maps with a GELU between."""
+    """Two linear layers with a GELU between."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GPT2(GPT):
         self.ln_f = nn.LayerNorm(shape.embd_size)
 
     def init_weights(self, seed: int) -> None:
-        """GPT-2's initialisation: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
+        """GPT-2's initialization: std 0.02, residual projections scaled by 1/sqrt(2·layers)."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = INIT_STD / math.sqrt(2 * self.shape.num_layers)
         for name, module in self.named_modules():
@@ -91,10 +91,10 @@ class GPT2(GPT):
                 nn.init.zeros_(module.bias)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Token and position embeddings added up."""
+        """Sum of token and position embeddings."""
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 
     def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
-        """Attention as it is: the embeddings have the positions."""
+        """Unchanged attention: the embeddings hold the positions."""
         return lambda attend: attend

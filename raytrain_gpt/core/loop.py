@@ -1,7 +1,7 @@
 """The training loop: a generator of step results.
 
 It uses no Ray, no logger and no disk, and never waits for the device: losses and norms stay there until
-somebody reads them.
+they are read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The language model's loss from hidden states, without logits of a full micro-batch.
 
-With GPT-2's vocabulary the logits take most of a step's memory, and their gradient as much again. So the
+With GPT-2's vocabulary the logits take most of a step's memory, and their gradient the same amount. So the
 head runs on one chunk of tokens at a time and computes a chunk's gradients right after its loss: its logits
 are freed before the next chunk, and no matrix product runs twice. Small logits, as of a byte vocabulary, are
 computed at once. So are all logits under `torch.compile`, which fuses the softmax with its surroundings and

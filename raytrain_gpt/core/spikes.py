@@ -2,7 +2,7 @@
 
 A value is a spike if it lies more than `spike_zscore` standard deviations above the rolling mean; low values
 never are. Steps with a bad loss do not enter mean and deviation, so that a long spike cannot become normal,
-and count toward `spike_patience`. A high gradient norm by itself is recorded but does not count, since
+and count toward `spike_patience`. A step with only a high gradient norm is recorded but does not count, since
 clipping bounds its update; it enters the window, since norms may settle at a higher level.
 """
 

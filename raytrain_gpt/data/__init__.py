@@ -1,1 +1,1 @@
-"""Text to token shards, and the order in which they are trained on: NumPy, PyArrow, tiktoken."""
+"""Text to token shards, and their training order: NumPy, PyArrow, tiktoken."""

@@ -1,7 +1,6 @@
-"""Documents that cannot be read: counted, the first ones kept for a report, an error if too many.
+"""Unreadable documents: counted, sampled for a report, an error above a limit.
 
-A document is bad by itself: text that is not UTF-8, a line that is not JSON, a field that is missing or
-not a string. A file that is damaged as a whole is always an error.
+A bad document is not UTF-8, not JSON, or lacks a string in its text field. A damaged file is always an error.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from raytrain_gpt.storage.location import Location
 
 BAD_FILE = "bad_documents.jsonl"
 MAX_KEPT = 100
-"""Bad documents that are listed in the report."""
 
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be read, where it is in its file (a byte or row), and why."""
+    """An unreadable document, its position in its file (byte, row or element), and the reason."""
 
     path: str
     place: str
@@ -31,7 +29,7 @@ class BadDocument:
 
 
 class BadDocuments:
-    """Collects the bad documents of a pass over the text; more than `limit` are an error, None: no limit."""
+    """Bad documents of one pass over the text; more than `limit` raise, unless it is None."""
 
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit
@@ -39,19 +37,11 @@ class BadDocuments:
         self.kept: list[BadDocument] = []
 
     def add(self, path: Location, place: str, why: str) -> None:
-        """Record a document that is left out.
-
-        Raises:
-            DataError: there are more than the limit.
-        """
+        """Record a skipped document; raises a DataError above the limit."""
         self._add(1, [BadDocument(str(path), place, " ".join(why.split()))])
 
     def merge(self, facts: dict[str, Any]) -> None:
-        """Add the `facts` of another pass.
-
-        Raises:
-            DataError: together there are more than the limit.
-        """
+        """Add the `facts` of another pass; raises a DataError if the sum is above the limit."""
         self._add(facts["count"], [BadDocument(**bad) for bad in facts["kept"]])
 
     def _add(self, count: int, kept: list[BadDocument]) -> None:
@@ -67,13 +57,12 @@ class BadDocuments:
             )
         raise DataError(
             f"{self.count} documents cannot be read, more than max_bad_documents={self.limit}, such "
-            f"as {example}; fix them, or set a larger --max_bad_documents"
+            f"as {example}; fix them or raise --max_bad_documents"
         )
 
     def facts(self) -> dict[str, Any]:
-        """The count and the first ones, in types that JSON has."""
+        """Return the count and the first ones, as JSON types."""
         return {"count": self.count, "kept": [asdict(bad) for bad in self.kept]}
 
     def report(self) -> str:
-        """A JSON line for each of the first ones."""
         return "".join(json.dumps(asdict(bad)) + "\n" for bad in self.kept)

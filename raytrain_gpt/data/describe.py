@@ -1,4 +1,4 @@
-"""Output of `data show` (what is in a dataset) and `data stats` (its counts and document lengths)."""
+"""Output of `data show` (contents) and `data stats` (token counts and document lengths)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE_TOKENS = 60
 
 
 def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[str, Any]:
-    """Print what is in a dataset; returns the same facts for JSON."""
+    """Print the contents of a dataset, and return them as JSON types."""
     splits: dict[str, Any] = {}
     for split in SPLITS:
         shards = manifest.split_shards(split)
@@ -39,17 +39,16 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
     say(
         f"dataset {directory} | tokenizer {manifest.tokenizer}, {manifest.vocab_size} ids, {manifest.dtype}"
     )
-    for name, split_facts in splits.items():
+    for name, one in splits.items():
         say(
-            f"  {name:5} {amount(split_facts['tokens'])} tokens in "
-            f"{count(split_facts['documents'], 'document')}, "
-            f"{count(split_facts['shards'], 'shard')}, {size(split_facts['file_bytes'])}"
+            f"  {name:5} {amount(one['tokens'])} tokens in {count(one['documents'], 'document')}, "
+            f"{count(one['shards'], 'shard')}, {size(one['file_bytes'])}"
         )
-    left_out = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
-    if left_out["bad_documents"]:
-        say(f"  skipped: {left_out['bad_documents']} unreadable, see {directory / BAD_FILE}")
-    if left_out["duplicates"]:
-        say(f"  skipped: {count(left_out['duplicates'], 'duplicate')}")
+    skipped = {name: manifest.source.get(name, 0) for name in ("bad_documents", "duplicates")}
+    if skipped["bad_documents"]:
+        say(f"  skipped: {skipped['bad_documents']} unreadable, see {directory / BAD_FILE}")
+    if skipped["duplicates"]:
+        say(f"  skipped: {count(skipped['duplicates'], 'duplicate')}")
     first = manifest.split_shards("train")[0]
     tokens = read_row_group(directory, manifest, first, 0)[: SAMPLE_TOKENS * 2].tolist()
     sample = first_text(read_tokenizer(directory), tokens, SAMPLE_TOKENS)
@@ -61,7 +60,7 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
         "dtype": manifest.dtype,
         "manifest_hash": manifest.hash,
         "splits": splits,
-        "left_out": left_out,
+        "left_out": skipped,
         "sample": sample,
     }
 
@@ -69,11 +68,7 @@ def describe_dataset(directory: Location, manifest: Manifest, say: Log) -> dict[
 def dataset_stats(
     directory: Location, manifest: Manifest, picture: Location, say: Log
 ) -> dict[str, Any]:
-    """Count a dataset, print the counts and write the plot `picture`; returns the same facts for JSON.
-
-    Raises:
-        DataError: a shard is damaged, or the picture cannot be written.
-    """
+    """Print and plot the counts of a dataset; returns them as JSON types, or raises a DataError."""
     started = shown = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -89,9 +84,9 @@ def dataset_stats(
 
     stats = count_dataset(directory, manifest, progress)
     edges = histogram_edges(max(int(one.lengths[-1]) for one in stats.values()))
-    found = facts(stats, read_tokenizer(directory), edges)
+    split_facts = facts(stats, read_tokenizer(directory), edges)
     say(f"dataset {directory} | tokenizer {manifest.tokenizer}, {manifest.vocab_size} ids")
-    for split, one in found.items():
+    for split, one in split_facts.items():
         _say_split(split, one, say)
     with failure_as(DataError, f"cannot write {picture}", "; choose another --png"):
         picture.write_bytes(lengths_picture(stats, edges))
@@ -100,35 +95,31 @@ def dataset_stats(
         "path": str(directory),
         "tokenizer": manifest.tokenizer,
         "manifest_hash": manifest.hash,
-        "splits": found,
+        "splits": split_facts,
         "picture": str(picture),
     }
 
 
-def _say_split(split: str, found: dict[str, Any], say: Log) -> None:
-    lengths, vocabulary = found["document_tokens"], found["vocabulary"]
+def _say_split(split: str, facts: dict[str, Any], say: Log) -> None:
+    lengths, vocabulary = facts["document_tokens"], facts["vocabulary"]
     say(
-        f"  {split:5} {amount(found['tokens'])} tokens in {count(found['documents'], 'document')}, "
-        f"{found['bytes_per_token']:.2f} bytes/token"
+        f"  {split:5} {amount(facts['tokens'])} tokens in {count(facts['documents'], 'document')}, "
+        f"{facts['bytes_per_token']:.2f} bytes/token"
     )
     quantiles = ", ".join(f"{name} {value}" for name, value in lengths.items() if name != "mean")
     say(f"        tokens per document: mean {lengths['mean']:.1f}, {quantiles}")
-    unseen = found["tokens_not_in_train"]
+    unseen = facts["tokens_not_in_train"]
     say(
         f"        {vocabulary['ids']} of {vocabulary['vocab_size']} ids occur "
         f"({vocabulary['coverage']:.1%}), {vocabulary['entropy_bits']:.2f} bits/token"
-        + (f", {unseen} tokens have ids that do not occur in train" if unseen else "")
+        + (f", {unseen} tokens have ids absent from train" if unseen else "")
     )
     most = vocabulary["most_frequent"][:_SHOWN_IDS]
     say("        most frequent: " + ", ".join(f"{m['text']!r} {m['fraction']:.1%}" for m in most))
 
 
 def lengths_picture(stats: dict[Split, SplitStats], edges: np.ndarray[Any, Any]) -> bytes:
-    """A PNG with the shares of documents and of tokens by document length, on a log scale.
-
-    The val split is drawn if it has enough documents to have a shape. `edges` are those of
-    `histogram_edges`, int64 (bins + 1,).
-    """
+    """Plot fractions of documents and tokens by length, as a PNG; `edges` as in `histogram_edges`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -148,12 +139,12 @@ def lengths_picture(stats: dict[Split, SplitStats], edges: np.ndarray[Any, Any])
     axes.set_xlim(1, float(edges[-1]))
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g} %"))
-    axes.set_xlabel("tokens per document, with its end token")
-    axes.set_ylabel("share per bin")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:g}%"))
+    axes.set_xlabel("tokens per document, end token included")
+    axes.set_ylabel("fraction per bin")
     axes.set_title(
         f"half of the {_short(train.num_documents)} train documents have at most "
-        f"{_short(train.quantile(0.5))} tokens, 1 % have more than {_short(train.quantile(0.99))}",
+        f"{_short(train.quantile(0.5))} tokens, 1% have more than {_short(train.quantile(0.99))}",
         fontsize=10,
         color=_INK,
     )

@@ -1,9 +1,8 @@
-"""Documents of text in a piece of a source file.
+"""Documents of text in a chunk of a source file.
 
-A JSON line, an element of a JSON array, a row of a `.parquet` file and any other file as a whole, or what
-it has between separators, is a document. Every document has its file's name and a position inside the file
-(0, the element, the row, the byte offset in the text), so that its split does not depend on who
-reads it, or on where the file is.
+A document is a JSON line, an element of a JSON array, a row of a `.parquet` file, or any other file, cut at
+separators if there are any. Its file name and its position in that file (0, element, row or byte offset in
+the text) decide its split.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ STDLIB = "stdlib"
 _JSON = (".json", ".json.gz", ".json.zst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 MAX_LINE_BYTES = 2**26
-"""Limit for a JSON line, of which several copies are held in memory."""
+"""Longest JSON line; several copies of it are held in memory."""
 _READ_BYTES = 2**23
-"""Size of a request to a store, and of the steps in which an overlong line is skipped."""
+"""Size of a store request, and of a step when skipping an overlong line."""
 _PARQUET_BATCH_ROWS = 1024
 MAX_LISTED_DEPTH = 8
-"""Objects inside one another whose fields a message lists."""
+"""Nesting depth to which error messages list fields."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its position in its file, and its text."""
+    """The text of a document, and its position in its file."""
 
     position: int
     text: str
@@ -48,16 +47,15 @@ class Document:
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """A part of one source file that is read independently.
+    """A range of a source file that one task can read independently.
 
     Attributes:
-        name: The file's path relative to the source it was found in.
+        name: The file's path relative to its source.
         location: The file; `stdlib:` and a relative path for the standard library.
-        start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for a file that is
-            read whole.
-        stop: The end, exclusive, in the same unit; for a compressed file its size.
-        text_bytes: Roughly how much text it contains, or its ids stand for.
-        ids: For token ids their dtype (`.bin`, `.npy`) or column (`.parquet`); None: text.
+        start: First byte (`.jsonl`, `.bin`, `.npy`) or row group (`.parquet`); 0 for an undivided file.
+        stop: The end in the same unit; for a compressed file its size.
+        text_bytes: Approximate bytes of text in it, or behind its ids.
+        ids: Dtype (`.bin`, `.npy`) or column (`.parquet`) of token ids, or None for text.
         tokens: Number of ids, for parquet an upper bound; 0 for text.
     """
 
@@ -72,7 +70,6 @@ class SourcePiece:
 
 @cache
 def stdlib_root() -> Path:
-    """The directory of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -82,15 +79,15 @@ def read_documents(
     bad: BadDocuments | None = None,
     separator: str | None = None,
 ) -> Iterator[Document]:
-    """The documents of a piece of text, in order.
+    """Yield the documents of a chunk of text, in order.
 
     Args:
         text_field: Field of a JSON object, or column of a parquet file; `meta.text` is text in meta.
-        bad: Collects those that cannot be read; None: the first one is an error.
-        separator: What stands between the documents of a text file; None: it is one document.
+        bad: Collects unreadable documents; without it, the first one is an error.
+        separator: As in `Plan`.
 
     Raises:
-        DataError: more bad documents than the limit, or a damaged file; names file and place.
+        DataError: more bad documents than the limit, or a damaged file; gives file and position.
     """
     bad = bad or BadDocuments()
     name = piece.location.name
@@ -109,14 +106,14 @@ def read_documents(
 
 def _text_documents(path: Location, bad: BadDocuments, separator: str | None) -> Iterator[Document]:
     with failure_as(DataError, f"cannot read {path}"):
-        for position, content in _whole(path) if separator is None else _parts(path, separator):
+        for position, content in _undivided(path) if separator is None else _split(path, separator):
             try:
                 yield Document(position, content.decode("utf-8"))
             except UnicodeDecodeError as error:
                 bad.add(path, f"byte {position + error.start}", "not UTF-8")
 
 
-def _whole(path: Location) -> Iterator[tuple[int, bytes]]:
+def _undivided(path: Location) -> Iterator[tuple[int, bytes]]:
     if (compression := _compression(path)) is None:
         yield 0, path.read_bytes()
     else:
@@ -124,8 +121,8 @@ def _whole(path: Location) -> Iterator[tuple[int, bytes]]:
             yield 0, file.read()
 
 
-def _parts(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
-    """(position, content) between separators, without newlines around it; holds one part at a time."""
+def _split(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, content) between separators, stripped of newlines; holds one document at a time."""
     mark = separator.encode("utf-8", "surrogateescape")  # a flag that is not UTF-8 has surrogates
     held, start, looked, is_end = bytearray(), 0, 0, False  # `held` starts at byte `start`
     with _opened(path, _compression(path)) as file:
@@ -136,10 +133,10 @@ def _parts(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
                     held += more
                     continue
                 is_end, stop = True, len(held)
-            with memoryview(held) as view:  # one copy less of what may be the whole file
-                part = bytes(view[:stop]).lstrip(b"\r\n")
-            if part.strip():
-                yield start + stop - len(part), part.rstrip(b"\r\n")
+            with memoryview(held) as view:  # avoids a copy that may be as large as the file
+                content = bytes(view[:stop]).lstrip(b"\r\n")
+            if content.strip():
+                yield start + stop - len(content), content.rstrip(b"\r\n")
             del held[: stop + len(mark)]
             start, looked = start + stop + len(mark), 0
 
@@ -154,18 +151,16 @@ def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedRe
             return path.path.open("rb")
         file = path.open()
         if compression is not None:
-            if not path.is_local:  # otherwise every request is for 64 KiB
+            if not path.is_local:  # otherwise each request reads 64 KiB
                 file = pa.BufferedInputStream(file, _READ_BYTES)
             file = pa.CompressedInputStream(file, compression)
         return io.BufferedReader(file, _READ_BYTES)
 
 
 def text_in(content: object, field: str) -> str:
-    """The text of a field; `meta.text` is the field text in meta, unless a field has that name.
+    """Return a field's text; `meta.text` is text in meta, unless a field has that very name.
 
-    Raises:
-        TypeError: the content has no fields, or the field is not a string.
-        LookupError: it lacks the field; lists those with text.
+    Raises a LookupError, which lists the fields with text, or a TypeError for a field without text.
     """
     if not isinstance(content, dict):
         raise TypeError(f"it is {_kind(content)}, not an object with the field {field}")
@@ -173,9 +168,9 @@ def text_in(content: object, field: str) -> str:
     for key in [field] if field in content else field.split("."):
         if not isinstance(value, dict) or key not in value:
             first = next(_text_fields(content), None)
-            there = "fields" if first is None else "fields with text"
+            kind = "fields" if first is None else "fields with text"
             names = listed(content if first is None else _text_fields(content))
-            raise LookupError(f"no field {field}; {there}: {names}")
+            raise LookupError(f"no field {field}; {kind}: {names}")
         value = value[key]
     if not isinstance(value, str):
         raise TypeError(f"field {field} is {_kind(value)}, not a string")
@@ -196,14 +191,14 @@ def _kind(value: object) -> str:
 
 
 def _starts_array(path: Location) -> bool:
-    """Whether a JSON file is one array rather than JSON lines; lines of arrays have no fields."""
+    """Whether a JSON file is one array, not JSON lines (an array in a line would have no fields)."""
     try:
         with _opened(path, _compression(path)) as file:
             while (first := file.read(1)).isspace():
                 pass
             return first == b"["
     except OSError:
-        return False  # the reader of lines says why
+        return False  # _jsonl_documents reports the error
 
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
@@ -213,7 +208,7 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
         with _opened(path, compression) as file:
             if piece.start:
                 position = _next_line(file, piece)
-            # Where compressed text ends is known only at its end.
+            # The length of compressed text is unknown until its end.
             while (position < piece.stop or compression) and (
                 line := file.readline(MAX_LINE_BYTES)
             ):
@@ -239,11 +234,11 @@ def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> 
 
 
 def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
-    """Skip the line that belongs to the previous piece, and return the position after it."""
+    """Skip the line that the previous chunk reads; returns the position after it."""
     position = file.seek(piece.start - 1)
-    while position < piece.stop and (part := file.readline(_READ_BYTES)):
-        position += len(part)
-        if part.endswith(b"\n"):
+    while position < piece.stop and (line := file.readline(_READ_BYTES)):
+        position += len(line)
+        if line.endswith(b"\n"):
             break
     return position
 

@@ -1,11 +1,11 @@
 """Imported token ids: read and checked, never cut.
 
-    .bin      nanoGPT: uint16 ids and nothing else; llm.c: 256 int32 (magic, version, number of ids), then
+    .bin      nanoGPT: uint16 ids without a header; llm.c: 256 int32 (magic, version, number of ids), then
               uint16 (GPT-2) or uint32 (LLaMA 3) ids
-    .npy      one dimension of integers, as build-nanogpt writes them
-    .parquet  lists of integers, one row after the other, in a column input_ids, tokens or --text_field
+    .npy      a 1-D array of integers, as build-nanogpt writes them
+    .parquet  lists of integers, row after row, in a column input_ids, tokens or --text_field
 
-Ids are copied unchanged: nothing is added, and a document ends at `eot` where there is one.
+Ids are copied unchanged; documents end at `eot`, and none is added.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from raytrain_gpt.storage.location import Location
 COLUMNS = ("input_ids", "tokens")
 HEADER_BYTES = 1024
 LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Magic number -> version and dtype of the ids, as llm.c's dev/data writes them for GPT-2 and LLaMA 3."""
+"""Magic number -> version and id dtype of GPT-2 and LLaMA 3 files. Source: llm.c, dev/data."""
 _CHUNK_IDS = 2**22
 _CHUNK_ROWS = 1024
 
 Ids = NDArray[np.integer[Any]]
 Layout = tuple[np.dtype[Any], int]
-"""Type of the ids in a file, and the byte at which they begin; they go on to its end."""
+"""Dtype of a file's ids, and the byte offset of the first; they extend to the end of the file."""
 
 
 @dataclass(frozen=True)
 class IdChunk:
-    """Consecutive ids of a piece.
+    """Consecutive ids of a source chunk.
 
     Attributes:
         ids: Integers (n,).
-        name: What `position` counts in: the file, or a row group of it.
-        position: Of the first id: its byte in the file, or its index in the row group.
-        step: Difference between the positions of two neighbouring ids.
-        offset: Ids of the piece before this chunk.
-        opens: Whether the first id is known to begin a document.
+        name: The file or row group in which `position` counts.
+        position: Byte offset in the file, or index in the row group, of the first id.
+        step: Difference between the positions of adjacent ids.
+        offset: Ids of the source chunk before these.
+        opens: Whether the first id certainly starts a document.
     """
 
     ids: Ids
@@ -59,11 +59,7 @@ class IdChunk:
 
 
 def read_layout(path: Location, size: int) -> Layout:
-    """The layout of a `.bin` or `.npy` file, checked against its size in bytes.
-
-    Raises:
-        DataError: it is of no known kind, or truncated.
-    """
+    """Read the layout of a `.bin` or `.npy` file of `size` bytes; raises a DataError for a damaged file."""
     with failure_as(DataError, f"cannot read source {path}"), path.open() as file:
         if path.name.endswith(".npy"):
             return _npy_layout(path, file, size)
@@ -73,18 +69,18 @@ def read_layout(path: Location, size: int) -> Layout:
 def _bin_layout(path: Location, head: bytes, size: int) -> Layout:
     numbers = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(numbers[0]) if len(numbers) else 0
-    # Read as uint16 ids, the zeros in an llm.c header would be 506 times the first token of a vocabulary.
+    # As uint16 ids, the zeros of an llm.c header would be 506 repeats of token 0.
     has_header = len(head) == HEADER_BYTES and not numbers[3:].any()
     if magic not in LLMC_KINDS:
         if has_header:
-            known = " and ".join(map(str, LLMC_KINDS))
+            expected = " or ".join(map(str, LLMC_KINDS))
             raise DataError(
-                f"source {path} has a header like llm.c's with magic number {magic}, not {known}; "
+                f"source {path} has an llm.c-style header with magic number {magic}, not {expected}; "
                 "recreate it with a current llm.c, or import its text"
             )
         if size % 2:
             raise DataError(
-                f"source {path} has an odd number of bytes, {size}, so it is truncated or not a file of "
+                f"source {path} has an odd number of bytes, {size}: it is truncated or does not contain "
                 "uint16 ids; download or recreate it"
             )
         return np.dtype("<u2"), 0
@@ -116,7 +112,7 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
         ) from None
     if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(
-            f"source {path} contains {dtype} of shape {shape}, not one dimension of integers; save the "
+            f"source {path} contains {dtype} of shape {shape}, not a 1-D array of integers; save the "
             "ids as numpy.uint16 (tokens,)"
         )
     start = int(file.tell())
@@ -124,16 +120,16 @@ def _npy_layout(path: Location, file: pa.NativeFile, size: int) -> Layout:
     return dtype, start
 
 
-def _check_size(path: Location, size: int, num_ids: int, wanted: int) -> None:
-    if size != wanted:
+def _check_size(path: Location, size: int, num_ids: int, expected: int) -> None:
+    if size != expected:
         raise DataError(
-            f"source {path} has {size} bytes, but its header says {num_ids} ids, which take {wanted}; "
+            f"source {path} has {size} bytes, but the {num_ids} ids in its header need {expected}; "
             "download or recreate it"
         )
 
 
 def id_column(schema: pa.Schema, text_field: str) -> str | None:
-    """The column of a parquet file with token ids; None: it contains text, or neither."""
+    """Return the token id column of a parquet file, or None without one."""
     columns = [text_field] if text_field in schema.names else COLUMNS
     return next((c for c in columns if c in schema.names and _is_id_list(schema, c)), None)
 
@@ -147,11 +143,7 @@ def _is_id_list(schema: pa.Schema, column: str) -> bool:
 
 
 def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:
-    """The ids of a piece, in order.
-
-    Raises:
-        DataError: the file is damaged, or contains an id that the tokenizer lacks; says where.
-    """
+    """Yield a chunk's ids; raises a DataError if the file is damaged or an id is outside the vocabulary."""
     chunks = _parquet_chunks if piece.location.name.endswith(".parquet") else _flat_chunks
     num_ids = encoding.max_token_value + 1
     offset, opens = 0, False
@@ -165,8 +157,8 @@ def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChun
             raise DataError(
                 f"{piece.location} has token id {low if low < 0 else top} at "
                 f"{'byte' if not inside else 'id'} {chunk.position + at * chunk.step}{inside}, but the "
-                f"vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer to the "
-                "one that made the ids"
+                f"vocabulary of {encoding.name} is 0 to {num_ids - 1}; set --tokenizer to the one that made "
+                "the ids"
             )
         if len(chunk.ids):
             yield replace(chunk, offset=offset, opens=opens)
@@ -178,12 +170,12 @@ def _flat_chunks(piece: SourcePiece) -> Iterator[IdChunk]:
     step = _CHUNK_IDS * dtype.itemsize
     with failure_as(DataError, f"cannot read {piece.location}"), piece.location.open() as file:
         for start in range(piece.start, piece.stop, step):
-            wanted = min(step, piece.stop - start)
-            content = file.read_at(wanted, start)
-            if len(content) != wanted:
+            num_bytes = min(step, piece.stop - start)
+            content = file.read_at(num_bytes, start)
+            if len(content) != num_bytes:
                 raise DataError(
                     f"{piece.location} ends at byte {start + len(content)} instead of {piece.stop}: it "
-                    "changed while it was read; start again"
+                    "changed while it was read; run the command again"
                 )
             yield IdChunk(np.frombuffer(content, dtype), piece.name, start, dtype.itemsize)
 

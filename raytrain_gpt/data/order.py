@@ -1,16 +1,15 @@
-"""Which sequences are trained on in which step: a pure function of a few integers.
+"""The training order: the sequences of a step as a pure function of a few integers.
 
-The sequences of a split are numbered in manifest order. An epoch is laid out as follows:
+Sequences of a split are numbered in manifest order. An epoch consists of:
 
-1. **Stream**: the row groups in an order drawn from (seed, epoch), laid end to end.
-2. **Window**: a run of whole global batches of the stream, about 64M tokens; its sequences are
-   permuted, drawn from (seed, epoch, window). A small dataset is one window: a full shuffle.
-3. **Global batch** i is the i-th slice of `batch_sequences` of the windows laid end to end, and
-   rank r of W takes the r-th of W equal slices of it.
+1. **Stream**: the row groups, concatenated in an order drawn from (seed, epoch).
+2. **Window**: consecutive global batches of the stream, about 64M tokens, whose sequences are permuted by a
+   draw from (seed, epoch, window). A small dataset is one window, so it is fully shuffled.
+3. **Global batch** i: the i-th slice of `batch_sequences` of the concatenated windows. Rank r of W takes
+   the r-th of its W equal slices.
 
-So a step trains on the same set for every number of workers that divides the batch, and the position
-is one integer, `batch`, counted over all epochs. An epoch leaves out less than one global batch, other
-sequences each time.
+A step trains on the same set for every worker count that divides the batch, and the position is one integer,
+`batch`, counted over all epochs. An epoch drops less than one global batch, different sequences each time.
 """
 
 from __future__ import annotations
@@ -26,68 +25,60 @@ from raytrain_gpt.format import count
 
 ORDER_VERSION = 1
 WINDOW_TOKENS = 2**26
-"""Tokens shuffled together; part of the order, so it never depends on the machine."""
+"""Tokens shuffled together; it defines the order, so it never depends on the machine."""
 
 Ids = NDArray[np.int64]
 
 
 def permutation(size: int, *key: int) -> Ids:
-    """A permutation of range(size) that depends on the key alone.
+    """Permute range(size) by the key: a stable sort of raw PCG64 draws.
 
-    It uses raw PCG64 draws and a stable sort, which NumPy guarantees never to change, unlike the
-    algorithm of `Generator.permutation`.
+    NumPy guarantees both never to change, unlike the algorithm of `Generator.permutation`.
     """
     seed, *spawn_key = key
-    draws = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key))).random_raw(
-        size
-    )
-    return np.argsort(draws, kind="stable")
+    generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(spawn_key)))
+    return np.argsort(generator.random_raw(size), kind="stable")
 
 
 @lru_cache(maxsize=16)
 def _shuffled_row_groups(num: int, seed: int, epoch: int) -> Ids:
-    """The row groups of an epoch, cached for all `Order`s of a process: 4M of them take 0.5 s."""
+    """Shuffle an epoch's row groups, cached for all `Order`s of a process: 4M of them take 0.5 s."""
     units = permutation(num, seed, epoch)
     units.flags.writeable = False
     return units
 
 
 class Stream:
-    """A split's sequences, epoch after epoch, each with the row groups in a new order.
-
-    Args:
-        row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
-    """
+    """A split's sequences, with row groups of `row_group_sequences` (int64) in a new order each epoch."""
 
     def __init__(self, row_group_sequences: Ids, seed: int) -> None:
         self._sizes, self._seed = row_group_sequences, seed
         ends = np.cumsum(row_group_sequences)
         self._first_ids = ends - row_group_sequences
         self.num_sequences = int(ends[-1]) if len(ends) else 0
-        # Cached by instance: an epoch is asked for again and again.
+        # Cached per instance: consecutive batches share an epoch.
         self._epoch = lru_cache(maxsize=2)(self._row_groups)
 
     def _row_groups(self, epoch: int) -> tuple[Ids, Ids]:
-        """The row groups of an epoch, and the place after the last sequence of each."""
+        """Return an epoch's row groups, and the position after the last sequence of each."""
         units = _shuffled_row_groups(len(self._sizes), self._seed, epoch)
         return units, np.cumsum(self._sizes[units])
 
-    def ids(self, epoch: int, places: Ids) -> Ids:
-        """Sequence ids at places of an epoch, int64 of the same shape."""
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """Return the sequence ids at positions of an epoch, int64 of the same shape."""
         units, ends = self._epoch(epoch)
-        at = np.searchsorted(ends, places, side="right")
+        at = np.searchsorted(ends, positions, side="right")
         unit = units[at]
-        return self._first_ids[unit] + places - (ends[at] - self._sizes[unit])
+        return self._first_ids[unit] + positions - (ends[at] - self._sizes[unit])
 
 
 class Order:
     """The order of a split's sequences over all epochs.
 
     Args:
-        row_group_sequences: int64 (row groups,): sequences of each row group, in manifest order.
-        batch_sequences: Sequences of a global batch, over all ranks.
-        seq_len: Tokens of a sequence, without the last target.
-        window_tokens: Tokens shuffled together; other values than the default are for tests.
+        row_group_sequences: Sequences per row group in manifest order, int64 (row groups,).
+        batch_sequences: Sequences per global batch.
+        window_tokens: Tokens shuffled together; only tests change it.
 
     Raises:
         DataError: the split has fewer sequences than one global batch.
@@ -104,11 +95,11 @@ class Order:
         self._stream = Stream(row_group_sequences, seed)
         self.num_sequences = self._stream.num_sequences
         if self.num_sequences < batch_sequences:
-            way = f"set global_batch_tokens to at most {self.num_sequences * seq_len}"
+            fix = f"set global_batch_tokens to at most {self.num_sequences * seq_len}"
             raise DataError(
                 f"the train split has {count(self.num_sequences, 'sequence')} of {count(seq_len, 'token')}, "
                 f"fewer than the {batch_sequences} of one global batch; use more data or "
-                f"{way if self.num_sequences else 'a smaller seq_len'}"
+                f"{fix if self.num_sequences else 'a smaller seq_len'}"
             )
         self._batch_sequences, self._seed = batch_sequences, seed
         batch_tokens = batch_sequences * seq_len
@@ -116,23 +107,21 @@ class Order:
         self.batches_per_epoch = self.num_sequences // batch_sequences
         windows = -(-self.batches_per_epoch * batch_tokens // window_tokens)
         self.windows_per_epoch = min(self.batches_per_epoch, max(1, windows))
-        # Cached by instance: a window is asked for again and again.
+        # Cached per instance: consecutive batches share a window.
         self._window = lru_cache(maxsize=2)(self._drawn_window)
 
     @property
     def remainder_sequences(self) -> int:
-        """Sequences that are left out of each epoch."""
         return self.num_sequences - self.batches_per_epoch * self._batch_sequences
 
     def epoch(self, batch: int) -> int:
-        """Epoch of a global batch."""
         return batch // self.batches_per_epoch
 
     def _bound(self, window: int) -> int:
         return window * self.batches_per_epoch // self.windows_per_epoch
 
     def window_end(self, batch: int) -> int:
-        """The first global batch after the window of `batch`."""
+        """Return the first global batch after the window of `batch`."""
         epoch, i = divmod(batch, self.batches_per_epoch)
         return epoch * self.batches_per_epoch + self._bound(self._window_of(i) + 1)
 
@@ -148,17 +137,14 @@ class Order:
         return self._stream.ids(epoch, positions)
 
     def batch_ids(self, batch: int) -> Ids:
-        """Sequence ids, int64 (batch_sequences,), of a global batch, as the ranks slice it."""
+        """Return the sequence ids of a global batch in rank order, int64 (batch_sequences,)."""
         epoch, i = divmod(batch, self.batches_per_epoch)
         window = self._window_of(i)
         start = (i - self._bound(window)) * self._batch_sequences
         return self._window(epoch, window)[start : start + self._batch_sequences]
 
     def chunks(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Global batches [first, stop) cut into what one task reads.
-
-        A chunk is a window, or several small ones up to the size of one, and ends where a window ends.
-        """
+        """Cut global batches [first, stop) into ranges for one task each: a window, or several small ones."""
         chunks: list[tuple[int, int]] = []
         while first < stop:
             end = self.window_end(first)
@@ -170,11 +156,11 @@ class Order:
 
 
 BatchRanges = tuple[tuple[int, int], ...]
-"""Ranges [first, stop) of global batches that are skipped after loss spikes."""
+"""Ranges [first, stop) of global batches skipped after loss spikes."""
 
 
 def skip_past(batch: int, skipped: BatchRanges) -> int:
-    """The first global batch from `batch` on that is not skipped."""
+    """Return the first unskipped global batch from `batch` on."""
     for first, stop in sorted(skipped):
         if first <= batch < stop:
             batch = stop
@@ -182,7 +168,7 @@ def skip_past(batch: int, skipped: BatchRanges) -> int:
 
 
 def batches_to_read(first: int, count: int, skipped: BatchRanges) -> list[tuple[int, int]]:
-    """Ranges [first, stop) of the next `count` global batches from `first` on, without skipped ones."""
+    """Return the next `count` unskipped global batches from `first` on, as ranges [first, stop)."""
     ranges: list[tuple[int, int]] = []
     while count > 0:
         first = skip_past(first, skipped)
@@ -195,7 +181,7 @@ def batches_to_read(first: int, count: int, skipped: BatchRanges) -> list[tuple[
 
 
 def batch_before(batch: int, count: int, skipped: BatchRanges) -> int:
-    """The global batch that was read `count` steps before `batch`."""
+    """Return the global batch read `count` steps before `batch`."""
     for _ in range(count):
         batch -= 1
         for first, stop in sorted(skipped, reverse=True):
@@ -205,10 +191,9 @@ def batch_before(batch: int, count: int, skipped: BatchRanges) -> int:
 
 
 def sequence_hashes(ids: Ids) -> Ids:
-    """A 48-bit hash of each sequence id (splitmix64); sums of them may wrap around in int64.
+    """Hash each sequence id to 48 bits (splitmix64); sums of hashes may wrap around in int64.
 
-    Args:
-        ids: int64, any shape; negative ids (padding) hash to 0.
+    `ids` are int64 of any shape; negative ids (padding) hash to 0.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
@@ -220,15 +205,10 @@ def sequence_hashes(ids: Ids) -> Ids:
 
 
 def extend_order_hash(order_hash: str, batch_sum: int) -> str:
-    """The rolling hash after one more global batch.
+    """Extend the rolling hash by one global batch; returns 16 hex digits.
 
-    Args:
-        order_hash: Hex, up to the step before; initially the manifest's hash, so that equal hashes
-            mean equal data and not only equal positions in it.
-        batch_sum: Sum of the batch's `sequence_hashes`; the same however ranks share the batch.
-
-    Returns:
-        16 hex digits.
+    It starts as the manifest's hash, so that equal hashes mean equal data. `batch_sum` is the sum of the
+    batch's `sequence_hashes`, the same for any split of it over ranks.
     """
     content = bytes.fromhex(order_hash) + (batch_sum % 2**64).to_bytes(8, "little")
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,13 +1,13 @@
-"""The directory of a preparation, from before its first task until it is a dataset.
+"""The directory of a preparation, from its first task to the finished dataset.
 
     <dataset>/unfinished/plan         hash of the plan
-    <dataset>/unfinished/repair       while a finished dataset is repaired: its manifest
+    <dataset>/unfinished/repair       manifest of a finished dataset during its repair
     <dataset>/unfinished/00000.hashes hashes of a task's documents, with `dedupe`
-    <dataset>/unfinished/00000.json   result of a task; it counts only while its shards are there
+    <dataset>/unfinished/00000.json   result of a task; valid only while its shards exist
 
-`start` also repairs a finished dataset of which files were lost or cut off: the manifest is removed
-first, so that it never vouches for missing data, and written again last. If it differs then (another
-version of pyarrow writes other bytes), the previous one is kept as `manifest-before.json`.
+`start` also repairs a finished dataset with lost or truncated files. It removes the manifest first, so that
+it never vouches for missing data, and `finish` writes it last. If the new manifest differs (different pyarrow
+versions write different bytes), the previous one is saved as `manifest-before.json`.
 """
 
 from __future__ import annotations
@@ -52,25 +52,23 @@ _FILE = re.compile(
 _NOTE = re.compile(
     rf"({_PLAN_FILE}|{_REPAIR_FILE}|\d{{5,}}\.(hashes|json))(\.[0-9a-f]{{8}}{re.escape(UNFINISHED)})?"
 )
-"""Names of a preparation's own files; no other file there is ever removed."""
+"""Names of files that a preparation writes; it never removes any other file."""
 
 NoteSuffix = Literal[".hashes", ".json"]
 
 
 def task_file(directory: LocationLike, task: int, suffix: NoteSuffix) -> Location:
-    """The file with the hashes of a task's documents, or with its result."""
     return Location.of(directory) / _NOTES_DIR / f"{task:05d}{suffix}"
 
 
 def done_tasks(directory: LocationLike, suffix: NoteSuffix) -> set[int]:
-    """Tasks whose hashes, or whose results, an earlier preparation wrote."""
     names = (Location.of(directory) / _NOTES_DIR).names()
     stems = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
     return {int(stem) for stem in stems if stem.isdecimal()}
 
 
 def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
-    """The result of a task, as `write_result` returned it; None: the task has to run."""
+    """Read what `write_result` returned for a task, or None if the task must run."""
     directory = Location.of(directory)
     file = task_file(directory, task, ".json")
     if not file.exists():
@@ -79,20 +77,19 @@ def read_result(directory: LocationLike, task: int) -> dict[str, Any] | None:
         result: dict[str, Any] = parse_json(file.read_bytes())
         shards = [Shard.model_validate(shard) for shard in result["shards"]]
         BadDocuments(None).merge(result["bad"])
-        is_done = result["task"] == task and all(_is_whole(directory, shard) for shard in shards)
+        is_done = result["task"] == task and all(_is_intact(directory, shard) for shard in shards)
     except (ValueError, KeyError, TypeError):
-        return None  # cut off by a crash, or damaged
+        return None  # truncated by a crash, or damaged
     return result if is_done else None
 
 
 def write_result(
     directory: LocationLike, task: int, shards: list[Shard], bad: BadDocuments, num_duplicates: int
 ) -> dict[str, Any]:
-    """Record that a task is done, after its last shard.
+    """Record a finished task, after its last shard.
 
-    Returns:
-        `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
-        `bad` documents and the number of `duplicates`.
+    Returns `task`, `documents`, `tokens` and `text_bytes` written, manifest entries `shards`, facts of the
+    `bad` documents and the number of `duplicates`.
     """
     result = {
         "task": task,
@@ -107,7 +104,7 @@ def write_result(
     return result
 
 
-def _is_whole(directory: Location, shard: Shard) -> bool:
+def _is_intact(directory: Location, shard: Shard) -> bool:
     try:
         return (directory / shard.path).size_bytes() == shard.file_bytes
     except FileNotFoundError:
@@ -117,17 +114,13 @@ def _is_whole(directory: Location, shard: Shard) -> bool:
 def start(
     directory: LocationLike, plan: Plan, encoding: tiktoken.Encoding, log: Log | None = None
 ) -> Manifest | None:
-    """Make the directory ready for the tasks.
+    """Make the directory ready for the tasks; returns the manifest if the dataset is complete, else None.
 
-    Results of an interrupted preparation of the same plan are kept, those of another plan removed. In a
-    finished dataset of this plan, a damaged tokenizer and shards that are missing or have another size
-    are marked to be prepared again.
-
-    Returns:
-        The manifest if this dataset is already complete, else None.
+    Results of an interrupted preparation count if it has the same plan, and are removed otherwise. In a
+    finished dataset of this plan, a damaged tokenizer is rewritten, and damaged shards are scheduled.
 
     Raises:
-        DataError: the directory contains another dataset, a damaged manifest, or something else.
+        DataError: the directory contains a different dataset, a damaged manifest or unrelated files.
     """
     directory = Location.of(directory)
     notes, tokenizer = directory / _NOTES_DIR, tokenizer_json(encoding)
@@ -142,22 +135,22 @@ def start(
             return manifest
         if log:
             log(
-                f"missing or cut off: {len(damaged)} of {count(len(manifest.shards), 'shard')} of "
-                f"{directory}, such as {damaged[0].path}; preparing them again"
+                f"missing or truncated in {directory}: {len(damaged)} of "
+                f"{count(len(manifest.shards), 'shard')}, such as {damaged[0].path}; rebuilding them"
             )
         _reopen(directory, plan, manifest, damaged)
         return None
     others = [name for name in directory.names() if not name.startswith(".")]
     plan_file = notes / _PLAN_FILE
-    begun = plan_file.read_bytes().decode(errors="replace") if plan_file.is_file() else ""
-    if others and not _HASH.fullmatch(begun):
+    plan_hash = plan_file.read_bytes().decode(errors="replace") if plan_file.is_file() else ""
+    if others and not _HASH.fullmatch(plan_hash):
         raise DataError(
-            f"{directory} is not empty and not a dataset; choose another --out, or empty it"
+            f"{directory} is not empty and not a dataset; choose a different --out or empty it"
         )
-    if others and begun != plan.hash:
+    if others and plan_hash != plan.hash:
         if (notes / _REPAIR_FILE).exists():
             raise _another_dataset(directory)
-        _remove_own(directory, _FILE)
+        _remove_named(directory, _FILE)
         _remove_notes(directory)
     plan_file.write_text(plan.hash)
     (directory / TOKENIZER_FILE).write_text(tokenizer)
@@ -165,14 +158,15 @@ def start(
 
 
 def _another_dataset(directory: Location, hub_commits: list[str] | None = None) -> DataError:
+    what, fix = (
+        f"{directory} already contains another dataset",
+        "choose a different --out or remove it",
+    )
     if hub_commits:
         return DataError(
-            f"{directory} already contains another dataset, of {', '.join(hub_commits)}; name that commit "
-            "in the source, choose another --out, or remove that dataset"
+            f"{what}, of {', '.join(hub_commits)}; name that commit in the source, {fix}"
         )
-    return DataError(
-        f"{directory} already contains another dataset; choose another --out or remove that dataset"
-    )
+    return DataError(f"{what}; {fix}")
 
 
 def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> None:
@@ -190,16 +184,15 @@ def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> N
 def _reopen(directory: Location, plan: Plan, manifest: Manifest, damaged: list[Shard]) -> None:
     """Turn a dataset back into a preparation in which the tasks with intact shards are done.
 
-    A manifest does not tell how many bad documents or duplicates each task skipped: if there are any,
-    all tasks run again.
+    A manifest lacks the bad documents and duplicates of each task, so with any of them all tasks rerun.
     """
     notes = directory / _NOTES_DIR
-    _remove_notes(directory)  # left by a preparation that was killed after it wrote the manifest
-    of_task: defaultdict[int, list[Shard]] = defaultdict(list)
+    _remove_notes(directory)  # of a preparation killed after writing the manifest
+    task_shards: defaultdict[int, list[Shard]] = defaultdict(list)
     if not plan.dedupe and not manifest.source.get("bad_documents", 0):
         for shard in manifest.shards:
-            of_task[int(shard.path.removesuffix(".parquet").rpartition("-")[2])].append(shard)
-    for task, shards in of_task.items():
+            task_shards[int(shard.path.removesuffix(".parquet").rpartition("-")[2])].append(shard)
+    for task, shards in task_shards.items():
         if not set(shards) & set(damaged):
             write_result(directory, task, shards, BadDocuments(), 0)
     (notes / _REPAIR_FILE).write_text((directory / MANIFEST_FILE).read_text())
@@ -215,10 +208,9 @@ def finish(
     max_bad_documents: int = 0,
     log: Log | None = None,
 ) -> Manifest:
-    """Write the report of bad documents and the manifest, which makes the directory a dataset.
+    """Write the report of bad documents, then the manifest, which completes the dataset.
 
-    Raises:
-        DataError: a split is empty, or more documents than `max_bad_documents` could not be read.
+    Raises a DataError if a split is empty, or too many documents could not be read.
     """
     directory = Location.of(directory)
     encoding = read_tokenizer(directory)
@@ -227,9 +219,9 @@ def finish(
     bad = BadDocuments(max_bad_documents)
     for result in results:
         bad.merge(result["bad"])
-    left_out = {"bad_documents": bad.count}
+    skipped = {"bad_documents": bad.count}
     if plan.dedupe:
-        left_out["duplicates"] = sum(result["duplicates"] for result in results)
+        skipped["duplicates"] = sum(result["duplicates"] for result in results)
     shards = [Shard.model_validate(shard) for result in results for shard in result["shards"]]
     for split in SPLITS:
         if not any(shard.split == split for shard in shards):
@@ -245,11 +237,11 @@ def finish(
         dtype=token_dtype(vocab_size),
         row_group_tokens=plan.row_group_tokens,
         shards=tuple(sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.path))),
-        source={**source, **left_out, **plan.commits, "plan_hash": plan.hash},
+        source={**source, **skipped, **plan.commits, "plan_hash": plan.hash},
     )
     if bad.count:
         (directory / BAD_FILE).write_text(bad.report())
-    _remove_own(directory, _UNFINISHED_FILE)  # left by tasks that were killed
+    _remove_named(directory, _UNFINISHED_FILE)  # of killed tasks
     _compare_with_before(directory, manifest, log)
     write_manifest(directory, manifest)
     _remove_notes(directory)
@@ -261,24 +253,24 @@ def _remove_notes(directory: Location) -> None:
     if not notes.is_local and all(map(_NOTE.fullmatch, notes.names())):
         notes.remove()  # in few requests
     else:
-        _remove_own(notes, _NOTE)
+        _remove_named(notes, _NOTE)
         notes.remove_if_empty()
 
 
-def _remove_own(directory: Location, own: re.Pattern[str]) -> None:
-    """Remove the files with names of a preparation, in order: the plan follows the results."""
+def _remove_named(directory: Location, pattern: re.Pattern[str]) -> None:
+    """Remove the files whose names match, in order: the plan follows the results."""
     for name in directory.names():
-        if own.fullmatch(name) and (directory / name).is_file():
+        if pattern.fullmatch(name) and (directory / name).is_file():
             (directory / name).remove()
 
 
 def _compare_with_before(directory: Location, manifest: Manifest, log: Log | None) -> None:
-    """Keep the manifest from before a repair that wrote other bytes, and report it."""
+    """Save the previous manifest if a repair wrote different bytes, and warn."""
     try:
         content = (directory / _NOTES_DIR / _REPAIR_FILE).read_bytes()
     except FileNotFoundError:
         return
-    before = json.loads(content)  # the manifest that was read when the repair began
+    before = json.loads(content)  # checked by read_manifest when the repair started
     if before["manifest_hash"] == manifest.hash:
         return
     (directory / MANIFEST_BEFORE_FILE).write_bytes(content)
@@ -288,7 +280,7 @@ def _compare_with_before(directory: Location, manifest: Manifest, log: Log | Non
             shard.path for shard in manifest.shards if hashes.get(shard.path) != shard.sha256
         ]
         log(
-            f"{directory} differs from before in {count(len(changed), 'shard')}, such as {changed[0]} "
-            "(another version of pyarrow, or an edited source): runs that used it will be refused. "
-            f"The previous manifest is kept as {MANIFEST_BEFORE_FILE}"
+            f"the repair changed {count(len(changed), 'shard')} of {directory}, such as {changed[0]} "
+            "(different pyarrow version or edited source): runs that used the dataset will be refused. "
+            f"The previous manifest is saved as {MANIFEST_BEFORE_FILE}"
         )

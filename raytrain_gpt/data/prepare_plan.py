@@ -1,6 +1,6 @@
-"""The plan of a preparation, derived from its sources alone: pieces, tasks and the split rule.
+"""The plan of a preparation: chunks of sources, tasks and the split rule.
 
-It does not depend on the number of workers. A task is about one shard of text.
+It depends only on the sources and options, not on the number of workers. A task is about one shard of text.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from raytrain_gpt.storage.web_files import without_query
 
 SHARD_TOKENS = 100_000_000
 MIN_TASKS = 64
-"""A small corpus is cut into about this many shards, so that all CPUs have work."""
+"""Approximate number of shards of a small corpus, so that all CPUs have work."""
 MIN_TASK_BYTES = 2**22
 TEXT_BYTES_PER_TOKEN = 4
-"""Roughly, for vocabularies with merges; only decides how much text becomes one shard."""
+"""Estimate for vocabularies with merges; only affects the text per shard."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides the content of the shards, byte for byte.
+    """Everything that determines the bytes of the shards.
 
     Attributes:
-        tasks: Pieces [first, stop) of every task.
-        dedupe: Keep only the first of documents with the same text.
-        document_separator: What stands between the documents of a text file; None: it is one document.
+        tasks: Index range [first, stop) in `pieces` of every task.
+        dedupe: Drop documents whose text equals that of an earlier one.
+        document_separator: Text between the documents of a text file, or None for one document per file.
     """
 
     pieces: tuple[SourcePiece, ...]
@@ -62,22 +62,21 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """Changes whenever anything that decides the shards does."""
         content = asdict(self)
-        if self.document_separator is None:  # older datasets keep their hash
+        if self.document_separator is None:  # so that older datasets keep their hash
             del content["document_separator"]
-        for piece in content["pieces"]:  # how a file is reached does not change its content
+        for piece in content["pieces"]:  # access settings do not change the content
             piece["path"] = without_query(piece.pop("location")["url"])
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def commits(self) -> dict[str, list[str]]:
-        """For the manifest: OWNER/NAME@COMMIT of datasets on the hub, if there are any."""
+        """Manifest entry with OWNER/NAME@COMMIT of datasets on the hub, or empty without any."""
         urls = (piece.location.url for piece in self.pieces)
-        parts = (url.split("/") for url in urls if url.startswith("hf://"))
-        found = sorted({f"{owner}/{name}" for _, _, _, owner, name, *_ in parts})
-        return {"hub_commits": found} if found else {}
+        paths = (url.split("/") for url in urls if url.startswith("hf://"))
+        commits = sorted({f"{owner}/{name}" for _, _, _, owner, name, *_ in paths})
+        return {"hub_commits": commits} if commits else {}
 
 
 def make_plan(
@@ -96,47 +95,47 @@ def make_plan(
     max_bad_documents: int = 0,
     log: Log | None = None,
 ) -> Plan:
-    """The plan of a preparation; `max_bad_documents` does not change it, only what is an error.
+    """Make the plan of a preparation.
 
     Args:
-        text_suffixes: Ends of names, such as `.md,.py`, of further files that are read as text.
-        document_separator: What stands between the documents of a text file; None: it is one document.
-        val: Source of the val split; its files are left out of the others.
+        text_suffixes: Extra suffixes of files to read as text, such as `.md,.py`.
+        val: Source of the val split; its files are excluded from the other sources.
+        max_bad_documents: Limit only; it does not change the plan.
 
     Raises:
-        DataError: a source is missing or empty, or a split would be.
+        DataError: a source is missing or empty, or a split would be empty.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens={shard_tokens} is below 1; usual: {SHARD_TOKENS}")
     if val_fraction is not None and not 0 < val_fraction < 1:
         raise DataError(f"val_fraction={val_fraction:g} is not between 0 and 1; usual: 0.01")
     if val_tokens is not None and val_tokens < 1:
-        raise DataError(f"val_tokens={val_tokens} is below 1; set it to the size of the val split")
+        raise DataError(
+            f"val_tokens={val_tokens} is below 1; set it to the tokens of the val split"
+        )
     if max_bad_documents < 0:
         raise DataError(f"max_bad_documents={max_bad_documents} is below 0; usual: 0")
     if document_separator == "":
-        raise DataError("document_separator is empty; give it a text, such as '<|endoftext|>'")
-    ends = [end.strip(" .") for end in (text_suffixes or "").split(",")]
-    find = partial(
-        find_pieces,
-        text_field=text_field,
-        text_suffixes=tuple(f".{end}" for end in ends if end),
-        log=log,
-    )
+        raise DataError("document_separator is empty; set it to a string such as '<|endoftext|>'")
+    names = [name.strip(" .") for name in (text_suffixes or "").split(",")]
+    suffixes = tuple(f".{name}" for name in names if name)
+    find = partial(find_pieces, text_field=text_field, text_suffixes=suffixes, log=log)
     num_val = 0
     if val is None:
         pieces = find(sources)
     else:
         num_val = len(val_pieces := find([val]))
-        of_val = {piece.location for piece in val_pieces}
-        both = find([*sources, val])  # names are told apart over both
-        pieces = [piece for piece in both[:-num_val] if piece.location not in of_val]
+        val_files = {piece.location for piece in val_pieces}
+        both = find([*sources, val])  # together, so that equal names are numbered
+        pieces = [piece for piece in both[:-num_val] if piece.location not in val_files]
         if not pieces:
-            raise DataError(f"the sources have no file beside those of --val {val}; add text")
+            raise DataError(
+                f"all files of the sources are also in --val {val}; add text to train on"
+            )
         pieces += both[-num_val:]
 
     def read_all(piece: SourcePiece) -> Iterator[Document]:
-        # Counting against the limit is left to the tasks, as some documents are read here twice.
+        # Only tasks count against the limit: some documents are read twice here.
         bad = BadDocuments(None if max_bad_documents else 0)
         return read_documents(piece, text_field, bad, document_separator)
 
@@ -161,8 +160,8 @@ def make_plan(
         files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})
         log(
-            f"split by the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
-            f"{', …' * (len(named) > 3)} for validation; --val_fraction splits otherwise"
+            f"validation split from the names of {count(len(files), 'file')}: {', '.join(named[:3])}"
+            f"{', …' * (len(named) > 3)} (override with --val_fraction)"
         )
     is_bytes = encoding.max_token_value <= 256 and not is_import
     bytes_per_token = 1 if is_bytes else TEXT_BYTES_PER_TOKEN

@@ -1,6 +1,6 @@
-"""Read given sequences of a split into one array, each row group that is needed once.
+"""Read sequences of a split into one array, and each row group once.
 
-Row groups of an object store are requested by several threads, ahead of the one that is put in place.
+Threads request row groups of an object store in advance.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from raytrain_gpt.storage.location import Location, LocationLike, cache_director
 from raytrain_gpt.storage.row_group_cache import RowGroupCache
 
 READ_THREADS = 16
-"""Requests to an object store at a time."""
+"""Concurrent requests to an object store."""
 READ_AHEAD = 2 * READ_THREADS
-"""Row groups, of 1 MB at most, that are requested or wait to be put in place."""
+"""Row groups, of 1 MB at most, that are in flight or waiting to be copied."""
 
 
 def read_sequences(
@@ -34,17 +34,16 @@ def read_sequences(
     cache_bytes: int = 0,
     since: float = math.inf,
 ) -> tuple[Tokens, Ids]:
-    """Tokens of sequences, and the ids of what was really put into each row.
+    """Read sequences by their ids, and return the ids actually delivered.
 
     Args:
-        seq_len: Context length; a sequence has one token more, the last target.
-        ids: int64 (n,), sequence ids in the wanted order; rows of negative ones stay zero.
-        cache_bytes: Disk space of this node for row groups of object stores; 0: no cache.
-        since: As `read_row_group` takes it.
+        ids: Sequence ids, int64 (n,), in output order; rows of negative ids stay zero.
+        cache_bytes: Disk space of this node for row groups of object stores, or 0 for no cache.
+        since: As in `read_row_group`.
 
     Returns:
-        tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty.
-        Memory: the result, and one row group or, from an object store, `READ_AHEAD` of them.
+        tokens of the manifest's dtype (n, seq_len + 1), delivered ids int64 (n,), −1 where empty. Memory: the
+        result, and one row group or, from an object store, `READ_AHEAD` of them.
 
     Raises:
         DataError: a row group cannot be read, contains ids outside the vocabulary, or was changed.
@@ -55,10 +54,10 @@ def read_sequences(
     tokens: Tokens = np.zeros((len(ids), seq_len + 1), manifest.dtype)
     delivered = np.full(len(ids), -1, np.int64)
 
-    places = np.argsort(ids, kind="stable")
-    places = places[np.searchsorted(ids[places], 0) :]
-    units, starts = np.unique(np.searchsorted(ends, ids[places], side="right"), return_index=True)
-    wanted = manifest.find_row_groups(split, units)
+    order = np.argsort(ids, kind="stable")
+    order = order[np.searchsorted(ids[order], 0) :]
+    units, starts = np.unique(np.searchsorted(ends, ids[order], side="right"), return_index=True)
+    row_groups = manifest.find_row_groups(split, units)
     cache = None
     if cache_bytes and not directory.is_local:
         cache = RowGroupCache(cache_directory() / "row_groups", manifest.hash, cache_bytes)
@@ -66,37 +65,36 @@ def read_sequences(
     def read(shard: Shard, index: int) -> Tokens:
         return read_row_group(directory, manifest, shard, index, cache, since)
 
-    groups = (read(*one) for one in wanted) if directory.is_local else _ahead(read, wanted)
-    stops = np.append(starts, len(places))[1:]
+    groups = (read(*one) for one in row_groups) if directory.is_local else _ahead(read, row_groups)
+    stops = np.append(starts, len(order))[1:]
     for unit, start, stop, group in zip(units, starts, stops, groups, strict=True):
-        part = places[start:stop]
+        rows = order[start:stop]
         first_id = int(ends[unit] - sequences[unit])
-        rows = ids[part] - first_id
-        tokens[part] = _overlapping_rows(group, seq_len)[rows]
-        delivered[part] = first_id + rows
+        group_rows = ids[rows] - first_id
+        tokens[rows] = _overlapping_rows(group, seq_len)[group_rows]
+        delivered[rows] = first_id + group_rows
     return tokens, delivered
 
 
 def _ahead(
-    read: Callable[[Shard, int], Tokens], wanted: list[tuple[Shard, int]]
+    read: Callable[[Shard, int], Tokens], row_groups: list[tuple[Shard, int]]
 ) -> Iterator[Tokens]:
-    """Row groups in the given order, read ahead by threads."""
     threads = ThreadPoolExecutor(READ_THREADS)
-    coming: deque[Future[Tokens]] = deque()
+    pending: deque[Future[Tokens]] = deque()
     try:
-        for one in wanted:
-            if len(coming) == READ_AHEAD:
-                yield coming.popleft().result()
-            coming.append(threads.submit(read, *one))
-        while coming:
-            yield coming.popleft().result()
+        for one in row_groups:
+            if len(pending) == READ_AHEAD:
+                yield pending.popleft().result()
+            pending.append(threads.submit(read, *one))
+        while pending:
+            yield pending.popleft().result()
     finally:
-        # Without waiting: after an error or a signal a pending request may still take long.
+        # Do not wait: after an error or a signal, a pending request may take long.
         threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _overlapping_rows(group: Tokens, seq_len: int) -> NDArray[np.unsignedinteger]:
-    """View (sequences, seq_len + 1) of a row group: each row's last token is the next one's first."""
+    """View a row group as (sequences, seq_len + 1); a row's last token is the next row's first."""
     rows = (len(group) - 1) // seq_len
     step = group.strides[0]
     return np.lib.stride_tricks.as_strided(

@@ -1,7 +1,7 @@
-"""Which documents validate: a rule derived from the sources alone, before anything is tokenized.
+"""The train/val split: a rule derived from the sources before tokenization.
 
-Files that are named for a split keep it. Imported token ids are split like text; their documents are what
-`eot` ends, and those that are not whole in one chunk go to the train split.
+Files named for a split stay in it. Token ids are split like text: documents end at `eot`, and those that
+cross a chunk boundary are trained on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
 
 TAIL_SPLIT_DOCUMENTS = 100
-"""With fewer documents than this, the end of the text validates instead of whole documents."""
+"""With fewer documents, the val split is the tail of the text."""
 VAL_FRACTION = 0.01
 _EXACT_VAL_DOCUMENTS = 20
 _LOOKED_AT_IDS = 2**28
-"""If this many ids contain hardly any documents, they have no `eot`."""
+"""Ids to search for documents; if they have hardly any, the data has no `eot`."""
 _TRAIN_NAME = re.compile(r"(?<![a-z])(train|training)(?![a-z])", re.IGNORECASE)
 _VAL_NAME = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 
@@ -41,13 +41,13 @@ class SplitRule:
     """The split of each document: by hash, by a cut in the sources, or by file name.
 
     Attributes:
-        hash_below: Documents with a 64-bit hash below this validate.
-        cut_piece: Index of the piece in which the sources are cut; None: no cut.
-        cut_position: Position in the piece of the document that is cut.
-        cut_offset: For text, byte of the document's UTF-8 before which it is cut; 0: before the
-            document. For token ids, ids of the piece before the cut.
-        head_is_val: What is before the cut validates (`val_tokens`), instead of what is after it.
-        by_name: Files with a name such as `val.bin` or `valid.txt` validate.
+        hash_below: Documents with a smaller 64-bit hash are held out.
+        cut_piece: Index of the source chunk with the cut, or None without a cut.
+        cut_position: Position in it of the document at the cut.
+        cut_offset: Offset of the cut: for text in UTF-8 bytes of that document, for token ids in ids of the
+            chunk.
+        head_is_val: Hold out the text before the cut (`val_tokens`) instead of the text after it.
+        by_name: Hold out files with a name such as `val.bin` or `valid.txt`.
     """
 
     hash_below: int = 0
@@ -62,7 +62,7 @@ class SplitRule:
         return ("val", "train") if self.head_is_val else ("train", "val")
 
     def parts(self, piece: int, name: str, document: Document) -> list[tuple[Split, str]]:
-        """(split, text) of a document; two of them where it is cut."""
+        """Return (split, text) of a document, two pairs at the cut."""
         if self.by_name:
             return [("val" if is_named_val(name) else "train", document.text)]
         if self.cut_piece is None:
@@ -76,7 +76,7 @@ class SplitRule:
         return [(head, text[: self.cut_offset].decode()), (tail, text[self.cut_offset :].decode())]
 
     def id_parts(self, piece: int, name: str, chunk: IdChunk, eot: int) -> list[tuple[Split, Ids]]:
-        """(split, ids) of the parts of a chunk, in order; none is empty."""
+        """Divide a chunk into non-empty (split, ids), in order."""
         ids = chunk.ids
         if self.by_name:
             parts: list[tuple[Split, Ids]] = [("val" if is_named_val(name) else "train", ids)]
@@ -87,23 +87,21 @@ class SplitRule:
             parts = [(head, ids[:cut]), (tail, ids[cut:])]
         else:
             parts, done = [], 0
-            for start, stop in _whole_documents(chunk, eot):
+            for start, stop in _complete_documents(chunk, eot):
                 if _id_hash(chunk, start) < self.hash_below:
                     parts += [("train", ids[done:start]), ("val", ids[start:stop])]
                     done = stop
             parts.append(("train", ids[done:]))
-        return [(split, part) for split, part in parts if len(part)]
+        return [(split, split_ids) for split, split_ids in parts if len(split_ids)]
 
 
 def document_hash(name: str, position: int) -> int:
-    """The 64-bit hash that decides a document's split."""
-    return int.from_bytes(
-        hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest(), "big"
-    )
+    digest = hashlib.blake2b(f"{name}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def fraction_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
-    """The rule for a fraction: exact for few documents, by hash alone for many."""
+    """Make the rule for a fraction: exact for few documents, by hash for many."""
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
     for piece in pieces:
@@ -122,7 +120,7 @@ def _exact_rule(hashes: list[int], fraction: float) -> SplitRule:
 
 
 def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
-    """Cut at the last line end before the last fraction of all text."""
+    """Cut at the last newline before the final fraction of all text."""
     sizes = [
         (i, document.position, len(document.text.encode("utf-8", "replace")))
         for i, piece in enumerate(pieces)
@@ -135,7 +133,7 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
         )
     left = min(total - 1, max(1, int(total * (1 - fraction))))
     at, position, _ = sizes[0]
-    for at, position, size in sizes:  # noqa: B007, the loop ends at the document to cut
+    for at, position, size in sizes:  # noqa: B007, ends at the document to cut
         if left < size:
             break
         left -= size
@@ -161,9 +159,11 @@ def head_rule(
     val_tokens: int,
     log: Log | None = None,
 ) -> SplitRule:
-    """The first documents, until they have `val_tokens` tokens, validate; `log` reports the counting."""
+    """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
     if log:
-        log(f"tokenizing up to val_tokens={val_tokens} on one core, to find the val split")
+        log(
+            f"tokenizing up to val_tokens={val_tokens} on one core to find the end of the val split"
+        )
     started, tokens, documents = time.monotonic(), 0, 0
     for i, piece in enumerate(pieces):
         for document in read(piece):
@@ -181,7 +181,7 @@ def head_rule(
 def _nothing_to_train_on(val_tokens: int, tokens: int) -> DataError:
     return DataError(
         f"val_tokens={val_tokens} leaves no document to train on (the sources have {tokens} tokens); "
-        "set a smaller val_tokens, or use val_fraction"
+        "set a smaller val_tokens or use val_fraction"
     )
 
 
@@ -192,16 +192,16 @@ def id_rule(
     val_fraction: float | None,
     val_tokens: int | None,
 ) -> SplitRule:
-    """The rule for token ids: by the options if given, else by file names, else VAL_FRACTION."""
+    """Make the rule for token ids: by option, else by file names, else by VAL_FRACTION."""
     if val_tokens is not None:
         return _id_head_rule(pieces, read, eot, val_tokens)
     if val_fraction is None and len({is_named_val(piece.name) for piece in pieces}) == 2:
-        next(read(pieces[0]), None)  # ids of another tokenizer are refused before any task starts
+        next(read(pieces[0]), None)  # rejects ids of a different tokenizer before any task starts
         return SplitRule(by_name=True)
     fraction = VAL_FRACTION if val_fraction is None else val_fraction
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes: list[int] = []
-    counts: list[int] = []  # ids of each piece
+    counts: list[int] = []  # ids per source chunk
     num_ids = 0
     for piece in pieces:
         if num_ids > _LOOKED_AT_IDS:
@@ -209,7 +209,7 @@ def id_rule(
             continue
         before = num_ids
         for chunk in read(piece):
-            hashes += [_id_hash(chunk, start) for start, _ in _whole_documents(chunk, eot)]
+            hashes += [_id_hash(chunk, start) for start, _ in _complete_documents(chunk, eot)]
             num_ids += len(chunk.ids)
             is_enough = num_ids > _LOOKED_AT_IDS and len(hashes) >= TAIL_SPLIT_DOCUMENTS
             if len(hashes) > enough or is_enough:
@@ -221,7 +221,6 @@ def id_rule(
 
 
 def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
-    """The last fraction of all ids validates."""
     total = sum(counts)
     if total < 2:
         raise DataError(f"the sources have {total} token ids, too few for two splits; add some")
@@ -234,12 +233,12 @@ def _id_tail_rule(counts: list[int], fraction: float) -> SplitRule:
 
 
 def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens: int) -> SplitRule:
-    """The first `val_tokens` ids validate, extended to the end of a document."""
+    """Hold out the first `val_tokens` ids, extended to the end of a document."""
     tokens = 0
     rule: SplitRule | None = None
     for i, piece in enumerate(pieces):
         for chunk in read(piece):
-            if rule is not None:  # a chunk is left to train on
+            if rule is not None:  # ids remain to train on
                 return rule
             cut = val_tokens - tokens
             if cut <= len(chunk.ids):
@@ -253,14 +252,14 @@ def _id_head_rule(pieces: list[SourcePiece], read: ReadIds, eot: int, val_tokens
 
 
 def is_named_val(name: str) -> bool:
-    """Whether a file's name says that it validates, as `val.bin` or `fineweb_val_000000.npy`."""
+    """Whether a file name marks the val split, as in `val.bin` or `fineweb_val_000000.npy`."""
     return _VAL_NAME.search(name) is not None
 
 
 def are_named_for_splits(pieces: list[SourcePiece]) -> bool:
-    """Whether every file of text is named for one split, and each split has one.
+    """Whether every text file is named for one split, and each split has a file.
 
-    Stricter than for token ids: texts may have any name, and `test` is a word in many.
+    Stricter than for token ids, since ordinary text files often have `test` in their names.
     """
     kinds = {
         (_TRAIN_NAME.search(piece.name) is not None, is_named_val(piece.name)) for piece in pieces
@@ -268,8 +267,8 @@ def are_named_for_splits(pieces: list[SourcePiece]) -> bool:
     return kinds == {(True, False), (False, True)}
 
 
-def _whole_documents(chunk: IdChunk, eot: int) -> list[tuple[int, int]]:
-    """[start, stop) of the documents that begin, as far as is known, and end in a chunk."""
+def _complete_documents(chunk: IdChunk, eot: int) -> list[tuple[int, int]]:
+    """Return [start, stop) of the documents that certainly start and end in a chunk."""
     stops = (np.flatnonzero(chunk.ids == eot) + 1).tolist()
     starts = [0, *stops] if chunk.opens else stops
     return list(zip(starts, stops if chunk.opens else stops[1:], strict=False))

@@ -1,7 +1,7 @@
-"""Statistics of a dataset: how long its documents are and which ids occur, counted in one pass.
+"""Statistics of a dataset, counted in one pass: document lengths and id frequencies.
 
-Row groups are read one at a time; a count of every id and of every document length is kept. Lengths add
-up to the tokens, so at most sqrt(2 · tokens) of them differ: memory is bounded and quantiles are exact.
+Memory holds one row group, and a count per id and per document length. Lengths sum to the tokens, so at most
+sqrt(2 · tokens) of them differ: memory is bounded and quantiles are exact.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SplitStats:
     """Counts of one split.
 
     Attributes:
-        lengths: int64 (n,), the document lengths that occur, in tokens with `eot`, ascending.
-        documents: int64 (n,), how many documents have each length.
-        id_counts: int64 (vocab_size,), how often each id occurs.
+        lengths: Distinct document lengths in tokens with `eot`, ascending, int64 (n,).
+        documents: Documents of each length, int64 (n,).
+        id_counts: Occurrences of each id, int64 (vocab_size,).
     """
 
     lengths: NDArray[np.int64]
@@ -40,31 +40,27 @@ class SplitStats:
 
     @property
     def num_documents(self) -> int:
-        """Documents; tokens after the last `eot` count as one more."""
+        """Documents; tokens after the last `eot` count as one."""
         return int(self.documents.sum())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, each `eot` included."""
         return int(self.id_counts.sum())
 
     @property
     def entropy_bits(self) -> float:
-        """Entropy of the ids' frequencies, bits a token: what a unigram model reaches."""
-        shares = self.id_counts[self.id_counts > 0] / max(1, self.num_tokens)
-        return float(-(shares * np.log2(shares)).sum()) + 0.0  # not -0.0
+        """Entropy of the id frequencies in bits per token, the loss of the best unigram model."""
+        frequencies = self.id_counts[self.id_counts > 0] / max(1, self.num_tokens)
+        return float(-(frequencies * np.log2(frequencies)).sum()) + 0.0  # not -0.0
 
     def quantile(self, fraction: float) -> int:
-        """The smallest length that at least this fraction of the documents does not exceed."""
+        """Return the smallest length that at least this fraction of documents does not exceed."""
         reached = np.cumsum(self.documents)
         at = np.searchsorted(reached, fraction * self.num_documents)
         return int(self.lengths[min(int(at), len(self.lengths) - 1)])
 
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents, and their tokens, in bins of length, int64 (b,) each.
-
-        `edges` are int64 (b + 1,), the last one exclusive.
-        """
+        """Count documents and tokens in length bins [edges[i], edges[i + 1]), int64 (bins,) each."""
         at = np.searchsorted(edges, self.lengths, "right") - 1
         documents, tokens = np.zeros((2, len(edges) - 1), np.int64)
         np.add.at(documents, at, self.documents)
@@ -75,36 +71,32 @@ class SplitStats:
 def count_dataset(
     directory: LocationLike, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> dict[Split, SplitStats]:
-    """Count every token of a dataset; `progress` gets tokens so far and in all after each row group.
-
-    Raises:
-        DataError: a shard cannot be read, or contains an id outside the vocabulary.
-    """
+    """Count a dataset, or raise a DataError; `progress` gets done and total tokens after each row group."""
     total, done = sum(shard.tokens for shard in manifest.shards), 0
-    found: dict[Split, SplitStats] = {}
+    stats: dict[Split, SplitStats] = {}
     for split in SPLITS:
         id_counts = np.zeros(manifest.vocab_size, np.int64)
         documents: Counter[int] = Counter()
-        begun = 0  # tokens since the last eot: a document may go on in the next row group
+        unfinished = 0  # tokens since the last eot: a document may continue in the next row group
         for shard in manifest.split_shards(split):
             for index in range(-(-shard.tokens // manifest.row_group_tokens)):
                 tokens = read_row_group(directory, manifest, shard, index)
                 id_counts += np.bincount(tokens, minlength=manifest.vocab_size)
                 ends = np.flatnonzero(tokens == manifest.eot_token)
-                lengths = np.diff(ends, prepend=-1 - begun)
+                lengths = np.diff(ends, prepend=-1 - unfinished)
                 documents.update(lengths.tolist())
-                begun += len(tokens) - int(lengths.sum())
+                unfinished += len(tokens) - int(lengths.sum())
                 done += len(tokens)
                 progress(done, total)
-        if begun:
-            documents[begun] += 1
+        if unfinished:
+            documents[unfinished] += 1
         pairs = np.array(sorted(documents.items()), np.int64).reshape(-1, 2)
-        found[split] = SplitStats(pairs[:, 0], pairs[:, 1], id_counts)
-    return found
+        stats[split] = SplitStats(pairs[:, 0], pairs[:, 1], id_counts)
+    return stats
 
 
 def histogram_edges(longest: int) -> NDArray[np.int64]:
-    """Bin edges for all lengths up to the longest, int64 (bins + 1,), growing by about 1.19 each."""
+    """Return bin edges up to the longest length, int64 (bins + 1,), each about 1.19 times the last."""
     octaves = int(np.ceil(np.log2(longest + 1)))
     steps = np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE
     return np.unique(np.round(2.0**steps).astype(np.int64))
@@ -113,7 +105,7 @@ def histogram_edges(longest: int) -> NDArray[np.int64]:
 def facts(
     stats: dict[Split, SplitStats], encoding: tiktoken.Encoding, edges: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """The statistics of each split in types that JSON has; `edges` are those of the histogram."""
+    """Return the statistics of each split as JSON types; `edges` are those of the histogram."""
     in_train = stats["train"].id_counts > 0
     return {
         split: {

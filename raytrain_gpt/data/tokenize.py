@@ -1,11 +1,10 @@
 """From documents to shards: one task per shard of a plan.
 
 1. `preparation.start` makes the directory ready for a plan's tasks.
-2. With `dedupe`, `hash_task` writes the hashes of its documents, from which `find_duplicates` tells
-   what to skip.
-3. `run_task` reads its pieces, tokenizes and writes at most one shard of each split, then a small file
-   with its result, so that no finished task runs twice.
-4. `preparation.finish` collects the results into the manifest, which is written last.
+2. With `dedupe`, `hash_task` writes hashes of a task's documents; `find_duplicates` marks those to skip.
+3. `run_task` tokenizes a task, writes at most one shard per split, then records its result, so that no
+   finished task runs twice.
+4. `preparation.finish` collects the results into the manifest, which it writes last.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from raytrain_gpt.storage.location import Location, LocationLike
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
-    """(index of the piece, document) for each document of a task."""
+    """Yield (index in `pieces`, document) of a task."""
     for i in range(*plan.tasks[task]):
         piece, separator = plan.pieces[i], plan.document_separator
         for document in read_documents(piece, plan.text_field, bad, separator):
@@ -39,11 +38,7 @@ def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, 
 
 
 def hash_task(directory: LocationLike, plan: Plan, task: int, max_bad_documents: int = 0) -> int:
-    """Write the hashes of a task's documents unless they exist; returns the number of documents.
-
-    Raises:
-        DataError: more documents than `max_bad_documents` cannot be read.
-    """
+    """Write the hashes of a task's documents unless they exist; returns their number. Raises DataError."""
     file = task_file(directory, task, ".hashes")
     if not file.exists() or file.size_bytes() % HASH_BYTES:
         documents = _documents(plan, task, BadDocuments(max_bad_documents))
@@ -58,33 +53,27 @@ def run_task(
     max_bad_documents: int = 0,
     left_out: NDArray[np.bool_] | None = None,
 ) -> dict[str, Any]:
-    """Write the shards of one task unless they exist; returns the result as `write_result` does.
+    """Write a task's shards unless they exist; returns the result as `write_result`, or raises a DataError.
 
-    Args:
-        task: Its index in `plan.tasks`.
-        left_out: bool (documents,), True for duplicates; None: there are none.
-
-    Raises:
-        DataError: more documents than `max_bad_documents` cannot be read.
+    `left_out` is a mask of duplicates, bool (documents,).
     """
     directory = Location.of(directory)
-    done = read_result(directory, task)
-    if done is not None:
-        return done
+    if (result := read_result(directory, task)) is not None:
+        return result
     encoding = _tokenizer(directory, plan.vocab_hash)
     dtype = token_dtype(encoding.max_token_value + 1)
     bad = BadDocuments(max_bad_documents)
     writers: dict[Split, ShardWriter] = {}
     try:
         if plan.pieces[0].ids is not None:
-            parts = _imported(plan, task, encoding)
+            runs = _imported(plan, task, encoding)
         else:
-            parts = _encoded(plan, task, encoding, bad, left_out)
-        for part in parts:
-            if part.split not in writers:
-                path = directory / f"{part.split}-{task:05d}.parquet"
-                writers[part.split] = ShardWriter(path, dtype, plan.row_group_tokens)
-            writers[part.split].add(part.tokens, part.text_bytes, part.num_documents)
+            runs = _encoded(plan, task, encoding, bad, left_out)
+        for run in runs:
+            if run.split not in writers:
+                path = directory / f"{run.split}-{task:05d}.parquet"
+                writers[run.split] = ShardWriter(path, dtype, plan.row_group_tokens)
+            writers[run.split].add(run.tokens, run.text_bytes, run.num_documents)
         shards = [writers[split].close(split) for split in SPLITS if split in writers]
     except BaseException:
         for writer in writers.values():
@@ -96,7 +85,7 @@ def run_task(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Token ids for a split, the bytes of text they stand for and the number of documents they end."""
+    """Token ids of a split, the bytes of their text and the number of documents that end in them."""
 
     split: Split
     tokens: NDArray[np.integer[Any]]
@@ -120,7 +109,7 @@ def _encoded(
 
 
 def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:
-    """A task's token ids; what follows the last `eot` of a file is a document too."""
+    """Yield a task's token ids; ids after the last `eot` of a file also count as a document."""
     eot = encoding.eot_token
     num_bytes = bytes_per_id(encoding, encoding.max_token_value + 1).astype(np.uint16)
     for i in range(*plan.tasks[task]):
@@ -138,5 +127,5 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_T
 
 @lru_cache(maxsize=1)
 def _tokenizer(directory: Location, _vocab_hash: str) -> tiktoken.Encoding:
-    """Cached: building one of 50,000 tokens takes as long as tokenizing a megabyte."""
+    """Read a tokenizer, cached: building 50,000 tokens takes as long as tokenizing a megabyte."""
     return read_tokenizer(directory)

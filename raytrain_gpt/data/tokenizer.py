@@ -1,8 +1,8 @@
 """Tokenizers that travel with the data.
 
-A tokenizer is a `tiktoken.Encoding`: one that tiktoken knows by name, or the built-in byte-level `bytes`
-(256 bytes and `<|endoftext|>`). Every dataset and checkpoint carries all of it (ranks, pattern, special
-tokens) in `tokenizer.json`, so that no worker ever downloads one.
+A tokenizer is a `tiktoken.Encoding`: a named one of tiktoken, or the built-in byte-level `bytes` (256 bytes
+and `<|endoftext|>`). Every dataset and checkpoint stores its ranks, pattern and special tokens in
+`tokenizer.json`, so workers never download one.
 """
 
 from __future__ import annotations
@@ -34,31 +34,29 @@ MAX_VOCAB_SIZE = 2**24
 MAX_TOKEN_BYTES = 2**12
 MAX_NAME_LENGTH = 100
 _PROBE = f"Aa don't {string.printable} é日本😀\u00a0"
-"""Text of all kinds that patterns tell apart."""
+"""Every kind of text that patterns distinguish."""
 
 
 def _hash(text: str) -> str:
     if not re.fullmatch("[0-9A-Za-z]{0,64}", text):
-        raise ValueError("it is not a hash: up to 64 letters and digits")
+        raise ValueError("a hash must have at most 64 letters and digits")
     return text
 
 
 Hash = Annotated[str, AfterValidator(_hash)]
-"""Hash in a file, which messages and model cards show as it is."""
+"""Hash read from a file; messages and model cards show it unescaped."""
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Dtype = Literal["uint16", "uint32"]
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """A tokenizer by name: `bytes`, or any encoding that tiktoken reads from its cache or downloads.
+    """Load `bytes`, tiktoken's encoding of this name (from cache or net), or that in a directory.
 
-    Or by the directory of a checkpoint or dataset that carries it, as one that was imported has no name.
-
-    Raises:
-        DataError: unknown name, no `<|endoftext|>`, or it can be neither read nor downloaded.
+    The directory is a dataset or checkpoint. Raises a DataError if the name is unknown, `<|endoftext|>` is
+    missing, or reading and downloading fail.
     """
     if name == "bytes":
-        # Sixteen characters a piece is the fastest split measured: 21 MB/s a core, one a piece: 8 MB/s.
+        # Pieces of 16 characters were fastest: 21 MB/s per core, against 8 MB/s for single characters.
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding(
             name, pat_str=r"(?s).{1,16}", mergeable_ranks=ranks, special_tokens={EOT: 256}
@@ -66,45 +64,43 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     if name not in tiktoken.list_encoding_names():
         if (Location.of(name) / TOKENIZER_FILE).is_file():
             return read_tokenizer(name)
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise DataError(
-            f"unknown tokenizer {name}; use one of {known}, or a checkpoint's directory"
+            f"unknown tokenizer {name}; use one of {names}, or a checkpoint's directory"
         )
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
         raise DataError(
             f"tokenizer {name} is neither in TIKTOKEN_CACHE_DIR nor can it be downloaded "
-            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a filled cache, or use bytes"
+            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a cache that has it, or use bytes"
         ) from None
     if EOT not in encoding.special_tokens_set:
-        raise DataError(f"tokenizer {name} has no {EOT} to close documents with; use gpt2 or bytes")
+        raise DataError(f"tokenizer {name} has no {EOT} to end documents; use gpt2 or bytes")
     return encoding
 
 
 def encode_document(encoding: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
-    """Token ids of one document, closed by `eot`: uint32 (tokens + 1,).
+    """Encode one document and append `eot`: uint32 (tokens + 1,).
 
-    Special tokens inside the text are treated as ordinary text; a lone surrogate, which JSON can
-    express but UTF-8 cannot, becomes a question mark.
+    Special tokens in the text are ordinary text; a lone surrogate, which only JSON allows, becomes `?`.
     """
     try:
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
         text = text.encode("utf-8", "replace").decode()
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
-    closed = np.empty(len(tokens) + 1, np.uint32)
-    closed[:-1], closed[-1] = tokens, encoding.eot_token
-    return closed
+    ids = np.empty(len(tokens) + 1, np.uint32)
+    ids[:-1], ids[-1] = tokens, encoding.eot_token
+    return ids
 
 
 def token_dtype(vocab_size: int) -> Dtype:
-    """uint16 where every id fits, else uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def bytes_per_id(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
-    """Bytes of text that each token id stands for, int64 (size,); 0 for special and padded ids."""
+    """Count the text bytes of each token id, int64 (size,); 0 for special and padded ids."""
     lengths = np.zeros(size, np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
@@ -112,7 +108,7 @@ def bytes_per_id(encoding: tiktoken.Encoding, size: int) -> NDArray[np.int64]:
 
 
 def token_to_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
-    """The bytes of a token; empty for ids that the vocabulary skips, as cl100k_base does."""
+    """Return the bytes of a token; empty for gaps in the vocabulary, as in cl100k_base."""
     try:
         return bytes(encoding.decode_single_token_bytes(token))
     except KeyError:
@@ -120,12 +116,12 @@ def token_to_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
 
 
 def decode_tokens(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> str:
-    """The text of any tokens that a model may sample; what is not UTF-8 becomes U+FFFD."""
+    """Decode any tokens that a model may sample; invalid UTF-8 becomes U+FFFD."""
     return b"".join(token_to_bytes(encoding, token) for token in tokens).decode("utf-8", "replace")
 
 
 def first_text(encoding: tiktoken.Encoding, tokens: Sequence[int], num_tokens: int) -> str:
-    """The text of the first `num_tokens` tokens, without half of a character at its end."""
+    """Decode the first `num_tokens` tokens without a truncated character at the end."""
     short, long = (
         codecs.getincrementaldecoder("utf-8")("replace").decode(
             b"".join(token_to_bytes(encoding, token) for token in tokens[:number])
@@ -136,12 +132,11 @@ def first_text(encoding: tiktoken.Encoding, tokens: Sequence[int], num_tokens: i
 
 
 def vocab_hash(encoding: tiktoken.Encoding) -> str:
-    """Hash of everything that decides which ids a text becomes."""
     return hashlib.sha256(tokenizer_json(encoding).encode()).hexdigest()
 
 
 def tokenizer_json(encoding: tiktoken.Encoding) -> str:
-    """The content of `tokenizer.json`: one line, the same for the same vocabulary."""
+    """Return the content of `tokenizer.json`, identical for identical vocabularies."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     content = {
         "name": encoding.name,
@@ -155,27 +150,25 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> str:
 def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]
 ) -> tiktoken.Encoding:
-    """A tokenizer of which parts may be damaged; tiktoken itself panics at most of what is checked here.
+    """Make a tokenizer from untrusted fields; tiktoken itself panics on most errors checked here.
 
     Raises:
-        ValueError: the parts do not fit together, or the pattern is none.
-        TypeError: one is of another type.
+        ValueError: the fields are inconsistent, or the pattern is invalid.
+        TypeError: a field has a wrong type.
         TimeoutError: the pattern takes more than a second for a hundred characters.
     """
     if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_LENGTH):
-        raise ValueError(
-            f"its name is not a text of at most {MAX_NAME_LENGTH} printable characters"
-        )
+        raise ValueError(f"its name must have 1 to {MAX_NAME_LENGTH} printable characters")
     ids = [*ranks.values(), *special.values()]
     if not all(type(i) is int and 0 <= i < MAX_VOCAB_SIZE for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError(f"its ids are not different numbers below {MAX_VOCAB_SIZE}")
+        raise ValueError(f"its ids must be distinct numbers below {MAX_VOCAB_SIZE}")
     if EOT not in special:
         raise ValueError(f"it has no {EOT}")
     if not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError("it has no token for one of the 256 bytes")
     if max(map(len, ranks)) > MAX_TOKEN_BYTES:
         raise ValueError(f"it has a token of more than {MAX_TOKEN_BYTES} bytes")
-    with contextlib.suppress(regex.error):  # tiktoken reads another dialect, and has the last word
+    with contextlib.suppress(regex.error):  # tiktoken has a different dialect and decides
         if any(not match[0] for match in regex.finditer(pattern, _PROBE, timeout=1)):
             raise ValueError(f"its pattern {preview(pattern, 80)} matches empty text")
     return tiktoken.Encoding(
@@ -184,13 +177,9 @@ def make_encoding(
 
 
 def read_tokenizer(directory: LocationLike) -> tiktoken.Encoding:
-    """The tokenizer that a dataset or checkpoint carries.
-
-    Raises:
-        DataError: `tokenizer.json` is missing or damaged.
-    """
+    """Read a dataset's or checkpoint's tokenizer; raises a DataError if it is missing or damaged."""
     path = Location.of(directory) / TOKENIZER_FILE
-    advice = "; repeat the command that prepared the dataset, or use another checkpoint"
+    advice = "; repeat the command that prepared the dataset, or use a different checkpoint"
     with damage_as(DataError, f"tokenizer {path}", advice):
         content = parse_json(path.read_bytes())
         ranks = {base64.b64decode(token): rank for token, rank in content["ranks"]}

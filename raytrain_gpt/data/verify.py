@@ -14,60 +14,54 @@ from raytrain_gpt.errors import DataError, failure_as
 from raytrain_gpt.storage.location import Location, LocationLike
 
 CHECK_THREADS = 16
-"""Shards of an object store that are checked at a time; each takes three requests."""
+"""Shards of an object store checked concurrently, with three requests each."""
 
 
 def check_tokenizer(directory: LocationLike, manifest: Manifest) -> None:
-    """Raise a DataError if a dataset's tokenizer is missing, damaged or not that of its shards."""
+    """Raise a DataError if a dataset's tokenizer is missing, damaged or does not match its shards."""
     if vocab_hash(read_tokenizer(directory)) != manifest.vocab_hash:
         raise DataError(
-            f"the tokenizer in {directory} is not the one its shards were made with "
-            f"({manifest.tokenizer}); {repair_advice(directory, manifest)}"
+            f"the tokenizer in {directory} does not match its shards ({manifest.tokenizer}); "
+            f"{repair_advice(directory, manifest)}"
         )
 
 
 def check_shards(directory: LocationLike, manifest: Manifest, content: bool) -> None:
-    """Call `check_shard` for every shard, and raise its error for the first one in the manifest."""
+    """Check every shard; raises the error of the first bad one in manifest order."""
     directory = Location.of(directory)
     with ThreadPoolExecutor(1 if directory.is_local else CHECK_THREADS) as threads:
-        list(
-            threads.map(partial(check_shard, directory, manifest, content=content), manifest.shards)
-        )
+        check = partial(check_shard, directory, manifest, content=content)
+        list(threads.map(check, manifest.shards))
 
 
 def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, content: bool) -> None:
-    """Compare a shard with its manifest entry.
+    """Compare a shard with its manifest entry; raises a DataError with expected and actual value.
 
-    Args:
-        content: Read the whole file and check its hash and every id. Otherwise only the size and the
-            footer are read; its statistics have the largest id of every row group.
-
-    Raises:
-        DataError: names the file, what was expected and what was found.
+    Without `content`, read only size and footer, whose statistics have the largest id of every row group.
     """
     path = Location.of(directory) / shard.path
-    mend = repair_advice(directory, manifest)
-    anew = f"remove this file and {mend}"
+    repair = repair_advice(directory, manifest)
+    replace = f"remove this file and {repair}"
     try:
         size = path.size_bytes()
     except FileNotFoundError:
-        raise DataError(f"shard {path} is missing; {mend}") from None
+        raise DataError(f"shard {path} is missing; {repair}") from None
     if size != shard.file_bytes:
-        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {mend}")
-    what = f"shard {path} is not a parquet file"
-    with failure_as(DataError, what, f"; {anew}", pa.ArrowException), path.open() as file:
+        raise DataError(f"shard {path} has {size} bytes, expected {shard.file_bytes}; {repair}")
+    problem = f"shard {path} is not a parquet file"
+    with failure_as(DataError, problem, f"; {replace}", pa.ArrowException), path.open() as file:
         metadata = pq.read_metadata(file)
     field = metadata.schema.to_arrow_schema()
     if field.names != [COLUMN] or str(field.types[0]) != manifest.dtype:
         raise DataError(
             f"shard {path} has columns {dict(zip(field.names, map(str, field.types), strict=True))}, "
-            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {anew}"
+            f"expected {{{COLUMN!r}: {manifest.dtype!r}}}; {replace}"
         )
     groups = -(-shard.tokens // manifest.row_group_tokens)
     if (metadata.num_rows, metadata.num_row_groups) != (shard.tokens, groups):
         raise DataError(
             f"shard {path} has {metadata.num_rows} tokens in {metadata.num_row_groups} row groups, "
-            f"expected {shard.tokens} in {groups}; {anew}"
+            f"expected {shard.tokens} in {groups}; {replace}"
         )
     for i in range(groups):
         statistics = metadata.row_group(i).column(0).statistics
@@ -75,12 +69,12 @@ def check_shard(directory: LocationLike, manifest: Manifest, shard: Shard, conte
         if has_top and statistics.max >= manifest.vocab_size:
             raise DataError(
                 f"shard {path} has token id {statistics.max} in row group {i}, but the vocabulary of "
-                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {anew}"
+                f"{manifest.tokenizer} ends at {manifest.vocab_size - 1}; {replace}"
             )
     if content:
         if path.sha256() != shard.sha256:
             raise DataError(
-                f"shard {path} was changed: its SHA-256 differs from the manifest's; {anew}"
+                f"shard {path} was changed: its SHA-256 differs from the manifest's; {replace}"
             )
         for i in range(groups):
             read_row_group(directory, manifest, shard, i)

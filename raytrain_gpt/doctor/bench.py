@@ -9,31 +9,24 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.architectures import configured_model
-from raytrain_gpt.core.device import (
-    device_name,
-    make_autocast,
-    matmul_dtype,
-    peak_flops,
-    resolve_precision,
-    seed_everything,
-    synchronize,
-)
-from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
-from raytrain_gpt.core.loss_scale import loss_scale_for
+from raytrain_gpt.core.device import device_name, peak_flops, seed_everything, synchronize
+from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPTShape
-from raytrain_gpt.core.optim import build_optimizer, learning_rate
+from raytrain_gpt.core.optim import learning_rate
+from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import count, duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
-from raytrain_gpt.train.model_setup import exact_sum, gradient_group, prepare_model
+from raytrain_gpt.train.model_setup import TrainingSetup, exact_sum, set_up_training
 
 BENCH_S = 10.0
 """Target duration of the timed steps, unless MIN_STEPS take longer."""
@@ -42,11 +35,9 @@ MIN_STEPS, MAX_STEPS = 3, 50
 
 @dataclass(frozen=True)
 class BenchFacts:
-    """One rank's times.
+    """One rank's times, with the micro-batches of the timed steps and of a full one.
 
     Attributes:
-        timed_micro_batches: Micro-batches per timed step.
-        micro_batches: Micro-batches per full step.
         peak_flops: Peak FLOP/s of the device, or None if it is not listed.
         peak_memory_bytes: Peak GPU allocation; 0 without a GPU.
     """
@@ -61,7 +52,7 @@ class BenchFacts:
 
 def time_steps(
     plan: RunPlan,
-    vocab_size: int,
+    data: Mixture,
     chunks: list[RankChunk],
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -72,8 +63,13 @@ def time_steps(
         chunks: This rank's chunks, cycled.
         group: Group that reduces gradients, or None for the default group.
     """
-    precision = resolve_precision(plan.config.train.precision, device)
-    seconds = _timer(plan, vocab_size, chunks, device, group, precision)
+    rank, train = dist.get_rank(), plan.config.train
+    seed_everything(train.seed, rank)
+    config = plan.config.updated({"init_from": None})  # all weights take the same time
+    setup = set_up_training(config, data, None, device, Collectives(rank, 1), group)
+    feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
+    warm_up_ddp_buckets(setup.model, next(feed), setup.autocast)
+    seconds = partial(_seconds, setup, feed, plan, group)
     micro_batches = plan.micro_batches_per_step
     seconds(1, 1)  # compiles, and fills caches
     one_s = _slowest(seconds(1, 1))
@@ -88,7 +84,7 @@ def time_steps(
         timed_micro_batches=several,
         micro_batches=micro_batches,
         timed_steps=steps,
-        peak_flops=peak_flops(device_name(device), precision),
+        peak_flops=peak_flops(device_name(device), setup.precision),
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
     )
 
@@ -103,9 +99,7 @@ def _slowest(seconds: float) -> float:
 def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
     """Return micro-batches per timed step and the number of steps, for about `BENCH_S` in total.
 
-    Args:
-        micro_batches: Micro-batches per full step.
-        one_s: Time of a step of one micro-batch.
+    A step of one micro-batch takes `one_s`.
     """
     several = min(micro_batches, max(2, int(BENCH_S / MIN_STEPS / one_s)))
     return several, max(MIN_STEPS, min(MAX_STEPS, int(BENCH_S / (several * one_s))))
@@ -116,52 +110,36 @@ def full_step_s(one_s: float, several_s: float, several: int, micro_batches: int
     return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
 
 
-def _timer(
+def _seconds(
+    setup: TrainingSetup,
+    feed: Iterator[MicroBatch],
     plan: RunPlan,
-    vocab_size: int,
-    chunks: list[RankChunk],
-    device: torch.device,
     group: dist.ProcessGroup | None,
-    precision: str,
-) -> Callable[[int, int], float]:
-    """Build the run's model and loop; return a function that times (steps, micro-batches per step)."""
+    num_steps: int,
+    micro_batches: int,
+) -> float:
+    """Time steps of `micro_batches` each."""
     train, optim = plan.config.train, plan.config.optim
-    seed_everything(train.seed, dist.get_rank())
-    autocast, loss_scale = make_autocast(precision, device), loss_scale_for(precision, device)
-    # In most vocabularies the last id ends documents; a different one would change the time a little.
-    raw_model = configured_model(
-        plan.config, vocab_size, vocab_size - 1, train.activation_checkpointing
-    )
-    raw_model.init_weights(train.seed)
-    model = prepare_model(raw_model, train, precision, device, group)
-    sharing = None if train.exact else group or gradient_group()
-    optimizer = build_optimizer(raw_model, optim, matmul_dtype(precision), sharing)
-    feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
-    warm_up_ddp_buckets(model, next(feed), autocast)
-
-    def seconds(num_steps: int, micro_batches: int) -> float:
-        synchronize(device)
-        started = time.perf_counter()
-        for _ in train_steps(
-            model,
-            optimizer,
-            feed,
-            first_step=0,
-            max_steps=num_steps,
-            micro_batches_per_step=micro_batches,
-            learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
-            grad_clip=optim.grad_clip,
-            autocast=autocast,
-            seed=train.seed,
-            rank=dist.get_rank(),
-            loss_scale=loss_scale,
-            exact=exact_sum(raw_model, train, micro_batches, group),
-        ):
-            pass
-        synchronize(device)
-        return time.perf_counter() - started
-
-    return seconds
+    synchronize(setup.device)
+    started = time.perf_counter()
+    for _ in train_steps(
+        setup.model,
+        setup.optimizer,
+        feed,
+        first_step=0,
+        max_steps=num_steps,
+        micro_batches_per_step=micro_batches,
+        learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
+        grad_clip=optim.grad_clip,
+        autocast=setup.autocast,
+        seed=train.seed,
+        rank=dist.get_rank(),
+        loss_scale=setup.loss_scale,
+        exact=exact_sum(setup.raw_model, train, micro_batches, group),
+    ):
+        pass
+    synchronize(setup.device)
+    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -171,7 +149,6 @@ class Forecast:
     Attributes:
         tokens_per_s: Over all ranks.
         mfu: Fraction of the devices' peak, or None if that is not listed.
-        peak_memory_bytes: Maximum over ranks.
     """
 
     tokens_per_s: float

@@ -67,7 +67,6 @@ class Examination:
     Attributes:
         config: Configuration with absolute paths; may contain `auto`.
         all_reduce_bytes_per_s: Tensor bytes -> algorithm bandwidth.
-        forecast: Result of `bench`.
         data: Training data, or None if it is missing or damaged.
         fitted: Configuration and world size, or None if the workers do not fit the cluster.
     """
@@ -201,12 +200,11 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
         rest = [name for name in NODE_CHECKS if name not in ("nodes", "workers")]
         exam.skip("no node responds", "token", *rest)
         return
-    token_files = [(n.name, n.token_path, n.token_mode) for n in there if n.token_path]
     head = ask_head(ray.get_runtime_context().gcs_address)
     if data is not None:
         data_check = node_probe.judge_data(there, config.data.data_path, data_check.text)
     exam.add(
-        judge_token(head, token_files, resources.ours),
+        judge_token(head, there, resources.ours),
         node_probe.judge_versions(there, node_probe.local_versions()),
         node_probe.judge_clocks(there),
         node_probe.judge_storage(there, str(storage), driver_error),

@@ -1,7 +1,7 @@
 """Probe every node of the cluster, and check the facts.
 
-One actor per node, which reserves no CPU, reads and writes like a run and returns its time. This module does
-not import torch, so that the actors start fast.
+Tasks on every node, which reserve no CPU, read and write like a run and return the node's time. This module
+does not import torch, so that the tasks start fast.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class NodeFacts:
 
     Attributes:
         name: Address, with the start of the node's id if several nodes share it.
-        storage_error: Why it cannot share `storage_path` with the driver.
-        data_error: Why it cannot read the data.
-        compiler_error: Missing compiler or headers.
-        token_path: The token's file, or empty.
+        token_mode: Permission bits of the token's file `token_path`, which is empty if there is none.
         clock_offset_s: The node's clock minus the driver's.
         clock_uncertainty_s: Half the round trip of the call for the time.
     """
@@ -83,29 +80,26 @@ def ask_nodes(
     """Gather all nodes' facts in parallel; `storage` is a `storage_probe`, or None if there is none."""
     gpus = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}
     compiles = bool(fields_that_compile(config, use_gpu))
-    witnesses: dict[str, Any] = {}
-    answers: dict[str, Any] = {}
+    pending = []
     for node, name in node_names().items():
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        witnesses[name] = NodeWitness.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
         compiles_here = compiles and (not use_gpu or gpus[node] > 0)
         arguments = (name, storage, data, config.data.seq_len, use_gpu if compiles_here else None)
-        answers[name] = witnesses[name].facts.remote(*arguments)
+        facts = _facts_here.options(scheduling_strategy=there).remote(*arguments)
+        pending.append((name, facts, _clock_here.options(scheduling_strategy=there)))
     deadline = time.monotonic() + NODE_TIMEOUT_S
     nodes = []
-    for name, witness in witnesses.items():
+    for name, facts, clock in pending:
         try:
-            facts = ray.get(answers[name], timeout=max(1.0, deadline - time.monotonic()))
-            offset_s, uncertainty_s = _clock_offset(witness)
+            answer = ray.get(facts, timeout=max(1.0, deadline - time.monotonic()))
+            offset_s, uncertainty_s = _clock_offset(clock)
+            nodes.append(
+                replace(answer, clock_offset_s=offset_s, clock_uncertainty_s=uncertainty_s)
+            )
         except ray.exceptions.GetTimeoutError:
             nodes.append(NodeFacts(name, error=f"no response within {NODE_TIMEOUT_S:g} s"))
         except Exception as error:
             nodes.append(NodeFacts(name, error=root_cause(error)))
-        else:
-            clock = {"clock_offset_s": offset_s, "clock_uncertainty_s": uncertainty_s}
-            nodes.append(replace(facts, **clock))
-    for witness in witnesses.values():
-        ray.kill(witness)
     return nodes
 
 
@@ -119,12 +113,12 @@ def node_names() -> dict[str, str]:
     }
 
 
-def _clock_offset(witness: Any) -> tuple[float, float]:
+def _clock_offset(clock: Any) -> tuple[float, float]:
     """Return the node's clock minus ours and half the round trip, from the fastest of a few calls."""
     samples = []
     for _ in range(CLOCK_CALLS):
         before = time.time()
-        there = ray.get(witness.clock.remote(), timeout=NODE_TIMEOUT_S)
+        there = ray.get(clock.remote(), timeout=NODE_TIMEOUT_S)
         after = time.time()
         samples.append((there - (before + after) / 2, (after - before) / 2))
     return min(samples, key=lambda offset_and_uncertainty: offset_and_uncertainty[1])
@@ -149,35 +143,32 @@ def _code_hash() -> str:
     return digest.hexdigest()[:8]
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
-class NodeWitness:
-    """Actor on one node."""
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _facts_here(
+    name: str,
+    storage: Location | None,
+    data: Mixture | None,
+    seq_len: int,
+    compiles_on_gpu: bool | None,
+) -> NodeFacts:
+    """Gather all facts except the clock; `compiles_on_gpu` is None if nothing is compiled."""
+    ray_dir, token = ray_directory(), token_file()
+    return NodeFacts(
+        name=name,
+        versions=local_versions(),
+        storage_error=storage_problem(storage) if storage else "",
+        data_error=data_problem(data, seq_len) if data else "",
+        compiler_error="" if compiles_on_gpu is None else missing_compiler(compiles_on_gpu),
+        ray_dir=str(ray_dir),
+        ray_dir_free_bytes=shutil.disk_usage(ray_dir).free,
+        token_path=str(token or ""),
+        token_mode=token.stat().st_mode & 0o777 if token else 0,
+    )
 
-    def facts(
-        self,
-        name: str,
-        storage: Location | None,
-        data: Mixture | None,
-        seq_len: int,
-        compiles_on_gpu: bool | None,
-    ) -> NodeFacts:
-        """Gather all facts except the clock; `compiles_on_gpu` is None if nothing is compiled."""
-        ray_dir, token = ray_directory(), token_file()
-        return NodeFacts(
-            name=name,
-            versions=local_versions(),
-            storage_error=storage_problem(storage) if storage else "",
-            data_error=data_problem(data, seq_len) if data else "",
-            compiler_error="" if compiles_on_gpu is None else missing_compiler(compiles_on_gpu),
-            ray_dir=str(ray_dir),
-            ray_dir_free_bytes=shutil.disk_usage(ray_dir).free,
-            token_path=str(token or ""),
-            token_mode=token.stat().st_mode & 0o777 if token else 0,
-        )
 
-    def clock(self) -> float:
-        """Return seconds since the epoch."""
-        return time.time()
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _clock_here() -> float:
+    return time.time()
 
 
 def data_problem(data: Mixture, seq_len: int) -> str:
@@ -208,12 +199,8 @@ def judge_answers(nodes: Sequence[NodeFacts]) -> str:
 
 
 @named_check("token")
-def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) -> str:
-    """Check that the cluster requires a token, and that only this user can read it.
-
-    Args:
-        files: (node, path, permission bits) of every node's token file.
-    """
+def judge_token(head: HeadFacts, nodes: Sequence[NodeFacts], ours: bool) -> str:
+    """Check that the cluster requires a token, and that only this user can read it."""
     if head.error:
         raise Skipped(f"{head.address} did not respond: {head.error}")
     if not head.asks_for_token:
@@ -222,8 +209,11 @@ def judge_token(head: HeadFacts, files: list[tuple[str, str, int]], ours: bool) 
             f"the cluster at {head.address} accepts calls without a token, so anyone who reaches it can run "
             f"code on it; {'unset RAY_AUTH_MODE' if ours else start}"
         )
+    files = [node for node in nodes if node.token_path]
     too_open = [
-        f"{path} on {node} has mode {mode:04o}" for node, path, mode in files if mode & 0o077
+        f"{node.token_path} on {node.name} has mode {node.token_mode:04o}"
+        for node in files
+        if node.token_mode & 0o077
     ]
     if too_open:
         raise Failed(f"{', '.join(too_open)}: other users can read it; chmod 600 it there")

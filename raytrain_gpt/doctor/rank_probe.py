@@ -72,13 +72,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class AllReduceFacts:
-    """One rank's all-reduces of float32 values.
-
-    Attributes:
-        backend: gloo or nccl.
-        wrong: Number of wrong sums.
-        seconds: Tensor bytes -> median time of an all-reduce.
-    """
+    """One rank's all-reduces of float32 values: wrong sums, and tensor bytes -> median time."""
 
     backend: str
     wrong: int
@@ -103,7 +97,6 @@ class GroupFacts:
     """Facts of all ranks in rank order, or None for stages that were not reached.
 
     Attributes:
-        use_gpu: Whether each rank should have a GPU.
         error: Error that ended the group, or empty.
     """
 
@@ -136,12 +129,7 @@ class RankSpec:
 def ask_ranks(
     config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
 ) -> GroupFacts:
-    """Start the workers of a run, and gather their facts.
-
-    Args:
-        ingest: Data to read, or None if not all nodes can read it.
-        plan: Steps to time, or None.
-    """
+    """Start the workers of a run, and gather their facts; they read `ingest` and time steps of `plan`."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     results = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     # Only Ray's controller uses the directory, and it runs on this node.
@@ -195,8 +183,7 @@ def probe_rank(spec: RankSpec) -> None:
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
     if spec.plan is not None and usable:
-        vocab_size = spec.ingest.data.vocab_size
-        share("bench", time_steps(spec.plan, vocab_size, chunks, device, group))
+        share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:

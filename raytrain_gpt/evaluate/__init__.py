@@ -1,1 +1,1 @@
-"""How good a model is: validation loss, HellaSwag, samples; in training, asynchronously and on its own."""
+"""Evaluation of models: validation loss, HellaSwag and samples, also asynchronous during training."""

@@ -1,15 +1,14 @@
-"""Async evaluation: a Ray task for each checkpoint that is due, on resources of its own.
+"""Async evaluation: a separate Ray task for each checkpoint that is due.
 
-1. The workers save a checkpoint at every evaluation step and train on.
-2. A thread of the driver finds it in the catalog and starts a task, one at a time, the oldest
-   checkpoint first. Attempts come and go meanwhile.
-3. The task loads the verified checkpoint, evaluates it with the code of `eval`, and writes
-   `evaluation.json` into its directory.
-4. The row and the samples go to the recorder. If the recorder is gone, the next one reads them from the
-   checkpoints.
+1. The workers save a checkpoint at every evaluation step and continue training.
+2. A thread of the driver finds it in the catalog and starts a task: one at a time, the oldest checkpoint
+   first, regardless of restarts of the training workers.
+3. The task verifies and evaluates the checkpoint with the code of `eval`, and writes `evaluation.json` into
+   its directory.
+4. The row and the samples go to the recorder. A restarted recorder reads them from the checkpoints.
 
-A task that dies is retried. What is missing at the end is waited for; what a killed or stopped driver
-left is done by the next command.
+A task that dies is retried. The run waits for pending evaluations at its end; the next command evaluates what
+a killed or stopped driver did not.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.tracking.run_files import finite
 
 MAX_RETRIES = 3
-"""Retries of an evaluation whose task died, before this command leaves it out."""
+"""Retries of an evaluation whose task died, before this command skips it."""
 MANY_WAIT = 3
-"""Checkpoints waiting at a time from which the user is told that evaluation is too slow."""
+"""Pending checkpoints from which the user is warned that evaluation is too slow."""
 SAY_EVERY_S = 600.0
 NICENESS = 19
-"""The lowest priority: where cores are short, training comes first."""
+"""Lowest priority, so that training gets the cores first."""
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = 10.0
 
 
 class AsyncEvaluation:
-    """Evaluates the checkpoints of a run while it is trained.
+    """Evaluation of a run's checkpoints during training.
 
     Args:
-        choices: Ray's reference to HellaSwag; None: it is not scored.
-        stop: Once it is set, the running task is cancelled and no other begins.
+        choices: Ray's reference to HellaSwag, or None to skip it.
+        stop: Once set, the running task is cancelled and no further one starts.
     """
 
     def __init__(
@@ -73,24 +72,21 @@ class AsyncEvaluation:
         self._thread.start()
 
     def look(self) -> None:
-        """Look for checkpoints to evaluate, after what is being evaluated now."""
+        """Request a search for checkpoints to evaluate."""
         self._looks.put(None)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being evaluated and every `look` has been done."""
+        """Whether no evaluation runs and every requested search is done."""
         return self._looks.unfinished_tasks == 0
 
     def due(self) -> list[Checkpoint]:
-        """Complete checkpoints that are yet to be evaluated, oldest first.
-
-        One that another command left out gets another chance.
-        """
+        """Return complete checkpoints to evaluate, oldest first, even if an earlier command skipped them."""
         waiting = [c for c in self._catalog.complete() if c.evaluated_row is None]
         return [c for c in waiting if c.state.is_evaluated_async and c.hash not in self._left_out]
 
     def hand_over(self, recorder: RecorderHandle | None, log: Log) -> None:
-        """Show new lines, and give new evaluations to a recorder; without one the next one reads them."""
+        """Log messages, and send new evaluations to the recorder; without one, the next one reads them."""
         while not self._news.empty():
             news = self._news.get()
             if isinstance(news, str):
@@ -99,7 +95,7 @@ class AsyncEvaluation:
                 recorder.send("add_evaluated", news.row, news.samples)
 
     def close(self) -> None:
-        """Cancel what is being evaluated; the next command evaluates it."""
+        """Cancel the current evaluation; the next command repeats it."""
         self._closed.set()
         self.look()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -114,7 +110,7 @@ class AsyncEvaluation:
                 while not self._ends() and (due := self.due()):
                     self._say_many_wait(due)
                     self._evaluate(due[0])
-            except Exception as error:  # whatever it is, it must not end the training
+            except Exception as error:  # no error here may end the training
                 self._news.put(f"evaluations wait for the next checkpoint: {root_cause(error)}")
             self._looks.task_done()
             if self._closed.is_set():
@@ -124,12 +120,13 @@ class AsyncEvaluation:
         if len(due) >= MANY_WAIT and not self._said_many_wait:
             self._said_many_wait = True
             self._news.put(
-                f"{len(due)} checkpoints wait for their evaluation and are kept until then; if it stays "
-                "slower than training: larger eval_every_steps, fewer eval_tokens, or more cpus_per_worker"
+                f"{len(due)} checkpoints are waiting for evaluation, and none is deleted before it; if "
+                "evaluation stays slower than training: increase eval_every_steps or cpus_per_worker, or "
+                "reduce eval_tokens"
             )
 
     def _evaluate(self, checkpoint: Checkpoint) -> None:
-        """Evaluate a checkpoint; retry where the task dies, then leave it out."""
+        """Evaluate a checkpoint; retry if the task dies, then skip it."""
         c, step = self._config.cluster, checkpoint.state.step
         task = _evaluate.options(num_cpus=c.cpus_per_worker, num_gpus=c.num_gpus)
         for retries_left in reversed(range(MAX_RETRIES + 1)):
@@ -140,21 +137,20 @@ class AsyncEvaluation:
             if outcome is None:
                 return
             if not _is_there(checkpoint):
-                self._news.put(f"the checkpoint of step {step} was gone before it was evaluated")
+                self._news.put(f"the checkpoint of step {step} was deleted before its evaluation")
                 return
             known = user_error_in(outcome)
             reason = str(known or root_cause(outcome))
             if not retries_left or isinstance(known, UserError):
                 self._leave_out(checkpoint, reason)
                 return
-            self._news.put(f"evaluation of step {step} failed ({reason}); trying again")
+            self._news.put(f"evaluation of step {step} failed ({reason}); retrying")
 
     def _outcome(self, task: Any, step: int) -> EvaluationResult | Exception | None:
-        """What came of a task; None: it was cancelled because the run ends."""
+        """Wait for a task; None if it was cancelled because the run ends."""
         started = said_at = time.monotonic()
         num_looks = self._looks.qsize()
-        # Polled, and not a ray.get with a timeout, so that a stop cancels it at once. A task without
-        # resources waits for ever in Ray without a word: hence the line.
+        # Polled, so that a stop cancels it at once. Ray does not report a task that waits for resources.
         while not ray.wait([task], timeout=POLL_S)[0]:
             if self._ends():
                 ray.cancel(task, force=True)
@@ -167,8 +163,8 @@ class AsyncEvaluation:
             if now - said_at >= SAY_EVERY_S:
                 said_at = now
                 self._news.put(
-                    f"evaluation of step {step} has not ended after {duration(now - started)}: it is slow, "
-                    "or waits for the resources of a worker"
+                    f"evaluation of step {step} has not finished after {duration(now - started)}: it is "
+                    "slow, or waits for the resources of a worker"
                 )
         try:
             evaluated: EvaluationResult = ray.get(task)
@@ -178,39 +174,35 @@ class AsyncEvaluation:
 
     def _leave_out(self, checkpoint: Checkpoint, reason: str) -> None:
         self._left_out.add(checkpoint.hash)
-        # If it cannot be marked, the only harm is a checkpoint that is kept for ever.
+        # If it cannot be marked, its checkpoint is never deleted.
         with contextlib.suppress(OSError, RaytrainGptError):
             write_evaluation_result(
                 checkpoint.path, checkpoint.hash, EvaluationResult(None, left_out=reason)
             )
         self._news.put(
-            f"evaluation of step {checkpoint.state.step} is left out: {reason}; the next command of "
-            "this run tries it again, if the checkpoint is still kept"
+            f"skipping evaluation of step {checkpoint.state.step}: {reason}; the next command of this run "
+            "retries it if the checkpoint still exists"
         )
 
 
 def _is_there(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is still the same: after a rollback another one has its step."""
+    """Return whether a checkpoint is unchanged: after a rollback its step may have a different one."""
     try:
         return read_checkpoint(checkpoint.path).hash == checkpoint.hash
     except CheckpointError:
         return False
 
 
-# max_calls=1: the process ends with the task, and gives back the memory of its GPU.
+# max_calls=1: the process exits with the task, which frees its GPU memory.
 @ray.remote(max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
 def _evaluate(
     checkpoint: Checkpoint, config: FittedConfig, choices: Choices | None
 ) -> EvaluationResult:
-    """Evaluate a checkpoint and write the result beside its files.
-
-    Raises:
-        UserError: the checkpoint is damaged or gone, or the dataset is.
-    """
+    """Evaluate a checkpoint and write the result into its directory; may raise a UserError."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
     os.nice(NICENESS)
     started = time.perf_counter()
-    if checkpoint.path.is_local:  # from an object store it is verified when it is fetched
+    if checkpoint.path.is_local:  # a download from an object store verifies it
         checkpoint.verify()
     device = torch.device("cuda" if config.cluster.use_gpu else "cpu")
     model, tokenizer = load_checkpoint(checkpoint, config, device)
@@ -224,6 +216,6 @@ def _evaluate(
     samples = evaluation.samples() if config.eval.num_samples else ""
     evaluated = EvaluationResult(row, samples)
     if not _is_there(checkpoint):
-        raise CheckpointError(f"checkpoint {checkpoint.path} was set aside while it was evaluated")
+        raise CheckpointError(f"checkpoint {checkpoint.path} was retired during its evaluation")
     write_evaluation_result(checkpoint.path, checkpoint.hash, evaluated)
     return evaluated

@@ -1,6 +1,6 @@
-"""What an evaluation computes over all ranks: validation loss, HellaSwag, and samples.
+"""Evaluation over all ranks: validation loss, HellaSwag, and samples.
 
-The same code runs in the training workers, in the task of an async evaluation and in `eval`.
+The same code runs in training workers, in async evaluation tasks and in `eval`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ SHOW_EVERY_S = 10.0
 def watched(
     micro_batches: Iterator[MicroBatch], progress: Callable[[], None]
 ) -> Iterator[MicroBatch]:
-    """The same micro-batches; `progress` is called before each."""
     for micro_batch in micro_batches:
         progress()
         yield micro_batch
 
 
 class Evaluation:
-    """Evaluates one model as often as asked.
+    """Repeatable evaluation of one model.
 
     Args:
-        model: Not wrapped; its weights may be filled in later.
-        feed: This rank's share of the validation sequences; None: no validation loss.
-        choices: HellaSwag; None: it is not scored.
+        model: Unwrapped; its weights may be filled in later.
+        feed: This rank's validation sequences, or None to skip the validation loss.
+        choices: HellaSwag, or None to skip it.
     """
 
     def __init__(
@@ -67,11 +66,9 @@ class Evaluation:
     def metrics(
         self, progress: Callable[[], None] = lambda: None, log: Log | None = None
     ) -> dict[str, float | int]:
-        """The keys of an evaluation's row, over all ranks.
+        """Return the keys of an evaluation's row, over all ranks.
 
-        Args:
-            progress: Called before every micro-batch.
-            log: Told how many examples of HellaSwag this rank has scored, every SHOW_EVERY_S.
+        `progress` is called before every micro-batch; `log` receives HellaSwag's progress every SHOW_EVERY_S.
         """
         metrics: dict[str, float | int] = {}
         if self._feed is not None:
@@ -113,11 +110,11 @@ class Evaluation:
     def answers(
         self, choices: Choices, progress: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The model's answers to this rank's examples, batch by batch.
+        """Evaluate this rank's examples, batch by batch.
 
         Yields:
-            Four int64 (n,): places of the examples in the file, right endings, and the endings with
-            the smallest summed loss and with the smallest loss per token.
+            Four int64 (n,): indices of the examples in the file, correct endings, and the endings with the
+            smallest summed loss and with the smallest loss per token.
         """
         device = self._model.device
         rank, world_size = self._collectives.rank, self._collectives.world_size
@@ -135,7 +132,6 @@ class Evaluation:
             )
 
     def samples(self) -> str:
-        """A line for each sample of the configured prompt."""
         e = self._config.eval
         eot = self._tokenizer.eot_token
         prompt = self._tokenizer.encode_ordinary(e.sample_prompt) or [eot]

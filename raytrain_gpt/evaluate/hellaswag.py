@@ -1,9 +1,9 @@
-"""HellaSwag: contexts with four endings each, one of which is right.
+"""HellaSwag: contexts with four endings each, one of them correct.
 
 1. `read_examples` reads the published file; `downloaded` fetches it once.
-2. `encode_choices` makes a row of tokens of every context with each of its endings (`read_choices`: both).
-3. `Choices.batches` deals whole batches to the ranks, the same ones for any number of ranks.
-4. `ending_losses` says which of several endings a model finds most likely.
+2. `encode_choices` makes a row of tokens of every context with each of its endings.
+3. `Choices.batches` distributes batches over the ranks; they are the same for any number of ranks.
+4. `ending_losses` scores the endings under a model.
 
 Source: Zellers et al., "HellaSwag: Can a machine really finish your sentence?" (2019).
 """
@@ -36,12 +36,12 @@ from raytrain_gpt.storage.location import Location, LocationLike, cache_director
 
 NUM_ENDINGS = 4
 DOWNLOAD = "download"
-"""In place of a path: the public file."""
+"""Value instead of a path that selects the public file."""
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BATCH_TOKENS = 8192
-"""Tokens of a batch, padding included; a batch has at least one example."""
+"""Tokens per batch, padding included; a batch has at least one example."""
 WIDTH_MULTIPLES = {"cuda": 16}
-"""Inputs of a batch's rows, by type of device: few shapes for 9 % more tokens. Of other devices 1."""
+"""Device type -> multiple that row widths are padded to (default 1): few shapes for 9% more tokens."""
 
 _TIMEOUT_S = 60.0
 _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.jsonl)"
@@ -49,7 +49,7 @@ _WAY_OUT = "use HellaSwag's validation file as it is published (hellaswag_val.js
 
 @dataclass(frozen=True)
 class Example:
-    """One question: what comes after the context, and which ending (from 0) is right."""
+    """A context, its endings, and the index of the correct one."""
 
     context: str
     endings: tuple[str, ...]
@@ -61,7 +61,7 @@ class ChoiceBatch:
     """Rows of some examples, four consecutive ones each, padded with zeros.
 
     Attributes:
-        examples: int64 (n,), their numbers in the file, from 0.
+        examples: int64 (n,), indices in the file.
         labels: int64 (n,)
         tokens: int64 (4n, T + 1)
         scored: bool (4n, T), whether the next token belongs to the ending.
@@ -78,11 +78,11 @@ class Choices:
     """All examples as tokens.
 
     Attributes:
-        tokens: uint32 (tokens,), the rows laid end to end.
+        tokens: uint32 (tokens,), all rows concatenated.
         starts: int64 (4 · examples + 1,), offset of each row, and the end.
         num_scored: int64 (4 · examples,), tokens at the end of each row that are scored.
         labels: int64 (examples,)
-        num_cut: Examples that did not fit the model's context with every ending.
+        num_cut: Examples with an ending that did not fit the model's context.
     """
 
     tokens: Uint32Array
@@ -92,7 +92,7 @@ class Choices:
     num_cut: int
 
     def batches(self, rank: int, world_size: int, device_type: str) -> Iterator[ChoiceBatch]:
-        """The batches of a rank: every `world_size`-th of all, whose devices are of one type."""
+        """Yield the batches of a rank: every `world_size`-th of those for the device type."""
         widths = np.diff(self.starts).reshape(-1, NUM_ENDINGS).max(1)
         multiple = WIDTH_MULTIPLES.get(device_type, 1)
         # At most the widest row, which fits the model's context.
@@ -113,7 +113,7 @@ class Choices:
 
 
 def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Examples of similar width together, so that little is padding."""
+    """Group examples of similar width, for little padding."""
     batch: list[int] = []
     for example in np.argsort(widths, kind="stable").tolist():
         # They are sorted, so this one would be the widest of the batch.
@@ -125,11 +125,7 @@ def _batched(widths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 
 def read_examples(place: LocationLike) -> list[Example]:
-    """The examples of a .jsonl file, in its order.
-
-    Raises:
-        DataError: it cannot be read or is not as published; says which line.
-    """
+    """Read the examples of a .jsonl file; raises a DataError for any that is not as published."""
     path = Location.of(place)
     with failure_as(DataError, f"cannot read HellaSwag {path}"):
         content = path.read_bytes()
@@ -151,7 +147,7 @@ def _parsed(content: bytes, name: str) -> list[Example]:
 
 
 def _example(row: Any) -> Example:
-    """The example of a line; ValueError says what is wrong with it."""
+    """Convert a row; raises ValueError with the problem."""
     if not isinstance(row, dict):
         raise ValueError(f"{type(row).__name__} instead of an object")
     if "ctx" in row:
@@ -163,7 +159,7 @@ def _example(row: Any) -> Example:
         found = f"{len(endings)}" if isinstance(endings, list) else "no list"
         raise ValueError(f"endings has {found} instead of {NUM_ENDINGS} texts")
     if not all(isinstance(ending, str) and ending.strip() for ending in endings):
-        raise ValueError("endings has one that is empty or no text")
+        raise ValueError("endings contains one that is empty or not text")
     return Example(context, tuple(endings), _label(row))
 
 
@@ -184,11 +180,7 @@ def _label(row: dict[str, Any]) -> int:
 
 
 def downloaded() -> Location:
-    """The public validation file in the user's cache directory, fetched the first time.
-
-    Raises:
-        DataError: it is not there and cannot be fetched, or not be kept.
-    """
+    """Return the public validation file, downloaded once to the user's cache, or raise a DataError."""
     cache = cache_directory()
     place = Location.of(cache / URL.rpartition("/")[2])
     if place.exists():
@@ -202,17 +194,17 @@ def downloaded() -> Location:
             "and give its path instead of download"
         ) from None
     _parsed(content, URL)
-    advice = "; set XDG_CACHE_HOME to a directory that can be written, or give a file instead of download"
-    with failure_as(DataError, f"cannot keep HellaSwag in {cache}", advice):
+    advice = "; set XDG_CACHE_HOME to a writable directory, or give a file instead of download"
+    with failure_as(DataError, f"cannot store HellaSwag in {cache}", advice):
         place.write_bytes(content)
     return place
 
 
 def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_len: int) -> Choices:
-    """Rows of tokens: a context, then a space and an ending, tokenized separately.
+    """Encode rows of tokens: a context, then a space and an ending, tokenized separately.
 
-    A row has at most `seq_len` + 1 tokens: `seq_len` inputs, each with a target. What does not fit is
-    cut from the left: the context, and the beginning of an ending that is longer than the context.
+    A row has at most `seq_len` + 1 tokens, for `seq_len` inputs with a target each. Longer ones are cut from
+    the left: first the context, then the ending itself.
     """
     rows, num_scored, num_cut = [], [], 0
     for example in examples:
@@ -231,11 +223,7 @@ def encode_choices(examples: list[Example], tokenizer: tiktoken.Encoding, seq_le
 
 
 def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Choices:
-    """HellaSwag tokenized for a model of this configuration; `path` is a file, or DOWNLOAD.
-
-    Raises:
-        DataError: the file cannot be read or fetched, or is not as published.
-    """
+    """Read and tokenize HellaSwag from a file, or DOWNLOAD; raises a DataError if that fails."""
     place = downloaded() if path == DOWNLOAD else location(config, path)
     return encode_choices(read_examples(place), tokenizer, config.data.seq_len)
 
@@ -244,10 +232,10 @@ def read_choices(config: Config, path: str, tokenizer: tiktoken.Encoding) -> Cho
 def ending_losses(
     model: GPT, tokens: Tensor, scored: Tensor, autocast: Autocast
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every row's ending, summed and per token: two float64 (R,) on the CPU, in nats.
+    """Return the loss of every row's ending, summed and per token: two float64 (R,) on the CPU, in nats.
 
-    The softmax leaves out the padded ids of the vocabulary, as every exported model does. The model runs
-    eagerly, since batches have too many shapes to compile, and logits are made for the endings alone.
+    The softmax excludes padded ids of the vocabulary, as every exported model does. The model runs eagerly,
+    since batches have too many shapes to compile, and logits are computed only for the endings.
 
     Args:
         tokens: int64 (R, T + 1).
@@ -266,13 +254,9 @@ def ending_losses(
 
 
 def choice_metrics(examples: int, correct: int, correct_norm: int) -> dict[str, float | int]:
-    """Accuracies (fractions) with their standard errors, and the number of examples.
+    """Return accuracies (fractions), standard errors sqrt(p(1 − p) / (n − 1)), and the number of examples.
 
-    The standard error is that of a mean of zeros and ones: sqrt(p(1 − p) / (n − 1)).
-
-    Args:
-        correct: Examples whose right ending has the smallest summed loss.
-        correct_norm: Examples whose right ending has the smallest loss per token.
+    `correct` counts correct endings with the smallest summed loss, `correct_norm` by loss per token.
     """
     acc, acc_norm = correct / examples, correct_norm / examples
     stderrs = [math.sqrt(p * (1 - p) / max(1, examples - 1)) for p in (acc, acc_norm)]

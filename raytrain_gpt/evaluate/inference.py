@@ -1,4 +1,4 @@
-"""A checkpoint in this process, without Ray: evaluated, or asked for samples."""
+"""Evaluation of a checkpoint, or samples from it, in this process and without Ray."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 
 
 _MANY_PARAMETERS = 2**24
-"""From here on a token is so much work that threads share it gladly."""
+"""Model size from which a token is enough work for several threads."""
 RULE = "-" * 40
-"""Between samples that are shown."""
+"""Separator of printed samples."""
 
 
 def open_checkpoint(
     path: LocationLike, device: torch.device | None = None, on_skip: Log | None = None
 ) -> tuple[Checkpoint, Config, GPT, tiktoken.Encoding, torch.device]:
-    """A verified checkpoint, its configuration, its model on a device, its tokenizer, the device.
+    """Load a verified checkpoint, with its configuration, model, tokenizer and device.
 
     Args:
-        path: A checkpoint or a run; an object store that does not answer is given up after a few seconds.
-        device: None: the best one.
+        path: A checkpoint or a run; an unreachable object store is retried for a few seconds only.
+        device: Best available one if None.
         on_skip: As in `resolve_checkpoint`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it is missing or damaged.
     """
     checkpoint = resolve_checkpoint(Location.of(path, retry_for_s=COMMAND_RETRY_S), on_skip)
     config = recorded(parse_config(checkpoint.state.config, str(checkpoint.path)))
@@ -73,15 +73,11 @@ def open_checkpoint(
 def load_checkpoint(
     checkpoint: Checkpoint, config: Config, device: torch.device
 ) -> tuple[GPT, tiktoken.Encoding]:
-    """The model of a checkpoint on a device, and its tokenizer.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model than the configuration's.
-    """
+    """Load the model and tokenizer; raises a CheckpointError if damaged or different from `config`."""
     tokenizer, num_ids = read_tokenizer(checkpoint.path), checkpoint.state.vocab_size
     if TOKENIZER_FILE not in checkpoint.file_names or tokenizer.max_token_value + 1 != num_ids:
         raise CheckpointError(
-            f"{checkpoint.path / TOKENIZER_FILE} is not the checkpoint's own, of {num_ids} ids"
+            f"{checkpoint.path / TOKENIZER_FILE} is not the checkpoint's tokenizer, which has {num_ids} ids"
         )
     with checkpoint.files() as directory:
         check_model_size(directory, GPTShape.of(config, num_ids))
@@ -98,19 +94,20 @@ def evaluate_checkpoint(
     eval_tokens: int | None = None,
     hellaswag: str | None = None,
 ) -> tuple[Location, dict[str, Any]]:
-    """The path of a checkpoint and its metrics, with `step`.
+    """Return the path of a checkpoint, and its metrics with `step`.
 
     Args:
         path: A checkpoint or a run.
-        data: Dataset, or several with weights as in `data_path`; None: what the checkpoint was trained
-            on, which may be absent if HellaSwag is scored.
-        eval_tokens: Upper limit of validation tokens; None: as in training.
-        hellaswag: The file, or `download`; None: it is not scored.
+        data: Dataset, or several with weights as in `data_path`. By default the checkpoint's training data,
+            which may be missing if HellaSwag is scored.
+        eval_tokens: Maximum of validation tokens, as in training if None.
+        hellaswag: The file, or `download`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it is missing or damaged.
         ConfigError: eval_tokens is below 1.
-        DataError: no dataset, one of another tokenizer, or too little to validate on; or no HellaSwag.
+        DataError: the dataset is missing, too small to validate on, or has a different tokenizer, or
+            HellaSwag cannot be read.
     """
     checkpoint, config, model, tokenizer, device = open_checkpoint(path, on_skip=log)
     if config.train.precision == "bf16" and not has_bf16(device):
@@ -136,7 +133,7 @@ def lone_evaluation(
     feed: EvalFeed | None,
     choices: Choices | None,
 ) -> Evaluation:
-    """An `Evaluation` by this process alone, on the model's device."""
+    """Create an `Evaluation` for this process only."""
     device = model.device
     autocast = make_autocast(resolve_precision(config.train.precision, device), device)
     alone = Collectives(rank=0, world_size=1)
@@ -144,27 +141,24 @@ def lone_evaluation(
 
 
 def _trained_data(checkpoint: Checkpoint, config: Config) -> Mixture:
-    """Read the data that a checkpoint was trained on, from where it says.
+    """Read a checkpoint's training data from its recorded path.
 
-    Raises:
-        DataError: there is none, it was replaced, or it is in a store that only the user may choose.
+    Raises a DataError if it is missing, was replaced, or is in a store that only the user may choose.
     """
     if not checkpoint.state.manifest_hash:
-        raise DataError(
-            f"{checkpoint.path} was imported, so it has no dataset of its own; give one by --data"
-        )
+        raise DataError(f"{checkpoint.path} was imported, so it has no training data; set --data")
     data = recorded_data(config, checkpoint.path)
     check_trained_on(checkpoint, data)
     return data
 
 
 def check_trained_on(checkpoint: Checkpoint, data: Mixture) -> None:
-    """Raise a DataError unless `data` is what the checkpoint was trained on."""
+    """Raise a DataError unless the checkpoint was trained on `data`."""
     if data.hash != checkpoint.state.manifest_hash:
         raise DataError(
             f"{', '.join(str(part.directory) for part in data.datasets)} has hash {data.hash[:12]}, "
-            f"{checkpoint.path} was trained on {checkpoint.state.manifest_hash[:12]}; give the data to "
-            "validate on by --data"
+            f"but {checkpoint.path} was trained on {checkpoint.state.manifest_hash[:12]}; set --data to "
+            "the data to validate on"
         )
 
 
@@ -175,12 +169,11 @@ def validation_feed(
     data: Mixture,
     eval_tokens: int | None = None,
 ) -> EvalFeed:
-    """The validation sequences of `data`, up to `eval_tokens`.
+    """Read the validation sequences of `data`, up to `eval_tokens`.
 
-    Raises:
-        DataError: it has another tokenizer than the checkpoint, or too little to validate on.
+    Raises a DataError if its tokenizer differs from the checkpoint's, or it is too small to validate on.
     """
-    # Here: they import Ray, which samples do not need.
+    # Imported here, because samples do not need Ray.
     from raytrain_gpt.ingest.feed import EvalFeed
     from raytrain_gpt.ingest.ray_dataset import IngestSpec
 
@@ -191,7 +184,7 @@ def validation_feed(
     check_val_split(data, spec.seq_len)
     tokens, delivered = data.read("val", spec.seq_len, spec.eval_ids()[0])
     micro = parse_config(checkpoint.state.config, str(checkpoint.path)).train.micro_batch_sequences
-    micro = 1 if micro == "auto" else micro  # a run writes what auto became
+    micro = 1 if micro == "auto" else micro  # a run stores the resolved value
     return EvalFeed(tokens, delivered, data, micro, device)
 
 
@@ -204,16 +197,15 @@ def sample_checkpoint(
     show: Log | None = None,
     **options: Any,
 ) -> list[str]:
-    """Continuations of a prompt (which may be empty), the prompt included.
+    """Return continuations of a prompt, which may be empty, with the prompt.
 
     Args:
-        path: A checkpoint or a run.
-        show: Gets the first continuation line by line while it is generated, then the others.
+        show: Receives the first continuation line by line during generation, then the others.
         options: Those of `sampling_options`.
 
     Raises:
         ConfigError: num_samples or an option is out of range.
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: the checkpoint is missing or damaged.
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} is below 1; set num_samples to 1 or more")
@@ -236,7 +228,7 @@ def sample_checkpoint(
 
 @contextlib.contextmanager
 def _few_threads(model: GPT) -> Iterator[None]:
-    """One thread for a small model on a CPU: more gain nothing, and wait for each other beside other load."""
+    """Use one thread for a small model on a CPU: more are no faster, and wait for each other under load."""
     threads = torch.get_num_threads()
     if model.shape.num_parameters < _MANY_PARAMETERS:
         torch.set_num_threads(1)
@@ -247,16 +239,12 @@ def _few_threads(model: GPT) -> Iterator[None]:
 
 
 def sampling_options(config: Config, given: dict[str, Any]) -> SamplingOptions:
-    """The given options; without `max_new_tokens` that of the run's evaluations, which suits its tokenizer.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
+    """Create options, or raise a ConfigError; `max_new_tokens` defaults to that of the run's evaluations."""
     return SamplingOptions(**{"max_new_tokens": config.eval.max_new_tokens, **given})
 
 
 class _Lines:
-    """Shows prompt 0 and its tokens line by line: whole ones, in which secrets are seen."""
+    """Printer of prompt 0 and its tokens in full lines, so that secrets are recognized."""
 
     def __init__(self, tokenizer: tiktoken.Encoding, prompt: str, show: Log | None) -> None:
         self._tokenizer, self._show, self._text = tokenizer, show, prompt
@@ -276,5 +264,5 @@ class _Lines:
 
 
 def prompt_tokens(tokenizer: tiktoken.Encoding, prompt: str) -> list[int]:
-    """Token ids of a prompt; an empty one becomes `eot`, after which a document begins."""
+    """Encode a prompt; an empty one becomes `eot`, which precedes every document."""
     return tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]

@@ -16,12 +16,12 @@ from raytrain_gpt.core.model import GPT
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Sums that the metrics follow from.
+    """Summed losses of an evaluation, and the metrics derived from them.
 
     Attributes:
         nats: Summed loss of all targets.
-        text_nats: Summed loss of the targets that are text, not `eot`.
-        text_bytes: Bytes of these.
+        text_nats: Summed loss of the targets with text, so without `eot`.
+        text_bytes: Bytes of that text.
     """
 
     nats: float
@@ -31,21 +31,20 @@ class EvalResult:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Loss in nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+        """exp(loss), or infinity on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Nats of the text targets / ln 2 / their bytes: comparable over tokenizers."""
+        """Loss in bits per byte of text: comparable across tokenizers."""
         return self.text_nats / math.log(2) / max(1, self.text_bytes)
 
     def metrics(self) -> dict[str, float | int]:
-        """The keys of an evaluation's row."""
         return {
             "val/loss": self.loss,
             "val/perplexity": self.perplexity,
@@ -58,11 +57,11 @@ class EvalResult:
 def evaluation_sums(
     model: GPT, micro_batches: Iterable[MicroBatch], token_bytes: Tensor, autocast: Autocast
 ) -> Tensor:
-    """This rank's sums, to be added over ranks: float64 (4,) on the CPU, fields of `EvalResult`.
+    """Return this rank's sums in the order of `EvalResult`'s fields: float64 (4,) on the CPU.
 
     Args:
-        model: Not wrapped: no collective runs, so ranks may have different numbers of batches.
-        micro_batches: Targets of −100 do not count.
+        model: Unwrapped: no collective runs, so ranks may have different numbers of batches.
+        micro_batches: Targets of −100 are ignored.
         token_bytes: int64 (padded_vocab_size,), bytes of text of each id.
     """
     model.eval()
@@ -74,22 +73,20 @@ def evaluation_sums(
         counted = (targets != IGNORE_INDEX).sum()
         parts = [nats.sum(), counted, (nats * (lengths > 0)).sum(), lengths.sum()]
         sums.append(torch.stack([part.float() for part in parts]))
-    # Multiples of 2^-20 add up without rounding in float64, up to 2^33 nats: in any order, on any rank.
+    # Float64 adds multiples of 2^-20 without rounding up to 2^33 nats, in any order and on any rank.
     return (torch.stack(sums).cpu().double() * 2**20).round().sum(0) / 2**20
 
 
 def eval_result(sums: Tensor) -> EvalResult:
-    """The result of sums added over all ranks: float64 (4,)."""
+    """Convert sums over all ranks, float64 (4,)."""
     nats, tokens, text_nats, text_bytes = sums.tolist()
     return EvalResult(nats, round(tokens), text_nats, round(text_bytes))
 
 
 def mixed_sums(sums: Tensor, weights: Tensor) -> Tensor:
-    """Sums of all datasets as if each had the share of its weight in all tokens: float64 (4,).
+    """Weight the sums of several datasets by each one's share of the mixture; float64 (4,).
 
-    Args:
-        sums: float64 (datasets, 4), from `evaluation_sums`.
-        weights: float64 (datasets,), together 1.
+    `sums` are float64 (datasets, 4) from `evaluation_sums`; `weights`, float64 (datasets,), sum to 1.
     """
     tokens = sums[:, 1]
     factors = weights * tokens.sum() / tokens

@@ -1,8 +1,8 @@
 """`sample --batch`: continue the prompts of a file on a cluster.
 
 1. Every line is read and checked, then grouped into tasks of `TASK_PROMPTS`.
-2. A pool of actors, one per GPU or, without GPUs, per CPU, loads the checkpoint and processes tasks
-   (Ray Data, streaming).
+2. A pool of actors, one per GPU or, without GPUs, per CPU, loads the checkpoint and processes tasks (Ray
+   Data, streaming).
 3. Results are written in the order of the tasks; the file appears when it is complete.
 
 A task is one batch, and its random streams follow from its prompts' line numbers. So the file does not depend
@@ -61,14 +61,14 @@ def sample_batch(
     Args:
         checkpoint: A checkpoint or a run.
         prompts: Lines `{"prompt": TEXT, …}`; empty lines are skipped.
-        out: The same lines in the same order, with `continuations` (texts without the prompt) and
-            their `finish_reasons` (`stop` or `length`); appears when it is complete.
+        out: The same lines with `continuations` (texts without the prompt) and `finish_reasons` (`stop` or
+            `length`); appears when it is complete.
         num_samples: Continuations per prompt, at least 1.
         options: Options of `sampling_options`.
 
     Raises:
         ConfigError: an option is out of range.
-        DataError: a line is not a prompt, or `out` cannot be written.
+        DataError: the prompts are invalid, or `out` cannot be written.
         CheckpointError: there is no checkpoint, or it is damaged.
         ClusterError: the cluster has no free CPU.
         Interrupted: Ctrl+C or SIGTERM, before anything is written.
@@ -101,7 +101,7 @@ def _check_out(out: Location, source: Location) -> None:
 
 
 def _prompt_lines(source: Location) -> Iterator[str]:
-    """Yield the lines with prompts; raise DataError for the first invalid line."""
+    """Yield the lines with prompts; raises a DataError for the first invalid one."""
     with damage_as(DataError, source):
         content = source.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -120,7 +120,7 @@ def _prompt_lines(source: Location) -> Iterator[str]:
 
 
 def _wrong(content: object) -> str | None:
-    """Return the problem with a line's content, or None."""
+    """Return the problem with the content of a line, or None."""
     if not isinstance(content, dict):
         return f"{type(content).__name__} instead of an object"
     if not isinstance(content.get("prompt"), str):

@@ -16,10 +16,7 @@ ARCHITECTURES = {"gpt2": hf_gpt2, "qwen3": hf_qwen3}
 
 
 def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, str]:
-    """Return name -> content of the files that `AutoModelForCausalLM` needs besides the tensors.
-
-    `dtype` is torch's name, `float32` or `bfloat16`.
-    """
+    """Return name -> content of the files besides tensors; `dtype` is torch's name, such as `bfloat16`."""
     ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
     of_shape = ARCHITECTURES[shape.architecture].config_of(shape)
     config = {**of_shape, "use_cache": True, "torch_dtype": dtype, **ends}
@@ -32,11 +29,7 @@ def hf_config_files(shape: GPTShape, eot_token: int, dtype: str) -> dict[str, st
 
 
 def read_hf_config(directory: Path) -> GPTShape:
-    """Read the model shape of a Hugging Face directory.
-
-    Raises:
-        CheckpointError: `config.json` is missing, damaged, or not that of a plain GPT-2 or Qwen3.
-    """
+    """Read the shape from a `config.json`; raises a CheckpointError unless it is a plain GPT-2 or Qwen3."""
     path = directory / HF_CONFIG_FILE
     if not path.exists():
         raise CheckpointError(

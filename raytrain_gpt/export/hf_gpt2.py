@@ -28,7 +28,6 @@ _HEAD_SIZE = 64
 
 
 def config_of(shape: GPTShape) -> dict[str, Any]:
-    """Return `config.json` for a shape."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -74,7 +73,6 @@ def shape_of(content: dict[str, Any]) -> GPTShape:
 
 
 def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Convert to transformers' name and layout."""
     return _PREFIX + name, tensor.T if name.endswith(_CONV1D) else tensor
 
 

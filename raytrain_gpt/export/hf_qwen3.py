@@ -49,7 +49,7 @@ def config_of(shape: GPTShape) -> dict[str, Any]:
 
 
 def plain_values(content: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return key -> values that this package supports, transformers' default first."""
+    """See `hf_gpt2.plain_values`."""
     kinds = content.get("layer_types") or []
     return {
         "hidden_act": ("silu",),
@@ -68,7 +68,6 @@ def _rope_theta(content: dict[str, Any]) -> float:
 
 
 def shape_of(content: dict[str, Any]) -> GPTShape:
-    """Return the shape in a `config.json`."""
     return GPTShape(
         num_layers=int(content["num_hidden_layers"]),
         num_heads=int(content["num_attention_heads"]),
@@ -85,14 +84,12 @@ def shape_of(content: dict[str, Any]) -> GPTShape:
 
 
 def to_hf(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Convert to transformers' name."""
     for theirs, ours in _RENAMED.items():
         name = name.replace(ours, theirs, 1)
     return name, tensor
 
 
 def from_hf(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """Convert to our name."""
     for theirs, ours in _RENAMED.items():
         name = name.replace(theirs, ours, 1)
     return name, tensor

@@ -33,7 +33,7 @@ GPT2_PATTERN: str = r50k_pat_str
 GPT2_RANKS_SHA256 = "b580654d2e5d585af6dcee97b9cdd3a14a00503812dd6b9d4ea23a20da8bf49f"
 """Hash of GPT-2's tokens in order of rank: one line of hex per token."""
 IMPORTED = "imported"
-"""Name of an imported tokenizer that is not recognized."""
+"""Name of an unrecognized tokenizer."""
 _OWN_KEY = "tiktoken"
 """Entry of tokenizer_config.json for the name and pattern, which `tokenizers` drops."""
 
@@ -61,7 +61,6 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 
 
 def printable(token: bytes) -> str:
-    """Return a token in GPT-2's printable characters."""
     return "".join(_CHARACTER[byte] for byte in token)
 
 
@@ -72,7 +71,7 @@ def _bytes(text: str) -> bytes:
 def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
     """Return token -> the last pair merged when its bytes are merged, in order of rank.
 
-    Single bytes are omitted, and so are tokens that merging their bytes does not produce.
+    Single bytes are omitted, and tokens that merging their bytes does not produce.
     """
     last_merges = {}
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -92,8 +91,7 @@ def merges_of(ranks: TokenRanks) -> dict[bytes, tuple[bytes, bytes]]:
 def hf_tokenizer_files(encoding: tiktoken.Encoding, seq_len: int) -> dict[str, str]:
     """Return name -> content of the files that `AutoTokenizer` loads as the same tokenizer.
 
-    One difference remains: `tokenizers` recognizes special tokens in a text, but tiktoken's `encode_ordinary`
-    reads them as text.
+    One difference remains: only `tokenizers` recognizes special tokens in a text.
     """
     ranks: TokenRanks = encoding._mergeable_ranks
     special: Mapping[str, int] = encoding._special_tokens
@@ -162,16 +160,13 @@ def _pre_tokenizer(pattern: str, has_merges: bool) -> dict[str, Any]:
 def _oniguruma(pattern: str) -> str:
     """Convert a pattern to Oniguruma, where `$` also ends lines and `{1,3}+` is not possessive.
 
-    Possessive repetition is dropped, since in these patterns it only saves time.
+    Possessive repetition, which only saves time in these patterns, is dropped.
     """
     return _POSSESSIVE.sub(r"\1", pattern.replace("$", r"\z"))
 
 
 def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding:
-    """Add a special token as the last id, for an embedding with more rows than ids.
-
-    The ids between have no text, as in tiktoken's tokenizers that skip some.
-    """
+    """Add a special token as the last id, for an embedding with more rows; ids between have no text."""
     special = {**encoding._special_tokens, f"<|unused_{last_id}|>": last_id}
     return make_encoding(IMPORTED, encoding._pat_str, encoding._mergeable_ranks, special)
 
@@ -179,10 +174,8 @@ def with_last_id(encoding: tiktoken.Encoding, last_id: int) -> tiktoken.Encoding
 def read_hf_tokenizer(directory: Path, log: Log) -> tiktoken.Encoding | None:
     """Convert a Hugging Face directory's tokenizer to tiktoken with the same ids; None without one.
 
-    Warns that NFC normalization is dropped.
-
-    Raises:
-        DataError: it is damaged, or not a byte-level BPE like GPT-2's with `<|endoftext|>`.
+    Warns that NFC normalization is dropped. Raises a DataError if the tokenizer is damaged, or not a
+    byte-level BPE like GPT-2's with `<|endoftext|>`.
     """
     path = directory / HF_TOKENIZER_FILE
     # The format before `tokenizer.json`.

@@ -1,7 +1,4 @@
-"""Convert a model's tensors to and from Hugging Face's files; `hf_gpt2` and `hf_qwen3` have the names.
-
-Exports omit the padded rows of embedding and head.
-"""
+"""Convert a model's tensors to and from Hugging Face's files; exports omit padded rows."""
 
 from __future__ import annotations
 
@@ -42,11 +39,7 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def find_hf_weights(path: Path) -> list[Path]:
-    """Return the weights files of a directory, or the file itself.
-
-    Raises:
-        CheckpointError: there are none, or the index of several files is damaged.
-    """
+    """Return the weights files of a directory, or the file itself, or raise a CheckpointError."""
     if not path.is_dir():
         if path.suffix not in WEIGHTS_SUFFIXES:
             raise CheckpointError(
@@ -68,10 +61,9 @@ def find_hf_weights(path: Path) -> list[Path]:
 
 
 def read_hf_weights(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a Hugging Face directory or weights file, without running code in it.
+    """Read the tensors of a Hugging Face directory or weights file without running code in it.
 
-    Raises:
-        CheckpointError: there are none, they are damaged, or a file contains other objects.
+    Raises a CheckpointError if there are none, they are damaged, or a file contains other objects.
     """
     tensors: dict[str, Tensor] = {}
     for file in find_hf_weights(path):
@@ -103,8 +95,8 @@ def _load(file: Path) -> object:
 def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     """Build the fp32 model with the tensors of a Hugging Face file.
 
-    Padded rows of the head are copies of the least likely token's row: rows of zeros would have logits of 0,
-    far above those of a trained GPT-2.
+    Padded rows of the head are copies of the lowest-probability token's row: rows of zeros would have logits
+    of 0, far above those of a trained GPT-2.
 
     Args:
         hf: The tensors, optionally with a tied head; GPT-2's names may lack their prefix.

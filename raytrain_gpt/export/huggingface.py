@@ -1,7 +1,6 @@
 """Export to a Hugging Face directory, and import from one.
 
-Results appear atomically: they are written to an `.unfinished-` directory beside the target, flushed to disk,
-and renamed.
+Results are written to an `.unfinished-` directory beside the target, flushed to disk, and renamed.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def import_weights(
     num_heads: int | None = None,
     seq_len: int | None = None,
 ) -> tuple[Location, GPTShape]:
-    """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format.
+    """Create a checkpoint from GPT-2 or Qwen3 weights in Hugging Face's format; return it and its shape.
 
     The embedding is padded to a multiple of 64 rows; see `hf_weights.model_of`.
 
@@ -124,9 +123,6 @@ def import_weights(
         tokenizer: Name; if None the directory's, else gpt2 or bytes by vocabulary size.
         num_heads: If None, from config.json, or for a file one per 64 channels.
         seq_len: Number of positions to keep, or None for all.
-
-    Returns:
-        The checkpoint and its shape.
 
     Raises:
         CheckpointError: weights are missing, damaged, not a plain GPT-2 or Qwen3, or `out` is not empty.
@@ -220,7 +216,7 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
 
 
 def _config(shape: GPTShape) -> Config:
-    """Return the configuration of imported weights; raise ConfigError if a size is out of range."""
+    """Return the configuration of imported weights, or raise a ConfigError."""
     return Config().updated(
         {
             **shape.fields,
@@ -234,7 +230,6 @@ def _config(shape: GPTShape) -> Config:
 
 
 def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
-    """Return the state of untrained weights: no dataset, no step."""
     return CheckpointState(
         step=0,
         next_batch=0,

@@ -1,1 +1,1 @@
-"""Between text, shards and ranks: Ray Data tasks that tokenize, and those that read the order."""
+"""Ray Data tasks that tokenize text to shards, and read shards in training order for ranks."""

@@ -1,4 +1,4 @@
-"""From a rank's rows, of the sharded dataset or read in this process, to micro-batches on its device."""
+"""A rank's rows, from Ray Data or read in this process, as micro-batches on its device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RankChunk:
 
     Attributes:
         tokens: uint16 or uint32 (batches, share, seq_len + 1).
-        ids: int64 (batches, share), what was really read; −1 where there is no sequence.
-        planned: int64 (batches,), hash sum of each whole global batch as planned.
+        ids: int64 (batches, share), of the sequences actually read; −1 for padding.
+        planned: int64 (batches,), planned hash sum of each global batch.
     """
 
     first: int
@@ -36,12 +36,12 @@ class RankChunk:
 
 
 def rows_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[pa.Table]:
-    """The rows that the dataset would deal to a rank, read ahead by threads of this process."""
+    """Read the rows of a rank ahead in threads of this process, in the order of the Ray dataset."""
     ahead: deque[Future[pa.Table]] = deque()
-    own = range(rank, rank + 1)
+    ranks = range(rank, rank + 1)
     with ThreadPoolExecutor(MIN_READERS, "reader") as readers:
         for read in planned_reads(spec, num_batches):
-            ahead.append(readers.submit(read_rows, spec, read, own))
+            ahead.append(readers.submit(read_rows, spec, read, ranks))
             if len(ahead) > MIN_READERS:
                 yield ahead.popleft().result()
         while ahead:
@@ -49,33 +49,35 @@ def rows_in_process(spec: IngestSpec, num_batches: int, rank: int) -> Iterator[p
 
 
 def rank_chunks(tables: Iterable[pa.Table], spec: IngestSpec, rank: int) -> Iterator[RankChunk]:
-    """What the tables of a rank deliver: its validation share, then its chunks in order.
+    """Yield a rank's validation share, then its chunks in order.
 
     Raises:
-        RuntimeError: a row belongs to another rank or is not the next one. Ray promises neither who
-            gets a block of `streaming_split` nor that none is lost, so every row is checked.
+        RuntimeError: a row belongs to a different rank or is not the next one. Ray guarantees neither
+            who gets a block of `streaming_split` nor that none is lost, so every row is checked.
     """
     expected = ("val", rank, 0)
     for table in tables:
         row = {name: table[name].chunk(0)[0] for name in table.column_names}
-        found = (row["split"].as_py(), row["rank"].as_py(), row["first"].as_py())
-        if found != expected:
-            raise RuntimeError(f"Ray Data delivered a wrong row: wanted {expected}, got {found}")
+        position = (row["split"].as_py(), row["rank"].as_py(), row["first"].as_py())
+        if position != expected:
+            raise RuntimeError(
+                f"Ray Data delivered a wrong row: expected {expected}, got {position}"
+            )
         num_batches = row["num_batches"].as_py()
         tokens = np.frombuffer(row["tokens"].as_buffer(), spec.data.dtype)
         chunk = RankChunk(
-            first=found[2],
+            first=position[2],
             tokens=tokens.reshape(num_batches, -1, spec.seq_len + 1),
             ids=np.frombuffer(row["ids"].as_buffer(), np.int64).reshape(num_batches, -1),
             planned=np.frombuffer(row["planned"].as_buffer(), np.int64),
         )
         yield chunk
-        after = spec.first_batch if found[0] == "val" else chunk.first + num_batches
+        after = spec.first_batch if position[0] == "val" else chunk.first + num_batches
         expected = ("train", rank, skip_past(after, spec.skipped))
 
 
 class TrainFeed:
-    """Micro-batches of one rank, in order, one ahead on the device."""
+    """Micro-batches of one rank, in order, with one prefetched on the device."""
 
     def __init__(
         self, chunks: Iterator[RankChunk], micro_batch_sequences: int, device: torch.device
@@ -86,7 +88,7 @@ class TrainFeed:
         self._delivered: deque[tuple[int, int]] = deque()
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Inputs and targets on the device; the next one is copied while this one is used."""
+        """Yield inputs and targets on the device; the next micro-batch is copied meanwhile."""
         ahead: MicroBatch | None = None
         for tokens in self._slices():
             ready, ahead = ahead, to_device(tokens, self._device)
@@ -104,14 +106,14 @@ class TrainFeed:
                     yield tokens[start : start + self._size]
 
     def take_hash_sums(self) -> tuple[int, int]:
-        """Hash sums of the oldest step not asked for: of what this rank got, and of the whole plan."""
+        """Pop the oldest step's hash sums: of this rank's sequences, and of the planned global batch."""
         return self._delivered.popleft()
 
 
 def to_device(tokens: Tokens, device: torch.device) -> MicroBatch:
-    """Inputs and targets, int64 (n, seq_len), of tokens (n, seq_len + 1).
+    """Copy tokens (n, seq_len + 1) to a device as inputs and targets, int64 (n, seq_len).
 
-    The narrow integers travel; on a GPU from pinned memory, without waiting.
+    The copy is of narrow integers; to a GPU it is asynchronous, from pinned memory.
     """
     block = torch.from_numpy(np.array(tokens))
     if device.type == "cuda":
@@ -125,7 +127,7 @@ class EvalFeed:
 
     Args:
         tokens: (n, seq_len + 1).
-        ids: int64 (n,), −1 where there is no sequence.
+        ids: int64 (n,), −1 for padding.
     """
 
     def __init__(
@@ -138,20 +140,20 @@ class EvalFeed:
     ) -> None:
         self.data = data
         ends = data.val_ends(tokens.shape[1] - 1)
-        part = np.where(ids < 0, -1, np.searchsorted(ends, ids, side="right"))
-        self._tokens = [tokens[part == i] for i in range(len(ends))]
+        dataset = np.where(ids < 0, -1, np.searchsorted(ends, ids, side="right"))
+        self._tokens = [tokens[dataset == i] for i in range(len(ends))]
         self._size = micro_batch_sequences
         self._device = device
 
     def micro_batches(self) -> list[Iterator[MicroBatch]]:
-        """The share of each dataset in micro-batches of one shape, padded with targets that do not count."""
-        return [self._filled(tokens) for tokens in self._tokens]
+        """Micro-batches of each dataset, of one shape, padded with ignored targets."""
+        return [self._padded(tokens) for tokens in self._tokens]
 
-    def _filled(self, tokens: Tokens) -> Iterator[MicroBatch]:
+    def _padded(self, tokens: Tokens) -> Iterator[MicroBatch]:
         for start in range(0, len(tokens), self._size):
-            part = tokens[start : start + self._size]
-            filled: Tokens = np.zeros((self._size, tokens.shape[1]), tokens.dtype)
-            filled[: len(part)] = part
-            inputs, targets = to_device(filled, self._device)
-            counts = torch.arange(self._size, device=self._device) < len(part)
-            yield inputs, torch.where(counts[:, None], targets, IGNORE_INDEX)
+            rows = tokens[start : start + self._size]
+            batch: Tokens = np.zeros((self._size, tokens.shape[1]), tokens.dtype)
+            batch[: len(rows)] = rows
+            inputs, targets = to_device(batch, self._device)
+            is_real = torch.arange(self._size, device=self._device) < len(rows)
+            yield inputs, torch.where(is_real[:, None], targets, IGNORE_INDEX)

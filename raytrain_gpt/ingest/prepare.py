@@ -1,7 +1,7 @@
 """`prepare`: text to token shards, as streaming Ray Data tasks on all CPUs of the cluster.
 
-Small text is prepared by the same tasks in this process, which is done before a cluster would have started.
-With `dedupe` the text is read twice: the first pass hashes every document.
+The same tasks prepare small text in this process, faster than a cluster would start. With `dedupe` the
+text is read twice: the first pass hashes every document.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from raytrain_gpt.storage.web_files import without_query
 
 PROGRESS_EVERY_S = 2.0
 SMALL_BYTES = 50_000_000
-"""Text that one process has tokenized in seconds; a cluster takes ten to start and to end."""
+"""Text that one process tokenizes in seconds; a cluster takes ten to start and stop."""
 
 Row = dict[str, Any]
 Mapper = Callable[[Callable[[Row], Row], list[Row]], Iterable[Row]]
-"""`map`, or what does the same on a cluster, in any order."""
+"""`map`, or its equivalent on a cluster, in any order."""
 
 
 def prepare(
@@ -55,22 +55,22 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources into a dataset; the shards are the same with and without Ray, on any cluster.
 
-    An interrupted preparation continues with what is missing, and so does a dataset that lost files.
+    An interrupted preparation, or a dataset that lost files, is completed.
 
     Args:
         sources: Files, directories or globs, local, in an object store or on the HF hub; web
             addresses of files; or `stdlib`.
-        directory: The dataset; every task must be able to write there.
-        tokenizer: `bytes` or a name that tiktoken knows.
-        in_process: Do without Ray; else that is done with less than SMALL_BYTES of text, if RAY_ADDRESS
-            names no cluster. A cluster that is started for the tasks ends with them.
-        options: Of `make_plan`: text_field, text_suffixes, document_separator, val, val_fraction,
-            val_tokens, shard_tokens, dedupe, max_bad_documents.
+        directory: The dataset; every task needs write access to it.
+        tokenizer: `bytes` or a tiktoken encoding.
+        in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
+            names a cluster. A private cluster stops after the tasks.
+        options: Passed to `make_plan`: text_field, text_suffixes, document_separator, val,
+            val_fraction, val_tokens, shard_tokens, dedupe, max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
-        ClusterError: another process prepares there, the storage refuses access, or Ray cannot be used.
-        StorageError: the storage was unreachable for too long; what is done is kept.
+        ClusterError: the directory is in use, the storage refuses access, or Ray cannot be used.
+        StorageError: the storage was unreachable for too long; finished shards are kept.
     """
     encoding = load_tokenizer(tokenizer)
     plan = make_plan(sources, encoding, log=log, **options)
@@ -88,7 +88,7 @@ def prepare(
         source: dict[str, Any] = {"sources": [redacted(without_query(name)) for name in sources]}
         if val := options.get("val"):
             source["val"] = redacted(without_query(val))
-        with cluster:  # after all checks: it takes ten seconds and more to start
+        with cluster:  # after all checks: it takes ten seconds or more to start
             results = _run_tasks(directory, plan, max_bad, run, log)
         return finish(directory, plan, results, source, max_bad, log)
 
@@ -96,7 +96,7 @@ def prepare(
 def _run_tasks(
     directory: Location, plan: Plan, max_bad: int, run: Mapper, log: Log
 ) -> list[dict[str, Any]]:
-    """The results of all tasks, with progress lines as they arrive."""
+    """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
     fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
     if plan.dedupe:
@@ -104,12 +104,12 @@ def _run_tasks(
         for row in run(partial(_hash_row, **fixed), rows):
             progress.add(row["task"], row["documents"])
         files = [task_file(directory, task, ".hashes") for task in range(len(plan.tasks))]
-        left_out = find_duplicates(files, log=log)
-        for row, mask in zip(rows, left_out, strict=True):
-            row["left_out"] = np.packbits(mask).tobytes()
+        duplicates = find_duplicates(files, log=log)
+        for row, mask in zip(rows, duplicates, strict=True):
+            row["duplicates"] = np.packbits(mask).tobytes()
         log(
-            f"skipping {count(sum(int(mask.sum()) for mask in left_out), 'duplicate')} among "
-            f"{count(sum(map(len, left_out)), 'document')}"
+            f"skipping {count(sum(int(mask.sum()) for mask in duplicates), 'duplicate')} among "
+            f"{count(sum(map(len, duplicates)), 'document')}"
         )
     progress = _Progress("prepare", plan, done_tasks(directory, ".json"), log)
     results, bad = [], BadDocuments(max_bad)
@@ -123,8 +123,8 @@ def _run_tasks(
 
 
 def _on_ray(log: Log) -> tuple[Mapper, AbstractContextManager[object]]:
-    """Ray Data's `map`, which yields results in the order in which they arrive, and a cluster for it."""
-    import ray.data  # here: a second of import, which sets up a logger that `connected` silences
+    """Ray Data's `map`, which yields results as they finish, and a cluster for it."""
+    import ray.data  # here: takes a second, and sets up a logger that `connected` silences
 
     from raytrain_gpt.cluster.connection import connected
 
@@ -145,15 +145,15 @@ def _hash_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
 
 
 def _task_row(row: Row, directory: Location, plan: Plan, max_bad: int) -> Row:
-    left_out = None
-    if "left_out" in row:  # padded with documents that are kept
-        left_out = np.unpackbits(np.frombuffer(row["left_out"], np.uint8)).astype(np.bool_)
+    duplicates = None
+    if "duplicates" in row:  # padded with zeros
+        duplicates = np.unpackbits(np.frombuffer(row["duplicates"], np.uint8)).astype(np.bool_)
     with _storage_errors(directory):
-        return {"result": run_task(directory, plan, row["task"], max_bad, left_out)}
+        return {"result": run_task(directory, plan, row["task"], max_bad, duplicates)}
 
 
 class _Progress:
-    """Logs the progress of the tasks; its rates do not count what an earlier run did."""
+    """Logs the progress of the tasks; its rates exclude tasks of earlier runs."""
 
     def __init__(self, what: str, plan: Plan, done_before: set[int], log: Log) -> None:
         self._what, self._log, self._done_before = what, log, done_before
@@ -164,7 +164,7 @@ class _Progress:
         self._started = self._shown = time.monotonic()
 
     def add(self, task: int, documents: int, tokens: int = 0) -> None:
-        """Count a task that is done."""
+        """Count a finished task."""
         amounts = {"bytes": self._task_bytes[task], "documents": documents, "tokens": tokens}
         self._done.update(amounts)
         if task not in self._done_before:

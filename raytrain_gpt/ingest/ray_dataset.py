@@ -1,14 +1,14 @@
-"""From the order to each rank's share, through a sharded Ray Dataset.
+"""Sharded Ray Dataset that delivers each rank's share of the training order.
 
-1. The driver plans chunks of global batches (`chunks` of the order): one row of a dataset each.
-2. A Ray Data task reads a chunk's row groups once and makes W rows of it: row r holds rank r's share,
-   `(steps, sequences per rank and step, seq_len + 1)`, with the ids that were really read.
-3. `streaming_split(W, equal=True)` deals row i to rank i mod W. That holds only with one row a block
+1. The driver plans chunks of global batches (`BatchOrder.chunks`): one dataset row each.
+2. A Ray Data task reads a chunk's row groups once and makes W rows: row r holds rank r's share,
+   `(steps, sequences per rank and step, seq_len + 1)`, with the ids actually read.
+3. `streaming_split(W, equal=True)` sends row i to rank i mod W. That holds only with one row per block
    and preserved order, so every row carries its rank and first batch, which the worker checks.
 4. The worker cuts micro-batches (`feed`).
 
-The first row of every rank is its share of the validation sequences, unshuffled. No torch here: the
-reading tasks start in half the time without it.
+The first row of every rank is its share of the validation sequences, unshuffled. This module does not
+import torch: without it the reading tasks start in half the time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from raytrain_gpt.data.shards import Split
 
 MIN_READERS = 2
 RANKS_PER_READER = 16
-"""Ranks for which one more chunk is read at a time. A reading task takes a CPU while it runs, and twice the
-window (128 MiB of 2^26 uint16) in memory: its own copy and the object store's."""
+"""Ranks per chunk read concurrently. A reading task takes a CPU while it runs, and twice the window
+(128 MiB of 2^26 uint16) in memory: its copy and the object store's."""
 
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """All that decides what a run reads.
+    """Data that a run reads.
 
     Attributes:
-        first_batch: The global batch to begin with, unless it is skipped.
-        skipped: Ranges of global batches that are left out, (first, stop).
+        first_batch: Global batch to start with, unless it is skipped.
+        skipped: Ranges of skipped global batches, (first, stop).
     """
 
     config: Config
@@ -49,41 +49,39 @@ class IngestSpec:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of context; a sequence has one more."""
+        """Context length in tokens; a sequence has one more."""
         return self.config.data.seq_len
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of every node's disk that may keep what is read of an object store."""
+        """Size limit of every node's disk cache for object stores, in bytes."""
         return round(self.config.data.data_cache_gb * 1e9)
 
     def order(self) -> BatchOrder:
         """The training order."""
-        seed = self.config.train.seed
-        return self.data.order(self.config.batch_sequences, self.seq_len, seed)
+        return self.data.order(self.config.batch_sequences, self.seq_len, self.config.train.seed)
 
     def eval_ids(self) -> Ids:
-        """The validation sequences in equal shares of whole micro-batches: int64 (1, world_size · share).
+        """Validation sequences in equal shares of full micro-batches: int64 (1, world_size · share).
 
-        Each dataset's are padded with −1, so that a micro-batch is the same whichever rank evaluates it.
+        Each dataset is padded with −1, so that a micro-batch is the same whichever rank evaluates it.
         """
-        asked = self.config.train.micro_batch_sequences
-        micro = 1 if asked == "auto" else asked
-        found = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
-        ends = np.searchsorted(found, self.data.val_ends(self.seq_len))
-        parts = np.split(found, ends[:-1])
-        whole = np.concatenate([padded(part, micro) for part in parts])
-        return padded(whole, micro * self.world_size)[None]
+        size = self.config.train.micro_batch_sequences
+        micro = 1 if size == "auto" else size
+        ids = self.data.val_ids(self.seq_len, self.config.eval.eval_tokens)
+        ends = np.searchsorted(ids, self.data.val_ends(self.seq_len))
+        by_dataset = [padded(dataset_ids, micro) for dataset_ids in np.split(ids, ends[:-1])]
+        return padded(np.concatenate(by_dataset), micro * self.world_size)[None]
 
 
 def padded(ids: Ids, multiple: int) -> Ids:
-    """Ids, int64 (n,), with −1 behind them to the next multiple."""
+    """Pad ids, int64 (n,), with −1 to the next multiple."""
     return np.concatenate([ids, np.full(-len(ids) % multiple, -1, np.int64)])
 
 
 @dataclass(frozen=True)
 class ReadRange:
-    """What is read at a time: the validation sequences, or global batches `first` to `stop` − 1."""
+    """Range of one reading task: the validation sequences, or global batches `first` to `stop` − 1."""
 
     split: Split
     first: int
@@ -91,7 +89,7 @@ class ReadRange:
 
 
 def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
-    """Validation, then the next global batches in chunks, in order."""
+    """Validation, then the next global batches in ordered chunks."""
     order = spec.order()
     ranges = batches_to_read(spec.first_batch, num_batches, spec.skipped)
     chunks = [chunk for first, stop in ranges for chunk in order.chunks(first, stop)]
@@ -99,10 +97,10 @@ def planned_reads(spec: IngestSpec, num_batches: int) -> list[ReadRange]:
 
 
 def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
-    """All that is planned to be read: a row for each rank and chunk."""
+    """Make the dataset of all planned reads: a row for each rank and chunk."""
     rows = [asdict(read) for read in planned_reads(spec, num_batches)]
-    # Ray Data merges the small rows of a task's output into one block, and a block goes to one rank. The
-    # repartition splits them again; it only ever splits (ray #57165, #64722), which is what is needed.
+    # Ray Data merges small rows of a task's output into one block, and a block goes to one rank. The
+    # repartition undoes this; it never merges (ray #57165, #64722), as needed here.
     return (
         ray.data.from_items(rows, override_num_blocks=len(rows))
         .map_batches(
@@ -116,7 +114,7 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
 
 
 def num_readers(world_size: int) -> int:
-    """How many chunks are read at a time."""
+    """Number of chunks read concurrently."""
     return max(MIN_READERS, world_size // RANKS_PER_READER)
 
 
@@ -126,7 +124,7 @@ def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
 
 
 def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
-    """The rows of some ranks for what is read at a time."""
+    """Read a range for some ranks."""
     if read.split == "val":
         return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)
     order = spec.order()
@@ -135,18 +133,17 @@ def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
 
 
 def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids, ranks: range) -> pa.Table:
-    """A table of one row per rank: its sequences of some global batches.
+    """Make a table of one row per rank: its sequences of some global batches.
 
     Args:
-        first: The first global batch; the worker checks it.
-        ids: int64 (batches, sequences) of all ranks, −1 where there is no sequence.
-        ranks: Whose rows are read.
+        first: First global batch, which the worker checks.
+        ids: int64 (batches, sequences) of all ranks, −1 for padding.
     """
     num_batches, size = ids.shape
     share = size // spec.world_size
     # (rank, batch, sequence)
-    dealt = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
-    tokens, delivered = spec.data.read(split, spec.seq_len, dealt.reshape(-1), spec.cache_bytes)
+    by_rank = ids.reshape(num_batches, spec.world_size, share).swapaxes(0, 1)[ranks]
+    tokens, delivered = spec.data.read(split, spec.seq_len, by_rank.reshape(-1), spec.cache_bytes)
     planned = sequence_hashes(ids).sum(1)  # (batches,)
     count = len(ranks)
     return pa.table(
@@ -163,7 +160,7 @@ def rank_rows(spec: IngestSpec, split: Split, first: int, ids: Ids, ranks: range
 
 
 def _blobs(array: np.ndarray[Any, Any], count: int) -> pa.Array:
-    """One array cut into `count` equal binary values, without a copy."""
+    """Split an array into `count` equal binary values, without a copy."""
     size = array.nbytes // count
     offsets = np.arange(count + 1, dtype=np.int64) * size
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array)]

@@ -43,11 +43,7 @@ _PAGE_POLICY = (
 
 
 def build_app(engine: Engine, options: ServeOptions, needs_key: bool) -> Starlette:
-    """Create a replica's application.
-
-    Raises:
-        ConfigError: `needs_key`, and there is no API key in this process's environment.
-    """
+    """Create a replica's application; raises a ConfigError if it needs an API key and has none."""
     interface = _Interface(engine, options, needs_key)
     routes = [
         Route("/", interface.page),

@@ -38,10 +38,7 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class Weights:
-    """A served model."""
-
     name: str
-    """Model name in requests."""
     step: int
     val_loss: float | None
     """Nats per token, or None if it was not evaluated."""
@@ -50,7 +47,6 @@ class Weights:
     model: GPT
     tokenizer: tiktoken.Encoding
     hash: str
-    """Hash of the checkpoint."""
 
     @cached_property
     def max_prompt_bytes(self) -> int:
@@ -74,12 +70,10 @@ class Job:
 
 
 class Engine:
-    """Thread that runs jobs.
+    """Thread that runs jobs: `max_batch` at the same time, with `max_queue` waiting.
 
     Args:
         loop: Event loop that reads the jobs' queues.
-        max_batch: Sequences to generate at the same time.
-        max_queue: Waiting sequences.
     """
 
     def __init__(
@@ -98,11 +92,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the sequences of a request, all or none.
-
-        Raises:
-            QueueFull: not all of them fit.
-        """
+        """Queue the sequences of a request, or raise `QueueFull` if not all of them fit."""
         with self._changed:
             if len(self._queue) + len(jobs) > self._max_queue + self._num_free():
                 raise QueueFull
@@ -116,11 +106,7 @@ class Engine:
             self._changed.notify()
 
     def check(self) -> None:
-        """Health check.
-
-        Raises:
-            RuntimeError: the thread has ended, or the last steps all failed.
-        """
+        """Raise a RuntimeError if the thread has ended, or the last steps all failed."""
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended")
         if self._num_failed_steps > MAX_FAILED_STEPS:
@@ -135,7 +121,6 @@ class Engine:
                 self._step()
 
     def _step(self) -> None:
-        """Generate one token for every job."""
         with self._changed:
             self._drop_cancelled()
             self._admit()

@@ -1,7 +1,7 @@
 """Follow a run: serve its best usable checkpoint on all replicas.
 
-Every poll queries the replicas, because a restarted one may serve a different checkpoint
-than the others. A checkpoint that could not be served is retried with doubling pauses.
+Every poll queries the replicas, because a restarted one may serve a different checkpoint. A checkpoint that
+could not be served is retried with doubling pauses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Follower:
     Args:
         served: Hash of the checkpoint that was announced.
         call: Calls a method of `Replica` by name on all replicas; returns their replies.
-        say: Receives a line for each change, and for each checkpoint that cannot be served.
+        say: Receives each change, and each checkpoint that cannot be served.
         clock: Seconds.
     """
 
@@ -115,13 +115,12 @@ class Follower:
         self._announced = checkpoint.hash
 
     def _tell(self, line: str) -> None:
-        """Print a line, but not twice in a row."""
+        """Print a text, but not twice in a row."""
         if line != self._told:
             self._say(line)
         self._told = line
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> str:
-    """Format a checkpoint for a console line."""
     loss = checkpoint.val_loss
     return f"{checkpoint.path}{'' if loss is None else f' (val loss {loss:.4f})'}"

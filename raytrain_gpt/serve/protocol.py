@@ -43,7 +43,7 @@ class ApiError(HTTPException):
     """A refused request.
 
     Args:
-        message: One line with the problem and the fix.
+        message: The problem and the fix.
         param: The field of the request.
         code: OpenAI's name of the error, for programs.
     """
@@ -60,7 +60,6 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
-        """Body of the response."""
         fallback = "invalid_request_error" if self.status_code < 500 else "server_error"
         return {
             "error": {
@@ -98,7 +97,6 @@ class CompletionRequest(Strict, strict=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All prompts, as texts or tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if tokens := [token for token in self.prompt if isinstance(token, int)]:
@@ -107,7 +105,6 @@ class CompletionRequest(Strict, strict=True):
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end a continuation."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
@@ -119,11 +116,7 @@ class CompletionRequest(Strict, strict=True):
 
 
 def parse_request(body: bytes) -> CompletionRequest:
-    """Parse and validate a request body.
-
-    Raises:
-        ApiError: not UTF-8, not a JSON object, or a field that is unknown or out of range.
-    """
+    """Parse and validate a request body; raises an ApiError that names the field."""
     try:
         from_json(text := body.decode("utf-8"), allow_inf_nan=False)  # no NaN, no half characters
         content = parse_json(text)

@@ -21,12 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """Server of one loaded checkpoint.
-
-    Args:
-        path: A checkpoint, or a run for its best undamaged checkpoint, also after a restart.
-        needs_key: Refuse to start without an API key.
-    """
+    """Server of one loaded checkpoint, or of a run's best undamaged one, also after a restart."""
 
     def __init__(self, path: str, options: ServeOptions, needs_key: bool) -> None:
         _listen_on_loopback_only()
@@ -39,15 +34,10 @@ class Replica:
         return build_app(self._engine, self._options, self._needs_key)
 
     async def served(self) -> str:
-        """Return the hash of the checkpoint of new requests."""
         return self._engine.weights.hash
 
     async def load(self, path: str, checkpoint_hash: str) -> str | None:
-        """Load a checkpoint for new requests, unless it is in use.
-
-        Returns:
-            Why it cannot be served, or None on success.
-        """
+        """Load a checkpoint for new requests, unless it is in use; return the reason if that fails."""
         if self._engine.weights.hash == checkpoint_hash:
             return None
         try:
@@ -57,26 +47,21 @@ class Replica:
         return None
 
     def check_health(self) -> None:
-        """Health check of Ray Serve, which replaces the replica if this raises."""
         self._engine.check()
 
 
 def _listen_on_loopback_only() -> None:
     """Restrict the port on which this process receives Ray Serve's calls.
 
-    Ray Serve 2.60 lets every replica listen on all of the machine's addresses, for other deployments. It
-    opens the port after the replica's constructor, so the constructor can still change that.
+    Ray Serve 2.60 lets every replica listen on all of the machine's addresses. It opens the port after the
+    replica's constructor, so the constructor can still change that.
     """
     listen = serve_replica.add_port_to_grpc_server
     serve_replica.add_port_to_grpc_server = lambda server, _: listen(server, "127.0.0.1:0")
 
 
 def load_weights(path: LocationLike, on_skip: Log | None = None) -> Weights:
-    """Load a checkpoint and verify its files; `on_skip` as in `resolve_checkpoint`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Load a verified checkpoint, or raise a CheckpointError; `on_skip` as in `resolve_checkpoint`."""
     checkpoint, config, model, tokenizer, _ = open_checkpoint(Location.of(path), on_skip=on_skip)
     return Weights(
         name=config.run.run_name,

@@ -49,7 +49,6 @@ class Completion:
         ]
 
     async def body(self, engine: Engine) -> dict[str, Any]:
-        """Return the complete response."""
         texts = [""] * len(self.jobs)
         logprobs: list[Logprobs] = [defaultdict(list) for _ in self.jobs]
         reasons: list[str | None] = [None] * len(self.jobs)
@@ -134,8 +133,8 @@ class Completion:
 class TextStream:
     """Text of one continuation, decoded incrementally.
 
-    Characters and stop texts may be spread over several tokens, so what could still become either is held
-    back. The text ends before the first of `stops` to be complete.
+    Characters and stop texts may span several tokens, so text that may become either is held back. The text
+    ends before the first of `stops` to be complete.
     """
 
     def __init__(self, tokenizer: tiktoken.Encoding, stops: Sequence[str]) -> None:
@@ -192,7 +191,6 @@ class LogprobsStream:
         self._offset = 0
 
     def push(self, scores: Sequence[TokenScore]) -> Logprobs:
-        """Add tokens."""
         formed: Logprobs = defaultdict(list)
         for score in scores:
             formed["tokens"].append(self._name(score.token))
@@ -213,11 +211,7 @@ class LogprobsStream:
 
 
 def encoded(prompt: Prompt, weights: Weights) -> list[int]:
-    """Encode a prompt; an empty one becomes the end token, which starts a new text.
-
-    Raises:
-        ApiError: a token is not in the vocabulary, or the text is too long or cannot be encoded.
-    """
+    """Encode a prompt, or raise an ApiError; an empty one becomes the end token, which starts a new text."""
     if isinstance(prompt, list):
         vocab_size = weights.model.shape.vocab_size
         for token in prompt:

@@ -2,8 +2,7 @@
 
 1. The address, the checkpoint and the API key are checked.
 2. A Ray cluster starts on 127.0.0.1, and on it Ray Serve: a proxy at the address, and the replicas.
-3. With `follow` a thread polls the run's checkpoints every few seconds and makes all replicas load
-   a new best one (follow.py).
+3. With `follow`, a thread polls the run's checkpoints and makes all replicas load a new best one.
 4. On a signal, new requests are refused, running ones may finish, and everything is stopped.
 """
 
@@ -42,10 +41,7 @@ _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def serve_checkpoint(path: str, options: ServeOptions, say: Log) -> None:
-    """Serve until a signal arrives.
-
-    Args:
-        path: A checkpoint, or a run: its best checkpoint, else its newest.
+    """Serve a checkpoint, or a run's best or else newest one, until a signal arrives.
 
     Raises:
         ConfigError: the address cannot be used, or needs an API key.
@@ -94,11 +90,7 @@ def _follow(
 
 
 def check_can_listen(options: ServeOptions) -> None:
-    """Check that the address is free, and safe to listen on.
-
-    Raises:
-        ConfigError: it is open to other machines without an API key, taken, or not this machine's.
-    """
+    """Raise a ConfigError if the address is taken, not this machine's, or open without an API key."""
     host, port = options.host, options.port
     if not options.is_loopback and not os.environ.get(KEY_VARIABLE):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A file that is locked while others must keep out, and that can be removed: it counts only at its path."""
+"""Lock file that may be removed: a lock counts only while the file is still at its path."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _WAIT_S, _PAUSE_S = 10.0, 0.02
 
 @contextmanager
 def guarded(path: Path, removed: bool) -> Iterator[bool]:
-    """Keep others out inside; yields whether that was possible.
-
-    Args:
-        path: The file; if its directory is gone, it stays gone and nothing is locked.
-        removed: Remove the file at the end.
-    """
+    """Lock a file, unless its directory is gone; yields whether it is locked. `removed`: delete it after."""
     is_locked = False
     while not is_locked:
         try:
@@ -34,17 +29,17 @@ def guarded(path: Path, removed: bool) -> Iterator[bool]:
                 yield False
                 return
             try:
-                if is_locked := _is_at(guard, path):  # else whoever held it has removed it
+                if is_locked := _is_at(guard, path):  # else its last holder removed it
                     yield True
                     if removed:
                         path.unlink(missing_ok=True)
             finally:
-                # Closing is not enough where a forked child has the file open too.
+                # Closing is not enough if a forked child also has the file open.
                 fcntl.flock(guard, fcntl.LOCK_UN)
 
 
 def _lock(file: IO[str]) -> bool:
-    """Lock a file, unless that is not possible or somebody was frozen while holding the lock."""
+    """Lock a file; False if locks are unsupported or a frozen process holds it."""
     give_up_at = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -1,7 +1,7 @@
 """Datasets on the Hugging Face hub, read only, through `huggingface_hub`'s fsspec filesystem.
 
-It takes the token from HF_TOKEN or a login, and the address from HF_ENDPOINT. A path is
-`datasets/OWNER/NAME@REVISION/PATH`. `pyarrow.fs.FSSpecHandler` is not used: it asks `isfile` and
+The token comes from HF_TOKEN or a login, the address from HF_ENDPOINT. A path is
+`datasets/OWNER/NAME@REVISION/PATH`. `pyarrow.fs.FSSpecHandler` is not used: it calls `isfile` and
 `exists` first, which report an outage as a missing file.
 """
 
@@ -19,39 +19,39 @@ from raytrain_gpt.storage.web_files import RangedFile, UnreachableError, status_
 
 
 class HubFiles:
-    """The files of all datasets of a hub, with the part of pyarrow's interface that is needed here."""
+    """Files of a hub's datasets, with the subset of pyarrow's interface used here."""
 
     def __init__(self, endpoint: str | None) -> None:
         self._endpoint = endpoint
-        self._files = self._connected()
-        # The filesystem caches listings in plain dicts, and several threads may ask.
+        self._files = self._connect()
+        # The filesystem caches listings in plain dicts, which several threads read.
         self._lock = threading.Lock()
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         from huggingface_hub import HfFileSystem
 
         return HfFileSystem(endpoint=self._endpoint, skip_instance_cache=True)
 
     def pinned(self, path: str) -> str:
-        """The path at the commit that its revision (default: main) has now."""
+        """Pin a path to the current commit of its revision (default: main)."""
         from huggingface_hub import HfApi
 
         with self._lock, _plain_errors(path):
-            # Listings, and refusals of access, that the old one cached may be out of date.
-            self._files = self._connected()
-            found = self._files.resolve_path(path)
+            # The old filesystem's cached listings and access refusals may be out of date.
+            self._files = self._connect()
+            resolved = self._files.resolve_path(path)
             info = HfApi(endpoint=self._endpoint).repo_info(
-                found.repo_id, repo_type=found.repo_type, revision=found.revision
+                resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision
             )
-        return f"datasets/{found.repo_id}@{info.sha}/{found.path_in_repo}".rstrip("/")
+        return f"datasets/{resolved.repo_id}@{info.sha}/{resolved.path_in_repo}".rstrip("/")
 
-    def get_file_info(self, asked: list[str] | pafs.FileSelector) -> list[pafs.FileInfo]:
+    def get_file_info(self, paths: list[str] | pafs.FileSelector) -> list[pafs.FileInfo]:
         """Kind and bytes of files, or of all files below a directory."""
-        if isinstance(asked, list):
-            return [self._info(path) for path in asked]
-        with self._lock, _plain_errors(asked.base_dir):
-            found = self._files.find(asked.base_dir, detail=True)
-        return [_file_info(path, facts) for path, facts in found.items()]
+        if isinstance(paths, list):
+            return [self._info(path) for path in paths]
+        with self._lock, _plain_errors(paths.base_dir):
+            files = self._files.find(paths.base_dir, detail=True)
+        return [_file_info(path, facts) for path, facts in files.items()]
 
     def _info(self, path: str) -> pafs.FileInfo:
         try:
@@ -61,7 +61,6 @@ class HubFiles:
             return pafs.FileInfo(path, pafs.FileType.NotFound)
 
     def open_input_file(self, path: str) -> RangedFile:
-        """A file for random access."""
         with self._lock, _plain_errors(path):
             file = self._files.open(path, "rb", cache_type="none")
 
@@ -81,7 +80,7 @@ def _file_info(path: str, facts: dict[str, Any]) -> pafs.FileInfo:
 
 @contextmanager
 def _plain_errors(path: str) -> Iterator[None]:
-    """Turn the library's errors into ours: what the user can do, or that another attempt may help."""
+    """Turn the library's errors into DataError, FileNotFoundError or UnreachableError."""
     from huggingface_hub import errors
 
     url = f"hf://{path}"
@@ -98,8 +97,8 @@ def _plain_errors(path: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         raise (no_access if status in (401, 403) else status_error(url, status)) from None
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # its HTTP client's, of the network
+    except errors.HTTPError as error:  # type: ignore[attr-defined]  # a network error of its HTTP client
         raise UnreachableError(f"{type(error).__name__}: {error}") from None
-    # The library raises NotImplementedError for what is no dataset: a bucket, or a list of repositories.
+    # The library raises NotImplementedError for buckets and lists of repositories.
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"hf://{path} is not a dataset: {reason(error)}") from None

@@ -1,21 +1,21 @@
 """One live writer for a directory on a local disk, a shared disk or an object store.
 
 A lease is a small JSON file that names its holder. The holder increments its `beat` every `heartbeat_s`
-and removes the file at the end. A lease that was left behind needs no manual cleanup:
+and removes the file at the end. A stale lease needs no manual cleanup:
 
-1. The holder ran on this machine: the kernel knows whether it is alive. If it is, the newcomer is
-   refused at once, otherwise it takes over at once.
-2. The holder ran elsewhere, or the file is damaged or a copy: the newcomer watches the beat. If it moves, the
+1. Holder on this machine: the kernel reports whether it is alive, so the newcomer is refused or takes
+   over at once.
+2. Holder elsewhere, or a damaged or copied file: the newcomer watches the beat. If it moves, the
    newcomer is refused; after `expiry_s` without a move it takes over. Clocks are never compared.
-3. Looking and taking are one step under a file lock. Where there is none (object stores, some shared
-   directories), the newcomer waits `settle_s` and looks again: of two at the same moment, only the last
-   one still finds its own token.
+3. Reading and taking are one step under a file lock. Without locks (object stores, some shared
+   directories), the newcomer waits `settle_s` and reads again: of two simultaneous newcomers, only the
+   last still sees its own token.
 
-A holder that was frozen or cut off, and has been replaced, finds another token or no file at its next
-beat and knows that the lease is lost.
+A holder that was frozen or cut off, and then replaced, sees a different token or no file at its next
+beat: the lease is lost.
 
-The kernel's lock alone, held while the process lives, would not do: object stores have none, on a shared
-directory it may outlive a dead machine or not reach other ones, and a forked child would keep it.
+A kernel lock held for the life of the process is not enough: object stores have none, on a shared
+directory it may outlive a dead machine or be invisible to others, and a forked child would hold it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _POLLS_PER_EXPIRY, _LINES_PER_EXPIRY = 60, 6
 _UNKNOWN = "an unknown process"
 
 _held_here: set[str] = set()
-"""Tokens of the leases that this process holds."""
+"""Tokens of this process's leases."""
 
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """How fast a lease is kept and given up.
+    """Times of a lease.
 
     Attributes:
         heartbeat_s: Between two beats.
-        expiry_s: A beat that has not moved for this long counts as gone.
-        settle_s: Before looking again where nothing locks: longer than the time between looking at an
-            object store and writing to it, shorter than a beat.
+        expiry_s: Without a beat until the holder counts as dead.
+        settle_s: Before the second read where nothing locks: longer than reading and writing an object,
+            shorter than a beat.
     """
 
     heartbeat_s: float = 10.0
@@ -67,19 +67,16 @@ TIMES = LeaseTimes()
 
 
 class Holder(BaseModel):
-    """The content of a lease file.
+    """Content of a lease file.
 
     Attributes:
         token: Random, new for every lease.
-        host: Name of the machine, for people.
-        machine: The boot and the process namespace in which `pid` is valid.
-        process_started: When the process started, in the kernel's ticks, since pids are reused; None
-            where the kernel does not say.
-        directory: Inode of the directory of the lease, which a copy has another one of; None in an object
-            store.
-        since: When the lease was taken, for people.
-        beat: Grows by one with every beat.
-        beat_at: Unix time of the last beat; only lists of runs go by it.
+        machine: Boot and process namespace in which `pid` is valid.
+        process_started: Start time in kernel ticks, since pids are reused; None if unavailable.
+        directory: Inode of the lease's directory, which differs in a copy; None in an object store.
+        since: Time when the lease was taken, for messages.
+        beat: Counter of beats.
+        beat_at: Unix time of the last beat; used only in lists of runs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -95,7 +92,6 @@ class Holder(BaseModel):
 
     @classmethod
     def this_process(cls, token: str, directory: int | None = None) -> Holder:
-        """The calling process, from now on."""
         return cls(
             token=token,
             host=socket.gethostname(),
@@ -110,34 +106,32 @@ class Holder(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
-        """The holder in a lease file; None if it is damaged."""
+        """Parse a lease file; None if it is damaged."""
         try:
             return cls.model_validate_json(text)
         except ValidationError:
             return None
 
     def to_text(self) -> str:
-        """The content of the lease file."""
-        # Padded: an object store is asked for the size first, and a beat may come before the content.
+        # Padded: a reader of an object store gets the size first, and a beat may follow before the content.
         return self.model_dump_json().ljust(_LEASE_BYTES)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def is_alive(self, directory: int | None) -> bool | None:
-        """Whether the process runs; None if that cannot be seen from here, or does not count.
+        """Whether the process runs; None if it is on a different machine or the lease is a copy.
 
-        Args:
-            directory: In which the lease was found: if it is a copy, the process beats elsewhere.
+        `directory` is the inode of the directory that contains the lease.
         """
         if self.machine != _machine() or self.directory not in (None, directory):
             return None
         state, started = _state_and_start(self.pid)
-        # Dead and not yet collected by its parent, or another process of the same number.
+        # A zombie, or a different process with a reused pid.
         if state in ("Z", "X") or started not in (None, self.process_started):
             return False
         if self.pid == os.getpid():
-            # A lease that could not be removed because the storage was gone is no longer held.
+            # A lease that could not be removed during an outage is no longer held.
             return self.token in _held_here
         try:
             os.kill(self.pid, 0)
@@ -152,16 +146,14 @@ class Holder(BaseModel):
 def hold_lease(
     location: Location, what: str, log: Log | None = None, times: LeaseTimes = TIMES
 ) -> Iterator[Lease]:
-    """Hold a lease, beating in a thread; the caller should look at `Lease.lost` now and then.
+    """Hold a lease, beating in a thread; the caller must check `Lease.lost` regularly.
 
     Args:
-        what: What the lease is for, for messages: `run NAME`.
-        log: Receives a line when a holder that is gone is replaced, and while waiting for that.
-        times: Other values than the default are for tests.
+        what: Its purpose, for messages: `run NAME`.
+        log: Logs the wait for a dead holder and its replacement.
 
     Raises:
-        ClusterError: somebody else holds it (the message names who, and since when), or it cannot be
-            written.
+        ClusterError: a live process holds it (named in the message), or it cannot be written.
         StorageError: the object store is unreachable.
     """
     lease = Lease(location, what, log or (lambda _line: None), times)
@@ -182,9 +174,9 @@ def hold_lease(
 
 
 def still_held(location: Location, token: str, wait_s: float = TIMES.expiry_s) -> bool:
-    """Whether the lease still has this token; for processes that write on behalf of its holder.
+    """Whether the lease still has this token, for processes that write on behalf of its holder.
 
-    Waits up to `wait_s` for a local directory that is renamed or unmounted for a moment.
+    Waits up to `wait_s` for a local directory that is briefly renamed or unmounted.
     """
     until = time.monotonic() + wait_s
     while _is_away(location) and time.monotonic() < until:
@@ -194,12 +186,9 @@ def still_held(location: Location, token: str, wait_s: float = TIMES.expiry_s) -
 
 
 def live_holder(location: Location) -> str | None:
-    """Who seems to hold a lease; None if nobody does.
+    """Describe a lease's live holder, or None; raises ClusterError if it cannot be read.
 
-    For lists only: whether a holder on another machine is alive is judged by the clock.
-
-    Raises:
-        ClusterError: it cannot be read.
+    For lists only, since the clock decides about a holder on a different machine.
     """
     holder = _holder(location)
     if holder is None:
@@ -211,11 +200,7 @@ def live_holder(location: Location) -> str | None:
 
 
 class Lease:
-    """A lease that is being taken or held; made by `hold_lease`.
-
-    Attributes:
-        lost: Set once somebody else has taken the lease over, or removed it.
-    """
+    """A lease, made by `hold_lease`; `lost` is set once it was taken over or removed."""
 
     def __init__(self, location: Location, what: str, log: Log, times: LeaseTimes) -> None:
         self.token = uuid.uuid4().hex
@@ -223,28 +208,27 @@ class Lease:
         self._location, self._what, self._log, self._times = location, what, log, times
         self._has_put = self._makes_directory = False
         self._seen_at = time.monotonic()
-        # A beat or removal that is retried for minutes could overwrite whoever took over meanwhile.
+        # A beat or removal retried for minutes could overwrite a successor's lease.
         self._impatient = replace(
             location, retry_for_s=min(location.retry_for_s, times.heartbeat_s)
         )
 
     def check(self) -> None:
-        """Raise a ClusterError if the lease has been lost."""
         if self.lost.is_set():
             raise ClusterError(
-                f"{self._what} was taken over while this process was frozen or cut off from "
-                f"{self._location} for {self._times.expiry_s:g} s or more, or that file was removed; this "
-                "process stops writing. Leave the other one alone, or stop it and start again"
+                f"lost the lease on {self._what}: {self._location} was not renewed for "
+                f"{self._times.expiry_s:g} s, or was removed. This process stops writing; if another one "
+                "is using it, let it finish or stop it first"
             )
 
     def verify(self) -> None:
-        """Like `check`, but look now instead of at the next beat; waits as `still_held`."""
+        """Check by reading the lease now; waits like `still_held`."""
         if not still_held(self._location, self.token, self._times.expiry_s):
             self.lost.set()
         self.check()
 
     def acquire(self) -> None:
-        """Take the lease, waiting for a holder elsewhere that may be gone; raises as `hold_lease`."""
+        """Take the lease, waiting for a remote holder that may be dead; raises like `hold_lease`."""
         watch = _Watch(self._location, self._what, self._log, self._times.expiry_s)
         with _storage_errors("write", self._location, self._what):
             self._makes_directory = not self._location.parent.exists()
@@ -255,40 +239,39 @@ class Lease:
             raise _in_use(self._what, holder)
 
     def _try(self, watch: _Watch) -> bool:
-        """Look at the lease, and take it if it is free; False: look again soon."""
+        """Read the lease, and take it if it is free; False if it must be read again."""
         self._location.parent.mkdir()
         with _guarded(self._location) as is_locked:
-            looked_at = time.monotonic()
+            read_at = time.monotonic()
             text = _read(self._location)
-            if text is not None and not watch.is_free(text, looked_at):
+            if text is not None and not watch.is_free(text, read_at):
                 return False
             if not self._put(is_first=text is None):
                 return False
-        # Whoever waited for a holder elsewhere may have waited together with a third machine.
-        if not is_locked or watch.began_at is not None:
+        # A third machine may have waited for the same remote holder.
+        if not is_locked or watch.started_at is not None:
             time.sleep(self._times.settle_s)
         return True
 
     def _put(self, is_first: bool) -> bool:
-        """Write the lease; the first one on a disk only if there is still none."""
+        """Write the lease; on a disk, the first one only if the file still does not exist."""
         self._has_put = True
         text = Holder.this_process(self.token, _inode(self._location)).to_text()
         if not (is_first and self._location.is_local):
             self._location.write_text(text)
             return True
         try:
-            # Only one of two machines can create the file, even where locks do not reach the other.
+            # Only one of two machines can create the file, even without a shared lock.
             with self._location.path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except (FileExistsError, FileNotFoundError):
-            return False  # another process took it, or removed the directory that it had made
+            return False  # another process took it, or removed the directory it had created
         return True
 
     def beat_until(self, done: threading.Event) -> None:
-        """Beat until `done` is set or the lease is lost."""
         try:
             while not done.wait(self._times.heartbeat_s) and not self.lost.is_set():
-                # While the storage is unreachable, it is so for others too: the next beat tries again.
+                # An outage also stops other processes; the next beat retries.
                 with suppress(OSError, RaytrainGptError), _guarded(self._location):
                     self._beat()
         finally:
@@ -307,7 +290,7 @@ class Lease:
         self._impatient.write_text(moved.to_text())
 
     def release(self) -> None:
-        """Remove the file if it is ours; what cannot be removed now expires by itself."""
+        """Remove the file if it is ours; if that fails, it expires."""
         if not self._has_put:
             return
         try:
@@ -318,66 +301,57 @@ class Lease:
                 self._location.parent.remove_if_empty()
         except (OSError, RaytrainGptError):
             self._log(
-                f"could not remove {self._location}; {self._what} is free when this process has "
-                f"ended, and {self._times.expiry_s:g} s later for other machines"
+                f"cannot remove {self._location}; {self._what} is free once this process has exited, and "
+                f"{self._times.expiry_s:g} s later for other machines"
             )
 
 
 class _Watch:
-    """Decides whether a lease is free, over several looks at it.
-
-    Attributes:
-        began_at: When watching a holder elsewhere began; None if there was no need.
-    """
+    """Decides whether a lease is free, over several reads."""
 
     def __init__(self, location: Location, what: str, log: Log, expiry_s: float) -> None:
-        self.began_at: float | None = None
+        self.started_at: float | None = None
         self._location = location
         self._what, self._log, self._expiry_s = what, log, expiry_s
         self._first_text = ""
-        self._last_look_at = 0.0
+        self._last_read_at = 0.0
         self._next_line_s = math.inf
 
-    def is_free(self, text: str, looked_at: float) -> bool:
-        """Whether the holder is gone; False: look again.
+    def is_free(self, text: str, read_at: float) -> bool:
+        """Whether the holder is dead, or False if undecided; raises ClusterError if it is alive.
 
-        Args:
-            text: The content of the lease file.
-            looked_at: Monotonic time just before it was read.
-
-        Raises:
-            ClusterError: the holder is alive.
+        `read_at` is the monotonic time just before `text`, the lease file, was read.
         """
         holder = Holder.parse(text)
         alive = None if holder is None else holder.is_alive(_inode(self._location))
         if alive is False:
-            self._log(f"{self._what} was held by {holder}, which is gone; taking over")
+            self._log(f"{self._what} was held by {holder}, which is dead; taking over")
             return True
-        if alive or (self.began_at is not None and text != self._first_text):
+        if alive or (self.started_at is not None and text != self._first_text):
             raise _in_use(self._what, holder)
-        # After an outage of the storage, or a sleep of this machine, the holder gets its full time again.
-        if self.began_at is None or looked_at - self._last_look_at > self._expiry_s / 2:
-            self.began_at, self._first_text = time.monotonic(), text
+        # After a storage outage, or a sleep of this machine, the holder's full time restarts.
+        if self.started_at is None or read_at - self._last_read_at > self._expiry_s / 2:
+            self.started_at, self._first_text = time.monotonic(), text
             self._next_line_s = math.inf
-        self._last_look_at = time.monotonic()
-        left_s = self.began_at + self._expiry_s - looked_at
+        self._last_read_at = time.monotonic()
+        left_s = self.started_at + self._expiry_s - read_at
         if 0 < left_s <= self._next_line_s:
             self._next_line_s = left_s - self._expiry_s / _LINES_PER_EXPIRY
             self._log(
                 f"{self._what} was held by {holder or _UNKNOWN}; taking over in {left_s:.0f} s "
-                "unless it shows signs of life"
+                "unless it renews its lease"
             )
         return left_s <= 0
 
 
 def _in_use(what: str, holder: Holder | None) -> ClusterError:
     return ClusterError(
-        f"{what} is in use ({holder or _UNKNOWN}); stop that one first, or use another name"
+        f"{what} is in use ({holder or _UNKNOWN}); stop that process first, or use a different name"
     )
 
 
 def _read(location: Location) -> str | None:
-    """The text, damaged or not; None if there is no file."""
+    """Read the file, damaged or not; None if it is missing."""
     try:
         return location.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -385,7 +359,6 @@ def _read(location: Location) -> str | None:
 
 
 def _holder(location: Location) -> Holder | None:
-    """The holder; None if the file is missing or damaged."""
     with _storage_errors("read", location, "a lease"):
         return Holder.parse(_read(location) or "")
 
@@ -395,27 +368,26 @@ def _is_away(location: Location) -> bool:
 
 
 def _guarded(location: Location, removed: bool = False) -> AbstractContextManager[bool]:
-    """Keep others out while a lease is read and written; yields whether that was possible."""
+    """Lock a lease file, or yield False without locks."""
     if not location.is_local:
         return nullcontext(False)
     return guarded(location.path.with_name(f"{location.name}.guard"), removed)
 
 
 def _storage_errors(verb: str, location: Location, what: str) -> AbstractContextManager[None]:
-    """Inside, an OSError becomes one line."""
-    advice = f"; give access to {location.parent}, or use another directory"
+    advice = f"; give access to {location.parent}, or use a different directory"
     return failure_as(ClusterError, f"cannot {verb} {location} for {what}", advice)
 
 
 def _inode(location: Location) -> int | None:
-    """The inode of a lease's directory; None in an object store, or if the directory is missing."""
+    """Inode of a lease's directory; None in an object store, or if it is missing."""
     with suppress(OSError):
         return location.path.parent.stat().st_ino if location.is_local else None
     return None
 
 
 def _machine() -> str:
-    """What tells this boot of the kernel, and this process namespace (containers have one), apart."""
+    """Identify this kernel boot and process namespace (containers have their own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -424,7 +396,7 @@ def _machine() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str | None, int | None]:
-    """A process's state letter and start in ticks since boot, from proc(5); None where unknown."""
+    """State letter and start in ticks since boot, from proc(5); None where unavailable."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:

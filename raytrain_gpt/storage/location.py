@@ -1,9 +1,9 @@
-"""Where data and runs are: a directory or file on a disk, or keys of an object store.
+"""Locations of data and runs: local paths, or keys of an object store.
 
-A `Location` is a value: picklable, hashable, without a connection. It has whole-file operations only,
-because that is what object stores offer: a file is there whole or not at all, nothing is renamed, and a
-directory exists while there is a key below it. Local operations fail at once; those on an object store
-are retried for `retry_for_s`.
+A `Location` is a value: picklable, hashable, without a connection. Like object stores it has only
+whole-file operations: a file exists completely or not at all, nothing is renamed, and a directory
+exists while it contains a key. Local operations fail at once; object store operations are retried
+for `retry_for_s`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from raytrain_gpt.storage.web_files import WEB_SCHEMES, check_address, without_q
 
 RETRY_FOR_S = 300.0
 COMMAND_RETRY_S = 20.0
-"""Where somebody waits for the answer, and nothing is lost by giving up."""
+"""Retry time of interactive commands, which can simply be run again."""
 UNFINISHED = ".unfinished"
 MAX_NAME_BYTES = 255
-"""Of one name in a path, on all usual file systems."""
+"""Longest path component that common file systems accept, in bytes."""
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -43,10 +43,10 @@ class Location:
     """A directory or file, local or in an object store.
 
     Attributes:
-        url: An absolute local path, `s3://bucket/key` or `gs://bucket/key`, without a trailing slash;
-            for sources also `hf://datasets/owner/name/path` or a web address.
-        retry_for_s: Seconds for which operations are retried while the object store is unreachable.
-        endpoint: URL of an S3-compatible store or a hub; None: the provider's own.
+        url: An absolute local path, or `s3://bucket/key` or `gs://bucket/key` without a trailing slash; for
+            sources also `hf://datasets/owner/name/path` or a web address.
+        retry_for_s: Retry time while the object store is unreachable, in seconds.
+        endpoint: URL of an S3-compatible store or a hub, or None for the provider's default.
     """
 
     url: str
@@ -61,15 +61,11 @@ class Location:
         retry_for_s: float = RETRY_FOR_S,
         endpoint: str | None = None,
     ) -> Location:
-        """The location of a path, relative to the working directory, or of a URL.
+        """Make the location of a URL, or of a path relative to the working directory.
 
-        Args:
-            path: A location is returned unchanged.
-            endpoint: None: AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL, read here so that the value
-                reaches processes in which they are not set.
-
-        Raises:
-            ConfigError: no file can have this path, or the URL has an unknown scheme or no bucket.
+        The default endpoint is AWS_ENDPOINT_URL_S3, else AWS_ENDPOINT_URL, read here so that the value
+        reaches processes without them. Raises a ConfigError if the path or bucket is invalid, or the scheme
+        unknown.
         """
         if isinstance(path, Location):
             return path
@@ -93,23 +89,20 @@ class Location:
 
     @classmethod
     def of_source(cls, url: str) -> Location:
-        """The location of a URL that is only read: in an object store, on the HF hub or on the web.
+        """Make a read-only location: in an object store, on the HF hub or on the web.
 
-        HF_ENDPOINT is read here so that the value reaches processes in which it is not set.
-
-        Raises:
-            ConfigError: the URL has an unknown scheme, or no bucket or dataset.
-            DataError: the web address is not valid.
+        HF_ENDPOINT is read here so that the value reaches processes without it. Raises a ConfigError for an
+        unknown scheme, or no bucket or dataset, and a DataError for an invalid web address.
         """
         scheme, _, rest = url.partition("://")
         if scheme in SCHEMES:
             return cls.of(url)
-        if scheme not in WEB_SCHEMES:  # `check_address` has its own line
+        if scheme not in WEB_SCHEMES:  # `check_address` checks it for those
             _check_user_info(url)
         if scheme not in SOURCE_SCHEMES:
-            known = ", ".join(f"{known}://" for known in SOURCE_SCHEMES)
+            schemes = ", ".join(f"{name}://" for name in SOURCE_SCHEMES)
             raise ConfigError(
-                f"source {url} has the unknown scheme {scheme}; use a local path, {known}"
+                f"source {url} has the unknown scheme {scheme}; use a local path, {schemes}"
             )
         if scheme in WEB_SCHEMES:
             check_address(url)
@@ -121,24 +114,23 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path of this machine, on its own disk or a shared one."""
+        """Whether it is a local path, on this machine's disk or a shared one."""
         return not is_url(self.url)
 
     @property
     def path(self) -> Path:
-        """The local path."""
         if not self.is_local:
             raise RuntimeError(f"{self.url} has no local path")
         return Path(self.url)
 
     @property
     def name(self) -> str:
-        """The last part; for a web address without the query."""
+        """Last path component, without a web address's query."""
         return without_query(self.url).rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
-        """The directory that contains it; a root or bucket is its own parent."""
+        """The containing directory; a root or bucket is its own parent."""
         if self.is_local:
             return replace(self, url=str(self.path.parent))
         if "/" not in self._key:
@@ -153,7 +145,7 @@ class Location:
 
     @property
     def bucket(self) -> str:
-        """`scheme://bucket`, or an empty text for a local path."""
+        """`scheme://bucket`, or empty for a local path."""
         return "/".join(self.url.split("/")[:3]) if is_url(self.url) else ""
 
     @property
@@ -183,73 +175,66 @@ class Location:
         return info
 
     def _check_bucket(self) -> None:
-        """Raise if the bucket is missing, of which an object store only says that the key is."""
+        """Raise if the bucket is missing, which an object store reports as a missing key."""
         if self._scheme in SCHEMES:
             _check_bucket(self._handler, self._key.partition("/")[0])
 
     def exists(self) -> bool:
-        """Whether there is a file or a directory."""
         return bool(self._info().type != pafs.FileType.NotFound)
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
         return bool(self._info().type == pafs.FileType.File)
 
     def size_bytes(self) -> int:
-        """Bytes of a file; raises FileNotFoundError if there is none."""
+        """File size in bytes; raises FileNotFoundError."""
         return int(self._file_info().size)
 
     def modified_s(self) -> float:
-        """When a file was last written, Unix seconds; raises FileNotFoundError if there is none."""
+        """Modification time of a file in Unix seconds; raises FileNotFoundError."""
         return float(self._file_info().mtime_ns / 1e9)
 
     def has_ranges(self) -> bool:
-        """Whether a part of a file can be read without the rest, as not every web server allows."""
+        """Whether byte ranges of a file can be read, which some web servers refuse."""
         return self._scheme not in WEB_SCHEMES or self._handler.has_ranges(self._key)
 
     def pinned(self) -> Location:
-        """A location on the hub at the commit that its revision has now; any other unchanged.
-
-        Raises:
-            DataError: there is no such dataset or revision, or no access to it.
-        """
+        """Pin a hub location to the current commit, or raise a DataError; others are unchanged."""
         if self._scheme != "hf":
             return self
         return replace(self, url=f"hf://{self._handler.pinned(self._key)}")
 
     def names(self) -> list[str]:
-        """Sorted names of the files and directories in it; empty when it is missing."""
+        """Sorted names of the files and directories in it; empty if it is missing."""
         if self.is_local:
             return sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         selector = pafs.FileSelector(self._key, allow_not_found=True)
-        found = sorted(info.base_name for info in self._handler.get_file_info_selector(selector))
-        if not found:
+        names = sorted(info.base_name for info in self._handler.get_file_info_selector(selector))
+        if not names:
             self._check_bucket()
-        return found
+        return names
 
     def files(self) -> list[tuple[str, int]]:
-        """(relative path, bytes) of every file in the tree, sorted by the parts of the path."""
+        """(relative path, bytes) of every file in the tree, sorted by path components."""
         if self.is_local:
             paths = [path for path in self.path.rglob("*") if path.is_file()]
-            found = [(str(p.relative_to(self.path)), p.stat().st_size) for p in paths]
+            files = [(str(p.relative_to(self.path)), p.stat().st_size) for p in paths]
         else:
             selector = pafs.FileSelector(self._key, allow_not_found=True, recursive=True)
-            infos = self._handler.get_file_info_selector(selector)
-            found = [
+            files = [
                 (info.path.removeprefix(f"{self._key}/"), int(info.size))
-                for info in infos
+                for info in self._handler.get_file_info_selector(selector)
                 if info.type == pafs.FileType.File
             ]
-        return sorted(found, key=lambda file: file[0].split("/"))
+        return sorted(files, key=lambda file: file[0].split("/"))
 
     def open(self) -> pa.NativeFile:
-        """The file, opened for random access; raises FileNotFoundError if there is none."""
+        """Open a file for random access; raises FileNotFoundError."""
         if self.is_local:
             return pa.OSFile(str(regular(self.path)))
         return pa.PythonFile(self.reader(), mode="r")
 
     def reader(self) -> RetriedReader:
-        """The object, for reads by many threads; raises FileNotFoundError if there is none."""
+        """Open an object for reads by many threads; raises FileNotFoundError."""
         try:
             return self._handler.reader(self._key)
         except FileNotFoundError:
@@ -257,18 +242,17 @@ class Location:
             raise FileNotFoundError(2, "No such file", str(self)) from None
 
     def read_bytes(self) -> bytes:
-        """The content of a file; raises FileNotFoundError if there is none."""
+        """Read a file; raises FileNotFoundError."""
         if self.is_local:
             return regular(self.path).read_bytes()
         with self.open() as file:
             return bytes(file.read())
 
     def read_text(self) -> str:
-        """The content of a UTF-8 file."""
         return self.read_bytes().decode("utf-8")
 
     def write_bytes(self, content: bytes) -> None:
-        """Write a whole file atomically; missing parent directories are made."""
+        """Write a file atomically; missing parent directories are created."""
         if self.is_local:
             with self._unfinished() as unfinished:
                 unfinished.write_bytes(content)
@@ -276,12 +260,11 @@ class Location:
         self._handler.put_bytes(pa.py_buffer(content), self._key)
 
     def write_text(self, text: str) -> None:
-        """Write a whole UTF-8 file atomically."""
         self.write_bytes(text.encode("utf-8"))
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
-        """A temporary path that becomes this file once its content is on the disk."""
+        """Yield a temporary path that becomes this file once its content is on disk."""
         unfinished = unfinished_path(self.path)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -301,7 +284,7 @@ class Location:
             shutil.copyfile(source, unfinished)
 
     def download(self, target: Path) -> None:
-        """Copy this file to a local path atomically; raises FileNotFoundError if there is none."""
+        """Copy this file to a local path atomically; raises FileNotFoundError."""
         if self.is_local:
             Location.of(target).upload(self.path)
             return
@@ -309,7 +292,6 @@ class Location:
             self._handler.fetch(self._key, unfinished)
 
     def sha256(self) -> str:
-        """SHA-256 of a file's content, in hex."""
         digest = hashlib.sha256()
         with self.open() as source:
             while content := source.read(CHUNK_BYTES):
@@ -317,7 +299,7 @@ class Location:
         return digest.hexdigest()
 
     def remove(self) -> None:
-        """Remove a file or a tree; a missing one is fine."""
+        """Remove a file or a tree, if it exists."""
         if self.is_local:
             if self.path.is_dir() and not self.path.is_symlink():
                 shutil.rmtree(self.path)
@@ -332,35 +314,35 @@ class Location:
                 self._handler.delete_dir(self._key)
 
     def mkdir(self) -> None:
-        """Make a local directory and its parents; object stores have no directories to make."""
+        """Create a local directory and its parents; object stores need none."""
         if self.is_local:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def remove_if_empty(self) -> None:
-        """Remove a local directory with nothing in it; any other stays, and object stores have none."""
+        """Remove an empty local directory; do nothing otherwise."""
         if self.is_local:
             with suppress(OSError):
                 self.path.rmdir()
 
     def free_bytes(self) -> int | None:
-        """Free bytes on the disk of an existing directory; None for an object store."""
+        """Free bytes on the disk of a directory; None in an object store."""
         return shutil.disk_usage(self.path).free if self.is_local else None
 
     def ray_filesystem(self) -> tuple[pafs.FileSystem, str]:
-        """A picklable filesystem and the path in it: Ray's `storage_filesystem` and `storage_path`."""
+        """Ray's `storage_filesystem` (picklable) and `storage_path`."""
         if self.is_local:
             return pafs.LocalFileSystem(), self.url
         return pafs.PyFileSystem(self._handler), self._key
 
 
 def unfinished_path(path: Path) -> Path:
-    """A name beside a file, for its content until it is complete."""
-    # Random: a process that was given up on may still write while its successor does.
+    """A path next to a file, for its content until it is complete."""
+    # Random: a process that was replaced may still write.
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
 def force_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, would survive a power failure."""
+    """Sync a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -369,15 +351,10 @@ def force_to_disk(path: Path) -> None:
 
 
 LocationLike = str | Path | Location
-"""What functions accept as a location."""
 
 
 def cache_directory() -> Path:
-    """This user's cache directory on this machine.
-
-    Raises:
-        ConfigError: XDG_CACHE_HOME is not set, and there is no home directory.
-    """
+    """Return this user's cache directory; raises a ConfigError without XDG_CACHE_HOME and home directory."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base, "raytrain-gpt")
     try:
@@ -391,23 +368,22 @@ def _check_names(path: str) -> None:
         content = name.encode("utf-8", "replace")
         if len(content) > MAX_NAME_BYTES or "\0" in name or content.decode() != name:
             raise ConfigError(
-                f"no file has the name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
-                f"{MAX_NAME_BYTES}), is not UTF-8 or has a zero byte in it; use another one"
+                f"invalid name {preview(name, 40)} in a path: it has {len(content)} bytes (at most "
+                f"{MAX_NAME_BYTES}), is not UTF-8 or contains a zero byte; use a different name"
             )
 
 
 def _check_user_info(url: str) -> None:
-    """Raise a ConfigError, which does not show it, if a URL has a user or password."""
+    """Raise a ConfigError, without showing them, if a URL has a user or password."""
     if has_user_info(url):
         scheme, _, rest = url.partition("://")
         raise ConfigError(
-            f"{scheme}://{HIDDEN}@{rest.rpartition('@')[2]} has a user, key or password before its @; take "
-            "it out and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of that store"
+            f"{scheme}://{HIDDEN}@{rest.rpartition('@')[2]} has a user, key or password before its @; remove "
+            "it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the variables of that store"
         )
 
 
 def is_url(path: str) -> bool:
-    """Whether a path has a scheme."""
     return "://" in path
 
 
@@ -415,7 +391,7 @@ def is_url(path: str) -> bool:
 def _check_bucket(handler: RetriedHandler, bucket: str) -> None:
     try:
         (info,) = handler.get_file_info([bucket])
-    except ClusterError:  # a key may be allowed to see objects and not the bucket itself
+    except ClusterError:  # a key may grant access to objects but not to the bucket
         return
     if info.type == pafs.FileType.NotFound:
         raise access_error(f"{handler.scheme}://{bucket}", "NO_SUCH_BUCKET")

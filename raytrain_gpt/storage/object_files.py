@@ -1,7 +1,7 @@
-"""Reading and writing whole objects, with every request tried again.
+"""Reads and writes of complete objects, with retried requests.
 
-`pyarrow.fs.copy_files` is not used: it drops the error of a destination that cannot be closed, and an
-object that never arrived looks written (pyarrow 25).
+`pyarrow.fs.copy_files` is not used: it drops errors of closing the destination, so a lost object
+looks written (pyarrow 25).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from raytrain_gpt.storage.object_store import filesystem_for, retried
 T = TypeVar("T")
 
 CHUNK_BYTES = 2**23
-"""Size of a download's requests, and of the pieces in which files are hashed."""
+"""Chunk size of downloads and of hashing."""
 DOWNLOAD_THREADS = 4
 UPLOAD_BYTES = 2**26
-"""Bytes that an upload copies into memory at a time."""
+"""Chunk size in which an upload is copied into memory."""
 
 
 class RetriedReader:
-    """Random access to an object with retries; the part of a file object that `pa.PythonFile` needs."""
+    """Random access to an object with retries: the file interface that `pa.PythonFile` needs."""
 
     def __init__(self, source: Any, url: str, retry_for_s: float) -> None:
         self._source = source
@@ -39,7 +39,7 @@ class RetriedReader:
         self._position = 0
 
     def read_at(self, num_bytes: int, offset: int) -> bytes:
-        """Up to `num_bytes` from `offset`; may be called by many threads at a time."""
+        """Read up to `num_bytes` from `offset`; thread-safe."""
 
         def read() -> bytes:
             return bytes(self._source.read_at(num_bytes, offset))
@@ -47,13 +47,13 @@ class RetriedReader:
         return retried(read, "read", self._url, self._retry_for_s)
 
     def at_start(self) -> RetriedReader:
-        """A reader of the same object with a position of its own; takes no request."""
+        """A reader of the same object with a separate position; makes no request."""
         other = copy.copy(self)
         other._position = 0
         return other
 
     def read(self, num_bytes: int | None = None) -> bytes:
-        """The next bytes; None or −1: all remaining ones."""
+        """Read the next bytes; all remaining ones for None or −1."""
         left = max(0, self._size - self._position)
         size = left if num_bytes is None or num_bytes < 0 else min(num_bytes, left)
         content = self.read_at(size, self._position) if size else b""
@@ -66,25 +66,21 @@ class RetriedReader:
         return self._position
 
     def tell(self) -> int:
-        """The position."""
         return self._position
 
     def size(self) -> int:
-        """Bytes of the object."""
         return self._size
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return bool(self._source.closed)
 
     def close(self) -> None:
-        """Release the connection."""
         self._source.close()
 
 
 class _Upload:
-    """Collects an object in memory and puts it when it is closed; abandoned, it puts nothing."""
+    """Output stream that collects an object in memory and stores it when closed."""
 
     def __init__(self, put: Callable[[pa.Buffer], None]) -> None:
         self._put, self._content = put, bytearray()
@@ -95,7 +91,7 @@ class _Upload:
         return len(content)
 
     def flush(self) -> None:
-        """Nothing: an object is stored whole."""
+        """Do nothing; `close` stores the object."""
 
     def close(self) -> None:
         if not self.closed:
@@ -113,7 +109,6 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
 
     @property
     def store(self) -> Any:
-        """This process's connection."""
         return filesystem_for(self.scheme, self.endpoint, self.retry_for_s)
 
     def _retried(self, operation: Callable[[], T], what: str, path: str) -> T:
@@ -126,12 +121,12 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         return str(self.store.normalize_path(path))
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        found = self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
-        return list(found)
+        infos = self._retried(lambda: self.store.get_file_info(paths), "read", "".join(paths[:1]))
+        return list(infos)
 
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        found = self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
-        return list(found)
+        infos = self._retried(lambda: self.store.get_file_info(selector), "list", selector.base_dir)
+        return list(infos)
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._retried(lambda: self.store.create_dir(path, recursive=recursive), "write", path)
@@ -147,7 +142,7 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         )
 
     def delete_root_dir_contents(self) -> None:
-        raise RaytrainGptError("emptying a whole object store is not supported")
+        raise RaytrainGptError("cannot empty an object store; delete its directories one by one")
 
     def delete_file(self, path: str) -> None:
         self._retried(lambda: self.store.delete_file(path), "remove", path)
@@ -159,15 +154,12 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         self._retried(lambda: self.store.copy_file(src, dest), "copy", src)
 
     def has_ranges(self, path: str) -> bool:
-        """Whether a web server sends parts of a file."""
         return self._retried(lambda: bool(self.store.has_ranges(path)), "read", path)
 
     def pinned(self, path: str) -> str:
-        """A path on the hub at the commit that its revision has now."""
         return self._retried(lambda: str(self.store.pinned(path)), "read", path)
 
     def reader(self, path: str) -> RetriedReader:
-        """Random access to an object."""
         source = self._retried(lambda: self.store.open_input_file(path), "read", path)
         return RetriedReader(source, f"{self.scheme}://{path}", self.retry_for_s)
 
@@ -190,7 +182,6 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         )
 
     def put(self, source: Path, path: str) -> None:
-        """Upload a local file atomically."""
         if source.stat().st_size:
             with pa.memory_map(str(source)) as file:
                 self.put_bytes(file.read_buffer(), path)
@@ -198,29 +189,28 @@ class RetriedHandler(pafs.FileSystemHandler):  # type: ignore[misc]
             self.put_bytes(pa.py_buffer(b""), path)
 
     def put_bytes(self, content: pa.Buffer, path: str) -> None:
-        """Write an object atomically."""
         starts = range(0, content.size, UPLOAD_BYTES)
-        parts = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
+        chunks = [content.slice(at, min(UPLOAD_BYTES, content.size - at)) for at in starts]
 
         def write() -> None:
             with self.store.open_output_stream(path) as stream:
-                for i, part in enumerate(parts):
+                for i, chunk in enumerate(chunks):
                     if i:
-                        stream.flush()  # otherwise all parts are copied into memory together
-                    stream.write(part)
+                        stream.flush()  # otherwise all chunks are copied into memory together
+                    stream.write(chunk)
 
-        # Closing a stream halfway would store what was written as the whole object, and pyarrow cannot
-        # abort one. In a thread, no signal's exception can come between open and close.
+        # Closing a stream early would store a truncated object, and pyarrow cannot abort one.
+        # In a thread, no signal's exception can come between open and close.
         with ThreadPoolExecutor(1) as thread:
             self._retried(lambda: thread.submit(write).result(), "write", path)
 
     def fetch(self, path: str, target: Path) -> None:
-        """Download an object into a local file, several requests at a time."""
+        """Download an object into a local file with concurrent requests."""
         source = self.reader(path)
         target.write_bytes(b"")
 
         def copy(offset: int) -> None:
-            # Not os.pwrite, which writes less than it was given, without an error, when the disk fills up.
+            # Not os.pwrite, which silently writes too little when the disk fills up.
             with target.open("r+b") as file:
                 file.seek(offset)
                 file.write(source.read_at(CHUNK_BYTES, offset))

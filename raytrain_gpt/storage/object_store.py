@@ -1,8 +1,8 @@
-"""Object stores behind `Location`: connecting, retrying, and knowing when a retry cannot help.
+"""Object stores behind `Location`: connections, retries and access errors.
 
-pyarrow's filesystems lose their options when they are pickled, so every process connects by itself, once
-per endpoint. An access error (key, signature, bucket, region) is reported at once; a network error is
-retried until `retry_for_s` seconds have passed since the first one.
+pyarrow's filesystems lose their options when pickled, so every process connects once per endpoint.
+An access error (key, signature, bucket, region) is raised at once; network errors are retried until
+`retry_for_s` seconds after the first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from raytrain_gpt.storage.web_files import WEB_SCHEMES, UnreachableError, WebFil
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs")
-"""Stores that can be read and written."""
+"""Readable and writable stores."""
 SOURCE_SCHEMES = (*SCHEMES, "hf", *WEB_SCHEMES)
-"""Everything that text can come from."""
+"""Schemes of text sources."""
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0
-"""Seconds without a byte after which a request counts as failed."""
+"""Seconds without a byte until a request fails."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 
@@ -44,13 +44,13 @@ _ACCESS = re.compile(
 )
 _NETWORK = re.compile(r"AWS Error|curlCode|google::cloud|GCS|Could not connect", re.IGNORECASE)
 _jitter = random.Random()
-"""A generator of its own, since drawing from the global one would change what others draw."""
+"""A separate generator, so that the global one's sequence does not change."""
 _log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=8)
 def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any:
-    """This process's filesystem of an object store: pyarrow's, or one that can only be read."""
+    """Connect this process to a store, once: with pyarrow, or read-only."""
     timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, retry_for_s))
     if scheme in WEB_SCHEMES:
         return WebFiles(scheme, timeout_s)
@@ -69,8 +69,8 @@ def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any
         request_timeout=timeout_s,
         # One request for a small file instead of a multipart upload of three.
         allow_delayed_open=True,
-        # With background writes a failed part makes close() fail; otherwise the rest of the file would
-        # be stored as if it were complete.
+        # With background writes, close() fails if a request failed; otherwise a truncated file would
+        # be stored as complete.
         background_writes=True,
         retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=1),
         **where,
@@ -78,15 +78,14 @@ def filesystem_for(scheme: str, endpoint: str | None, retry_for_s: float) -> Any
 
 
 def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float) -> T:
-    """Run an operation, again and again for `retry_for_s` seconds after its first network error.
+    """Run an operation, retrying for `retry_for_s` seconds after its first network error.
 
     Args:
-        operation: May run more than once.
-        what: The operation, for messages: `read`, `write`.
-        url: For messages, which leave out the query of a web address.
+        what: The operation's verb for messages: `read`, `write`.
+        url: For messages, without the query of a web address.
 
     Raises:
-        ClusterError: the store refuses access, or there is no such bucket.
+        ClusterError: the store refuses access, or the bucket does not exist.
         StorageError: the store was unreachable for longer.
     """
     url = without_query(url)
@@ -101,33 +100,32 @@ def retried(operation: Callable[[], T], what: str, url: str, retry_for_s: float)
             now = time.monotonic()
             if first_failure is None:
                 first_failure = now
-                _log.warning("cannot %s %s, trying again for %g s", what, url, retry_for_s)
+                _log.warning("cannot %s %s; retrying for %g s", what, url, retry_for_s)
             left_s = first_failure + retry_for_s - now
             if left_s <= 0:
                 raise StorageError(
-                    f"cannot {what} {url}: the storage was out of reach for "
-                    f"{now - first_failure:.0f} s (retry_for_s={retry_for_s:g}; {_one_line(error)}); "
-                    "the newest checkpoint is intact, the same command goes on"
+                    f"cannot {what} {url}: storage unreachable for {now - first_failure:.0f} s "
+                    f"(retry_for_s={retry_for_s:g}; {_one_line(error)}); the newest checkpoint is "
+                    "intact, run the same command to resume"
                 ) from None
             time.sleep(min(left_s, pause_s * _jitter.uniform(0.8, 1.2)))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _is_transient(error: OSError, url: str) -> bool:
-    """Whether trying again may help; raises a ClusterError if access was refused."""
+    """Whether a retry may help; raises a ClusterError if access was refused."""
     if isinstance(error, UnreachableError):
         return True
-    text = str(error)
-    # An errno comes from the local disk, or says that there is no such file.
+    # An errno comes from the local disk, or means that there is no such file.
     if error.errno is not None:
         return False
-    if found := _ACCESS.search(text):
-        raise access_error(url, found[0]) from None
-    return _NETWORK.search(text) is not None
+    if refused := _ACCESS.search(str(error)):
+        raise access_error(url, refused[0]) from None
+    return _NETWORK.search(str(error)) is not None
 
 
 def access_error(url: str, why: str) -> ClusterError:
-    """The error for refused access: it names the bucket and the variables, never their values."""
+    """Make the error for refused access, naming the bucket and the variables but never their values."""
     scheme, _, key = url.partition("://")
     settings = ", AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
     if scheme == "gs":

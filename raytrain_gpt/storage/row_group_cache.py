@@ -1,13 +1,12 @@
-"""Row groups of an object store, kept on this node's disk up to a number of bytes.
+"""Disk cache for row groups of an object store, shared by all processes of a node.
 
-    ~/.cache/raytrain-gpt/row_groups/     below XDG_CACHE_HOME where that is set
+    ~/.cache/raytrain-gpt/row_groups/     or below XDG_CACHE_HOME
         used.json                         bytes of all row groups; its lock guards every change
         <dataset>/<shard>/<row group>     32 bytes of SHA-256, then the token ids
 
-All processes of a node share it. An epoch reads every row group once, so whatever is dropped to make
-room will be missed: the cache is filled until it is full and then stays as it is. Room is made by
-dropping datasets that nobody has read for an hour, the oldest first. Nothing that goes wrong here is an
-error: what cannot be kept, or is found damaged, is read from the store.
+An epoch reads every row group once, so evicting any would cause a later miss: a full cache stays as it
+is, except that datasets not read for an hour are dropped, oldest first. No failure here is an error:
+row groups that cannot be cached, or are damaged, are read from the store.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 IN_USE_S = 3600.0
-"""Seconds after it was last read for which a dataset is not dropped."""
+"""Seconds since its last read before a dataset may be dropped."""
 RECOUNT_AFTER_S = 3600.0
-"""Seconds after which a full cache is counted again, since files may have been removed by hand."""
+"""Seconds before a full cache is counted again, since files may have been removed by hand."""
 USED_FILE = "used.json"
 UNFINISHED = "unfinished-"
 DROPPED = "dropped-"
@@ -40,25 +39,23 @@ _DATASET, _DROPPED = re.compile(r"[0-9a-f]{64}"), re.compile(rf"{DROPPED}[0-9a-f
 _UNFINISHED = re.compile(rf"{UNFINISHED}[a-z0-9_]{{8}}")
 _HASH_BYTES = 32
 _USED_BYTES = 64
-"""Fixed size of `used.json`: it is written in place, which also works on a full disk."""
+"""Fixed size of `used.json`, so that it can be overwritten even on a full disk."""
 _log = logging.getLogger(__name__)
 
 
 class _Used(BaseModel):
-    """Bytes of all row groups, and when (seconds since 1970) they were counted one by one."""
-
     num_bytes: int = Field(ge=0)
     counted: int
 
 
 @dataclass(frozen=True)
 class RowGroupCache:
-    """The cached row groups of one dataset, beside those of others.
+    """Cached row groups of one dataset.
 
     Attributes:
-        directory: Shared by all datasets; made when the first row group is kept.
-        dataset: The manifest's hash.
-        limit_bytes: For all datasets together.
+        directory: Shared by all datasets; created with the first row group.
+        dataset: Hash of the manifest.
+        limit_bytes: Limit over all datasets.
     """
 
     directory: Path
@@ -66,22 +63,22 @@ class RowGroupCache:
     limit_bytes: int
 
     def get(self, shard: str, index: int) -> memoryview | None:
-        """The token ids of a row group of the shard with this SHA-256; None if missing or damaged."""
+        """Read the token ids of a row group of the shard with this SHA-256; None if missing or damaged."""
         path = self._path(shard, index)
         try:
             os.utime(self.directory / self.dataset)
-            kept = memoryview(path.read_bytes())
+            content = memoryview(path.read_bytes())
         except OSError:
             return None
-        if hashlib.sha256(kept[_HASH_BYTES:]).digest() == kept[:_HASH_BYTES]:
-            return kept[_HASH_BYTES:]
+        if hashlib.sha256(content[_HASH_BYTES:]).digest() == content[:_HASH_BYTES]:
+            return content[_HASH_BYTES:]
         with self._forgiven(), self._locked() as used:
             used.num_bytes -= path.stat().st_size
             path.unlink()
         return None
 
     def put(self, shard: str, index: int, tokens: memoryview) -> None:
-        """Keep the token ids of a row group, as bytes, if there is room."""
+        """Cache the token ids of a row group, as bytes, if there is room."""
         with self._forgiven():
             self._put(self._path(shard, index), tokens)
 
@@ -89,7 +86,7 @@ class RowGroupCache:
         size = _HASH_BYTES + len(tokens)
         with self._locked() as used:
             has_room = self._has_room(used, size)
-        # Without the lock, so that others need not wait until many files are removed.
+        # Without the lock, so that other processes do not wait for it.
         for dropped in self._named(_DROPPED):
             shutil.rmtree(dropped, ignore_errors=True)
         if not has_room:
@@ -101,7 +98,7 @@ class RowGroupCache:
                 file.write(hashlib.sha256(tokens).digest())
                 file.write(tokens)
             with self._locked() as used:
-                # Another process may have put the same one meanwhile, or taken the room.
+                # Meanwhile another process may have cached it, or filled the cache.
                 if not path.exists() and self._has_room(used, size):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     unfinished.replace(path)
@@ -119,11 +116,11 @@ class RowGroupCache:
         except FileNotFoundError:
             pass  # dropped meanwhile
         except OSError as error:
-            _warn_once(f"cannot keep row groups in {self.directory}: {error.strerror}")
+            _warn_once(f"cannot cache row groups in {self.directory}: {error.strerror}")
 
     @contextmanager
     def _locked(self) -> Iterator[_Used]:
-        """What is used, locked against other processes; changes are written at the end."""
+        """Lock and yield `used.json`; changes are written at the end."""
         self.directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.directory / USED_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -140,7 +137,7 @@ class RowGroupCache:
             os.close(handle)
 
     def _counted(self) -> _Used:
-        """Count what is there, after removing files that nobody will finish."""
+        """Count all row groups, after removing abandoned files."""
         now = time.time()
         for path in self._named(_UNFINISHED):
             if now - path.stat().st_mtime > IN_USE_S:
@@ -148,7 +145,7 @@ class RowGroupCache:
         return _Used(num_bytes=sum(map(_num_bytes, self._datasets())), counted=int(now))
 
     def _has_room(self, used: _Used, num_bytes: int) -> bool:
-        """Whether this many more bytes fit, if need be after dropping datasets not in use."""
+        """Whether `num_bytes` more fit, after dropping unused datasets if needed."""
         if used.num_bytes + num_bytes <= self.limit_bytes:
             return True
         now = time.time()
@@ -166,13 +163,13 @@ class RowGroupCache:
         return used.num_bytes + num_bytes <= self.limit_bytes
 
     def _datasets(self) -> list[Path]:
-        """The directories of the datasets, least recently read first."""
-        found = [p for p in self._named(_DATASET) if p.is_dir() and not p.is_symlink()]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
+        """Directories of the datasets, least recently read first."""
+        paths = [p for p in self._named(_DATASET) if p.is_dir() and not p.is_symlink()]
+        return sorted(paths, key=lambda path: path.stat().st_mtime)
 
-    def _named(self, own: re.Pattern[str]) -> list[Path]:
-        """Paths that this class has named; no other in the directory is ever touched."""
-        return [path for path in self.directory.iterdir() if own.fullmatch(path.name)]
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """Paths named by this class; others in the directory are never touched."""
+        return [path for path in self.directory.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _parsed(content: bytes) -> _Used | None:
@@ -188,4 +185,4 @@ def _num_bytes(dataset: Path) -> int:
 
 @lru_cache(maxsize=8)
 def _warn_once(message: str) -> None:
-    _log.warning("%s; what is read from an object store is not cached", message)
+    _log.warning("%s; reading from the object store without a cache", message)

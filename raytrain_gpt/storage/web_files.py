@@ -1,10 +1,10 @@
-"""Files of web servers, read only: by ranges where the server supports them, otherwise fetched whole.
+"""Read-only files of web servers: byte ranges where the server supports them, else full downloads.
 
-fsspec's HTTP filesystem is not used: it reports an outage as a missing file, reads a whole file into
-memory where a server ignores ranges, and hides the header that shows that a file has changed.
+fsspec's HTTP filesystem is not used: it reports an outage as a missing file, reads the full file into
+memory if a server ignores ranges, and hides the header that reveals a changed file.
 
-`WebFiles` and the files it opens offer the part of pyarrow's interface that `RetriedHandler` uses.
-Errors that another attempt may cure are raised as `UnreachableError`.
+`WebFiles` and its files have the subset of pyarrow's interface that `RetriedHandler` uses.
+Errors worth a retry are raised as `UnreachableError`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,16 @@ _COPY_BYTES = 2**20
 
 
 def without_query(path: str) -> str:
-    """A web address up to its query, which may hold a signature; any other path unchanged."""
+    """Strip a web address's query, which may hold a signature; other paths are unchanged."""
     return path.partition("?")[0] if path.partition("://")[0] in WEB_SCHEMES else path
 
 
 def check_address(url: str) -> None:
-    """Refuse a web address that cannot be requested.
-
-    Raises:
-        DataError: it has a user or password, no host, an invalid port, or a character that must be
-            percent-encoded.
-    """
+    """Raise a DataError for a web address with credentials, no host, or an invalid port or character."""
     try:
         parts = urlsplit(url)
         possible = bool(parts.hostname) and "@" not in parts.netloc and parts.port != 0
-    except ValueError:  # a password may contain characters that end the host part
+    except ValueError:  # a password may contain characters that end the host
         possible = False
     wrong = re.search(r"[^!-~]", url)
     if wrong or not possible:
@@ -60,22 +55,17 @@ def check_address(url: str) -> None:
 
 
 def _shown(url: str) -> str:
-    """An address for messages: on one line, without its query."""
+    """Format an address for messages: in printable characters, without its query."""
     text = without_query(url)
     return "source " + "".join(c if c.isprintable() else quote(c, errors="replace") for c in text)
 
 
 class UnreachableError(OSError):
-    """A server did not answer, broke off, or said that it cannot answer now."""
+    """A server did not respond, closed the connection, or is temporarily unavailable."""
 
 
 class RangedFile:
-    """A file in which each read is one request.
-
-    Args:
-        size: Bytes of the file.
-        fetch: Returns the bytes [start, stop).
-    """
+    """File that makes one request per read; `fetch` returns the bytes [start, stop)."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._size = size
@@ -91,7 +81,7 @@ class RangedFile:
             return b""
         content = self._fetch(offset, stop)
         if len(content) != stop - offset:
-            raise UnreachableError(f"{len(content)} of {stop - offset} bytes arrived")
+            raise UnreachableError(f"received {len(content)} of {stop - offset} bytes")
         return content
 
     def close(self) -> None:
@@ -99,7 +89,7 @@ class RangedFile:
 
 
 class WebFiles:
-    """The files of all web servers of one scheme; a path is a URL without the scheme."""
+    """Files of all web servers of one scheme; a path is a URL without the scheme."""
 
     def __init__(self, scheme: str, timeout_s: float) -> None:
         self._scheme = scheme
@@ -113,63 +103,61 @@ class WebFiles:
         try:
             size, _ = self._size_and_ranges(path)
             if size is None:
-                with self._fetched(path) as file:
+                with self._download(path) as file:
                     size = file.size()
         except FileNotFoundError:
             return pafs.FileInfo(path, pafs.FileType.NotFound)
         return pafs.FileInfo(path, pafs.FileType.File, size=size)
 
     def has_ranges(self, path: str) -> bool:
-        """Whether the server sends parts of this file."""
         return self._size_and_ranges(path)[1]
 
     def open_input_file(self, path: str) -> Any:
-        """A file for random access."""
         size, has_ranges = self._size_and_ranges(path)
         if size is None or not has_ranges:
-            return self._fetched(path)
+            return self._download(path)
 
         def fetch(start: int, stop: int) -> bytes:
             with self._response(path, f"bytes={start}-{stop - 1}") as response:
                 if response.status != 206 or _total_bytes(response) != size:
                     raise DataError(
                         f"{without_query(f'{self._scheme}://{path}')} changed while it was read "
-                        f"(it had {size} bytes); start again"
+                        f"(it had {size} bytes); run the same command again"
                     )
                 return bytes(response.read())
 
         return RangedFile(size, fetch)
 
     def _size_and_ranges(self, path: str) -> tuple[int | None, bool]:
-        """(bytes, None if the server does not say; whether it sends ranges)."""
+        """(size in bytes, or None if the server omits it; whether it serves ranges)."""
         # A request for the first byte: some servers refuse HEAD, or do not announce ranges.
         with self._response(path, "bytes=0-0") as response:
             if response.status == 200:
-                stated = response.headers.get("Content-Length")
-                return None if stated is None else int(stated), False
+                length = response.headers.get("Content-Length")
+                return None if length is None else int(length), False
             size = _total_bytes(response)
             return size, size is not None
 
-    def _fetched(self, path: str) -> pa.NativeFile:
-        """A copy on the local disk, which is gone when it is closed."""
+    def _download(self, path: str) -> pa.NativeFile:
+        """Download to a temporary local file that vanishes when closed."""
         with tempfile.NamedTemporaryFile() as copy:
             with self._response(path) as response:
                 shutil.copyfileobj(response, copy, _COPY_BYTES)
-                stated = response.headers.get("Content-Length")
+                length = response.headers.get("Content-Length")
             copy.flush()
-            file = pa.OSFile(copy.name)  # the name goes, the content stays while this is open
-        if stated is not None and int(stated) != file.size():
-            raise UnreachableError(f"{file.size()} of {stated} bytes arrived")
+            file = pa.OSFile(copy.name)  # unlinked next; the content stays while this is open
+        if length is not None and int(length) != file.size():
+            raise UnreachableError(f"received {file.size()} of {length} bytes")
         return file
 
     @contextmanager
     def _response(self, path: str, byte_range: str | None = None) -> Iterator[Any]:
-        """A server's response to a GET of a file, or of a range of it.
+        """GET a file, or a byte range of it.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            DataError: the server refuses, or there is no such server.
-            UnreachableError: trying again may help.
+            FileNotFoundError: the file does not exist.
+            DataError: the server refuses access or does not exist.
+            UnreachableError: a retry may help.
         """
         url = f"{self._scheme}://{path}"
         request = urllib.request.Request(url)
@@ -180,9 +168,8 @@ class WebFiles:
                 yield response
         except urllib.error.HTTPError as error:
             with error:
-                if (
-                    error.code == 416 and _total_bytes(error) == 0
-                ):  # an empty file has no first byte
+                # An empty file has no first byte.
+                if error.code == 416 and _total_bytes(error) == 0:
                     yield error
                     return
             raise status_error(without_query(url), error.code) from None
@@ -193,26 +180,26 @@ class WebFiles:
 
 
 def _total_bytes(response: Any) -> int | None:
-    """Bytes of the whole file of which a response is a part."""
-    found = re.fullmatch(r"bytes .*/(\d+)", response.headers.get("Content-Range", ""))
-    return int(found[1]) if found else None
+    """Full size of the file, from a range response's header."""
+    total = re.fullmatch(r"bytes .*/(\d+)", response.headers.get("Content-Range", ""))
+    return int(total[1]) if total else None
 
 
 def status_error(url: str, status: int) -> Exception:
-    """What a refused request means: no such file, a server that may answer later, or no access."""
+    """Make the error for an HTTP status: missing file, temporary failure, or refused access."""
     if status in (404, 410):
         return FileNotFoundError(2, "No such file", url)
     if status == 429 or status >= 500:
         return UnreachableError(f"HTTP status {status}")
-    return DataError(f"{url} was refused with HTTP status {status}; check the address and access")
+    return DataError(f"cannot read {url}: HTTP status {status}; check the address and access")
 
 
 def _network_error(url: str, error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return error  # of the local disk
+        return error  # the local disk is full
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return DataError(f"{url} has a certificate that is not trusted here; set SSL_CERT_FILE")
+        return DataError(f"{url} has an untrusted certificate; set SSL_CERT_FILE")
     if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
-        return DataError(f"{url} names an unknown host; check the address")
+        return DataError(f"{url} has an unknown host; check the address")
     return UnreachableError(f"{type(reason).__name__}: {reason}")

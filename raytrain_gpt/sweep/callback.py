@@ -31,10 +31,7 @@ class SweepStopped(Exception):
 
 
 class SweepCallback(tune.Callback):  # type: ignore[misc]
-    """Actions when Ray Tune starts a trial, gets a report, or ends a trial.
-
-    Raises `SweepStopped` after `stop` was set.
-    """
+    """Actions when a trial starts, reports or ends; raises `SweepStopped` after `stop` was set."""
 
     def __init__(
         self, context: SweepContext, history: History, stop: threading.Event, lease: Lease, log: Log
@@ -71,7 +68,10 @@ class SweepCallback(tune.Callback):  # type: ignore[misc]
     def on_step_end(self, trials: list[TuneTrial], **_info: Any) -> None:
         self._lease.check()
         if self._stop.is_set():
-            self._log("stopping: all trials save a checkpoint first (twice more to stop at once)")
+            self._log(
+                "stopping: all trials save a checkpoint first (press Ctrl+C twice more to stop "
+                "without saving)"
+            )
             ray.get(self._barrier.stop_all.remote())
             self._wait_for_runs()
             raise SweepStopped

@@ -35,11 +35,7 @@ START_S = 35.0
 
 
 def cost_lines(sweep: Sweep) -> list[str]:
-    """Format the trials, the resources of each, and their total tokens and time.
-
-    Raises:
-        ConfigError: a trial is invalid.
-    """
+    """Format the trials, the resources of each, and their total tokens and time; may raise ConfigError."""
     base = one_worker_for_auto(base_config(sweep))
     c = base.cluster
     configs = check_sweep(sweep, c.num_workers)
@@ -97,10 +93,7 @@ def halved_tokens(sweep: Sweep, number: int) -> int:
 
 
 def measured_tokens_per_s(config: SizedConfig, device: torch.device) -> float | None:
-    """Measure one worker's tokens/s of forward and backward passes, or return None if it does not fit.
-
-    CPUs process one sequence at a time.
-    """
+    """Measure one worker's tokens/s of forward and backward passes, or return None if it does not fit."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
     shape = GPTShape.of(config, expected_vocab_size(config))
     precision = resolve_precision(config.train.precision, device)

@@ -1,8 +1,4 @@
-"""Shared elements of a sweep's plots: line styles, labels with units, the x axis.
-
-Lines and points differ in marker, dashes and color, so that they are distinguishable in black and
-white.
-"""
+"""Shared elements of a sweep's plots, distinguishable in black and white by markers and dashes."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ OBJECTIVES = {
 """Metric -> name and unit."""
 
 LineStyle = dict[str, Any]
-"""Properties of a line or marker, as matplotlib's `Line2D` takes them."""
+"""Properties for matplotlib's `Line2D`."""
 
 _MAX_LABEL_CHARS = 24
 _MAX_EDGE_NAMES = 3
@@ -41,7 +37,7 @@ _MIN_TICK_DISTANCE = 0.08  # of the axis' width
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """Create an empty figure; its size is in inches."""
+    """Create an empty figure of a size in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(color="#e3e7eb", linewidth=0.8)
@@ -52,14 +48,12 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def png(figure: Figure) -> bytes:
-    """Encode the figure as PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     return content.getvalue()
 
 
 def line_styles(values: Iterable[Any]) -> dict[Any, LineStyle]:
-    """Return distinct value -> color, dashes and marker of its line."""
     return {
         value: {
             "color": COLORS[i % len(COLORS)],
@@ -85,16 +79,12 @@ def legend(figure: Figure, entries: Sequence[tuple[str, LineStyle]], title: str 
 
 
 def mark_edge(axes: Axes, x: float, **look: Any) -> None:
-    """Draw a mark at the upper edge for a value above the y axis."""
     look = {"zorder": 3, **look, "transform": axes.get_xaxis_transform(), "clip_on": False}
     axes.plot(x, 1, gid="edge", **look)
 
 
 def name_edge(axes: Axes, marks: Iterable[tuple[float, str]]) -> None:
-    """Write the names of (x, name) marks above the upper edge, and move the title up.
-
-    Marks that are close to each other share a text of at most _MAX_EDGE_NAMES names.
-    """
+    """Write the names of (x, name) marks above the upper edge, at most _MAX_EDGE_NAMES together."""
     groups: list[tuple[float, list[str]]] = []
     axes.get_xlim()  # applies the pending limits to the transforms
     for x, name in sorted(marks):
@@ -125,7 +115,6 @@ def in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -137,7 +126,6 @@ def value_label(value: Any) -> str:
 
 
 def tokens_label(tokens: float) -> str:
-    """Format as `10M` or `1.5k`."""
     return re.sub(r"\.0(?=\D|$)", "", amount(tokens))
 
 
@@ -157,8 +145,8 @@ def field_label(field: str) -> str:
 def scale_x(axes: Axes, field: str, values: Iterable[Any]) -> dict[Any, float]:
     """Fit the x axis to a field's values; return value -> x coordinate.
 
-    Learning rates and wide ranges get a log scale; names are spaced evenly. The values themselves are
-    the ticks if they are far enough apart.
+    Learning rates and wide ranges get a log scale; names are spaced evenly. The ticks are the values, if
+    these are far enough apart.
     """
     distinct = in_order(values)
     is_numeric = all(map(is_number, distinct))

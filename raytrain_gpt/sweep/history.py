@@ -1,7 +1,7 @@
 """The history of a sweep, one event per line: the input of `--resume`.
 
-Ray Tune saves its state, but not its scheduler's, so early stopping would start anew after a crash.
-Therefore the reports are stored in order, and replayed to a new scheduler (`schedulers`).
+Ray Tune saves its state, but not its scheduler's. So the reports are stored in order, and replayed to a new
+scheduler (`schedulers`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ Event = dict[str, Any]
 class History:
     """Events of a sweep, stored in a file in its directory.
 
-    `started` has a trial's values; `report` an evaluation and the run it belongs to; `ended` the
-    trial's last state and, if it failed, the error.
+    `started` has a trial's values; `report` an evaluation and its run; `ended` the last state and any error.
     """
 
     def __init__(self, directory: Location) -> None:
@@ -52,7 +51,6 @@ class History:
             ) from None
 
     def add(self, event: str, trial: str, **details: Any) -> None:
-        """Append an event, and write the file."""
         self.events.append({"event": event, "trial": trial, "time": time.time(), **details})
         self._file.write_text("".join(json.dumps(one) + "\n" for one in self.events))
 
@@ -65,7 +63,6 @@ class History:
         return sorted(trials.values(), key=lambda trial: trial.name)
 
     def last_report(self, trial: str) -> Event | None:
-        """Return the newest `report` of a trial, or None."""
         reports = [e for e in self.events if (e["event"], e["trial"]) == ("report", trial)]
         return reports[-1] if reports else None
 

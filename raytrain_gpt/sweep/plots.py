@@ -24,12 +24,10 @@ from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, Lin
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
-"""Most values of a field with one line, row or column each."""
+"""Maximum number of values of a field that get a curve, row or column each."""
 MAX_NAMED_CURVES = 10
-"""Most learning curves named in the legend."""
 
 MIN_TO_CUT = 6
-"""Fewest finished trials to exclude outliers from the scale."""
 
 _MIN_SPAN = 0.02  # relative to the lowest value; less would magnify the noise between seeds
 _MAX_LISTED = 12  # trials above the scale in the legend
@@ -50,9 +48,8 @@ def sweep_plots(
 ) -> dict[str, bytes]:
     """Return file name -> PNG of every plot with data; none before the first evaluation.
 
-    `loss_by_lr.png`, `curves.png` and, for two fields with few values, `heat_map.png`. `searched` has
-    at least one field, and none that is tied to others; `budget_tokens` are those of a trial that is
-    not stopped.
+    `searched` has at least one field, and none that is tied to others; `budget_tokens` are those of a trial
+    that is not stopped.
     """
     trials = [trial for trial in trials if trial.values]  # pending trials may have none
     if all(trial.score is None or not trial.curve for trial in trials):
@@ -69,11 +66,11 @@ def sweep_plots(
 def loss_figure(
     trials: Sequence[Trial], searched: Sequence[str], objective: str, budget_tokens: int
 ) -> Figure:
-    """Plot the objective over the learning rate, with a line for each batch size.
+    """Plot the objective over the learning rate, with a curve per batch size.
 
-    If the rate was not searched, over the first searched field that is a number; if the batch was not,
-    with a line for each value of the first other field with few values. A line joins the lowest values
-    of the trials that used their whole budget, and the y axis is scaled to these.
+    If the rate was not searched, over the first searched number; if the batch was not, with a curve per value
+    of the first other field with few values. A curve joins the lowest values of the trials that used their
+    full budget, and the y axis is scaled to these.
     """
     figure, axes = drawing.new_figure(_WIDTH, _HEIGHT)
     x_field, line_field = _x_and_line(trials, searched)
@@ -237,7 +234,6 @@ def heat_map_figure(
 
 
 def _cell_text(tried: Sequence[Trial], best: Trial | None, budget_tokens: int) -> str:
-    """Format a cell's text from its trials, the best one first."""
     if not tried:
         return "not tried"
     name = tried[0].name if len(tried) == 1 else f"{tried[0].name}, best of {len(tried)}"
@@ -265,7 +261,7 @@ def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
 
 
 def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
-    """Return the field of the x axis, and the one with a line (or row) per value, or ""."""
+    """Return the field of the x axis, and the one with a curve (or row) per value, or ""."""
     numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
     x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
     others = discrete_fields(trials, [name for name in names if name != x_field])

@@ -27,7 +27,6 @@ def one_worker_for_auto(config: Config) -> SizedConfig:
 
 
 def trial_cpus(config: SizedConfig) -> int:
-    """Return the CPUs of a trial: its workers' and those for its data."""
     c = config.cluster
     return c.num_workers * c.cpus_per_worker + DATA_CPUS
 
@@ -47,11 +46,7 @@ def cpus_to_start(sweep: Sweep, config: SizedConfig) -> int:
 
 
 def trials_at_once(sweep: Sweep, config: FittedConfig, resources: Resources) -> int:
-    """Return the number of concurrent trials.
-
-    Raises:
-        ClusterError: a population's trials do not fit at the same time.
-    """
+    """Return the number of concurrent trials; raises a ClusterError if a population does not fit at once."""
     c = config.cluster
     places = resources.places(c.cpus_per_worker, c.num_gpus)
     fit = min(places // c.num_workers, int(resources.cpus // trial_cpus(config)))

@@ -1,7 +1,7 @@
 """Text output of a sweep: tables, `results.csv` and `best.yaml`.
 
-Tables are plain text, so that they read the same in a terminal, a job's log and a file. In all of them
-`objective` is the name of the metric and `budget_tokens` the tokens of a trial that is not stopped.
+Tables are plain text for terminals, job logs and files. Everywhere, `objective` is the name of the metric and
+`budget_tokens` the tokens of a trial that is not stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_t
 RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 
 MAX_PROGRESS_ROWS = 20
-"""Most rows of the table, which is printed repeatedly."""
 
 _MAX_ERROR_CHARS = 160
 _PROGRESS_ORDER: tuple[State, ...] = (
@@ -35,7 +34,6 @@ _PROGRESS_ORDER: tuple[State, ...] = (
 
 
 def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
-    """Format a table of the planned trials, with their values and steps."""
     rows = [
         [f"{number:03d}", *map(value_text, values.values()), f"{steps:,}"]
         for number, (values, steps) in enumerate(zip(planned, max_steps, strict=True))
@@ -44,10 +42,7 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
 
 
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """Format the state of a sweep: counts, then its trials, running ones first.
-
-    Pending trials are only counted; so are those beyond MAX_PROGRESS_ROWS.
-    """
+    """Format the state of a sweep: counts, then at most MAX_PROGRESS_ROWS trials, running ones first."""
     started = [t for t in ranking(trials, budget_tokens) if t.state != "pending"]
     started.sort(key=lambda trial: _PROGRESS_ORDER.index(trial.state))
     shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
@@ -76,11 +71,7 @@ def final_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> 
 
 
 def failure_text(trials: Sequence[Trial], title: str, resumable: bool) -> str | None:
-    """Return the error message of a sweep with failed trials, or None if no trial failed.
-
-    Args:
-        resumable: `--resume` retries failed trials.
-    """
+    """Return the error message of a sweep with failed trials (which `--resume` retries if `resumable`)."""
     failed = [trial for trial in trials if trial.state == "failed"]
     if not failed:
         return None
@@ -112,10 +103,7 @@ def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
 
 
 def results_csv(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
-    """Format `results.csv`: a row per trial, by rank, in full precision.
-
-    Unknown values are empty; so is the rank of a failed trial and of an objective that is not finite.
-    """
+    """Format `results.csv`: full precision, by rank; unknown values and ranks without a score are empty."""
     fields = _field_names(trials)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -41,10 +41,7 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
         )
 
     def replay(self, history: History) -> list[str]:
-        """Replay the earlier reports; return the names of trials that it would have stopped.
-
-        The history may lack their end if a crash came before it.
-        """
+        """Replay the earlier reports; return the trials that it would have stopped before a crash."""
         stopped: dict[str, bool] = {}
         for event in history.events:
             name = event["trial"]
@@ -107,8 +104,7 @@ class Population(PopulationBasedTraining):  # type: ignore[misc]
     def replay(self, tokens_seen: Iterable[int]) -> int:
         """Set the progress of the continuing trials; return the tokens of the last comparison.
 
-        A comparison that was due when the sweep was killed is repeated, unless all trials had
-        reached it; then it is skipped.
+        A comparison that was due when the sweep was killed is repeated, unless all trials had reached it.
         """
         self._synced_tokens = min(tokens_seen) // self._every_tokens * self._every_tokens
         self._next_perturbation_sync = self._synced_tokens + self._every_tokens
@@ -149,7 +145,6 @@ class _WithoutEnded:
 
 
 def _tune_domain(domain: Any) -> Any:
-    """Convert a sampled domain to Ray Tune's."""
     if isinstance(domain, Uniform):
         return tune.uniform(*domain.uniform)
     if isinstance(domain, LogUniform):

@@ -34,8 +34,6 @@ from raytrain_gpt.format import preview
 
 
 class _Domain(BaseModel):
-    """A domain with one field, so that it is dumped as `{kind: argument}`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @property
@@ -69,8 +67,6 @@ class Choice(Searched):
 
 
 class Uniform(Searched):
-    """A number between two ends."""
-
     uniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
@@ -99,27 +95,17 @@ class RandInt(Searched):
 
 
 class Expression(_Domain):
-    """A value that is computed from other fields."""
-
     expression: str
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the used fields.
-
-        Raises:
-            ConfigError: it is not an arithmetic expression.
-        """
+        """Names of the used fields; raises a ConfigError if it is not an arithmetic expression."""
         nodes = list(ast.walk(self._tree()))
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in called)
 
     def value(self, values: Mapping[str, Any]) -> float:
-        """Evaluate to a finite value.
-
-        Raises:
-            ConfigError: a used value is not a number, or the result is not finite.
-        """
+        """Evaluate to a finite number, or raise a ConfigError."""
         used = {name: values[name] for name in sorted(self.names)}
         for name, value in used.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -194,11 +180,7 @@ class _Arithmetic(simpleeval.SimpleEval):  # type: ignore[misc]
 
 
 def field_value(name: str, raw: Any) -> Any:
-    """Convert a value to the field's type: YAML reads `1e-3` as text.
-
-    Raises:
-        ConfigError: no field has this name, or it cannot have this value.
-    """
+    """Convert a value to the field's type (YAML reads `1e-3` as text), or raise a ConfigError."""
     field_section(name)
     try:
         return _type_of(name).validate_python(raw)
@@ -217,11 +199,7 @@ def _type_of(name: str) -> TypeAdapter[Any]:
 
 
 def parse_domain(name: str, raw: Any) -> Domain:
-    """Parse the domain of a field.
-
-    Raises:
-        ConfigError: unknown field or kind of domain, or values that the field cannot have.
-    """
+    """Parse the domain of a field; raises a ConfigError if its kind, or a value for the field, is invalid."""
     field_section(name)
     if isinstance(raw, Domain):
         return raw
@@ -288,11 +266,7 @@ def number_type(name: str) -> type[int] | type[float] | None:
 
 
 def expression_order(space: Mapping[str, Domain]) -> list[str]:
-    """Return the names of the expressions, each after those it uses.
-
-    Raises:
-        ConfigError: expressions depend on each other in a cycle.
-    """
+    """Return the names of the expressions, each after those it uses; raises a ConfigError for a cycle."""
     uses = {name: d.names for name, d in space.items() if isinstance(d, Expression)}
     try:
         order = list(graphlib.TopologicalSorter(uses).static_order())
@@ -305,8 +279,7 @@ def expression_order(space: Mapping[str, Domain]) -> list[str]:
 def with_expressions(space: Mapping[str, Domain], values: Mapping[str, Any]) -> dict[str, Any]:
     """Add the expressions' values to those of all fields and `budget_tokens`; integers are rounded.
 
-    Raises:
-        ConfigError: an expression has no value, or an invalid one for its field.
+    Raises a ConfigError if an expression has no value, or an invalid one for its field.
     """
     values = dict(values)
     for name in expression_order(space):

@@ -63,18 +63,13 @@ class Base(Strict):
         return self
 
     def load(self) -> Config:
-        """Load the configuration.
-
-        Raises:
-            ConfigError: it does not exist, or is invalid.
-        """
         if self.preset is not None:
             return load_preset(self.preset)
         return load_config_file(Path(str(self.config)))
 
 
 class NoScheduler(Strict):
-    """Every trial gets its whole budget."""
+    """Scheduler that never stops a trial."""
 
     kind: Literal["none"] = "none"
 
@@ -126,7 +121,7 @@ class Sweep(Strict):
     num_trials: int | None = Field(None, ge=1)
     """Number of trials; null: one for each point of the grid."""
     max_concurrent_trials: int | None = Field(None, ge=1)
-    """Concurrent trials; null: as many as fit."""
+    """Maximum number of concurrent trials; null: as many as fit."""
     sweep_seed: int = Field(0, ge=0)
     """Seed of the values drawn; the seed of training is the field seed."""
     scheduler: Annotated[NoScheduler | Asha | Pbt, Field(discriminator="kind")] = NoScheduler()
@@ -183,14 +178,9 @@ def sweep_title(name: str) -> str:
 
 
 def load_sweep(path: Path, flags: Mapping[str, Any]) -> Sweep:
-    """Load a sweep file.
+    """Load a sweep file; raises a ConfigError if it is missing, not YAML, or invalid.
 
-    Args:
-        flags: Values as text that override the file's: of SWEEP_FLAGS, or of fields of the
-            configuration, which become overrides. `null` is None.
-
-    Raises:
-        ConfigError: the file is missing, not YAML, or invalid.
+    `flags` maps SWEEP_FLAGS, and fields that become overrides, to texts; `null` is None.
     """
     raw = read_mapping(path, "sweep", Sweep.model_fields)
     empty = {name for name in Sweep.model_fields if raw.get(name, 0) is None}

@@ -65,10 +65,7 @@ Values = dict[str, Any]
 
 
 class ParentRun:
-    """The sweep's MLflow run over all its restarts, the parent of every trial's run.
-
-    An unresponsive tracking server causes only a warning.
-    """
+    """The sweep's MLflow run, the parent of every trial's; an unresponsive server causes only a warning."""
 
     def __init__(self, sweep: Sweep, base: Config, directory: Location, log: Log) -> None:
         self._log = log
@@ -83,7 +80,6 @@ class ParentRun:
 
     @property
     def child_tags(self) -> dict[str, str]:
-        """Tags of a trial's MLflow run."""
         return {} if self._run is None else {"mlflow.parentRunId": self._run.run_id}
 
     def close(self, status: str, metrics: Mapping[str, float], files: Mapping[str, bytes]) -> None:
@@ -111,7 +107,6 @@ class SweepSummary:
     trials: list[Trial]
     best: Trial
     files: tuple[str, ...]
-    """Names of the result files in `directory`."""
     failure: str | None
     """Message if trials failed, so that `best` is the best of the others."""
 
@@ -121,9 +116,7 @@ class _Remaining:
     """Trials still to run, with restored scheduler and searcher."""
 
     scheduler: Any
-    """Ray Tune's scheduler, after replaying the reports."""
     names: list[str]
-    """Trials, in the order in which they start."""
     begun: dict[str, tuple[int, str | None]]
     """See `SweepContext`."""
     values: list[Values] = field(default_factory=list)
@@ -134,9 +127,7 @@ class _Remaining:
 class SweepRun:
     """A sweep that starts from the state in its history.
 
-    Args:
-        base: Its base with absolute paths.
-        fitted: The same with every `auto` of the cluster section resolved.
+    `base` has absolute paths; in `fitted`, every `auto` of the cluster section is resolved too.
     """
 
     def __init__(

@@ -49,23 +49,20 @@ Report = dict[str, Any]
 
 
 def checkpoint_of(report: Report) -> str:
-    """Return the URL of a report's checkpoint."""
     return f"{report['run_dir']}/checkpoints/step={report['step']:08d}"
 
 
 @dataclass(frozen=True)
 class SweepContext:
-    """Shared context of a sweep's trials."""
-
     sweep: Sweep
     base: FittedConfig
     """Configuration of all trials, with every `auto` resolved and absolute paths."""
     mlflow_tags: dict[str, str]
     barrier: Any
-    """Handle of the sweep's `ShutdownBarrier`."""
     begun: dict[str, tuple[int, str | None]]
-    """Name of a trial that ran before -> tokens of its newest report and, if that belongs to another
-    run than the trial's first one, the checkpoint to continue from."""
+    """Name of a trial that ran before -> tokens of its newest report, and, if a different run made it, the
+    checkpoint to continue from.
+    """
     train_loop: TrainLoop
 
 
@@ -93,11 +90,9 @@ class ShutdownBarrier:
             self._left.notify_all()
 
     async def stop_all(self) -> None:
-        """Make all runs save and stop."""
         self._stop.set()
 
     async def wait_for_stop(self) -> None:
-        """Wait for `stop_all`."""
         await self._stop.wait()
 
     async def wait_until_empty(self) -> list[str]:
@@ -113,7 +108,6 @@ class TrialRun:
     """A run in a thread, paused at every evaluation.
 
     Args:
-        config: The trial's configuration, with its run_name.
         origin: Checkpoint of another run to continue from, or None.
         reported_tokens: Tokens up to which evaluations were reported.
     """
@@ -138,7 +132,7 @@ class TrialRun:
         self._thread.start()
 
     def next_report(self) -> Report:
-        """Wait for the next evaluation; the run pauses after it.
+        """Wait for the next evaluation, after which the run pauses.
 
         Raises:
             Interrupted: the run was stopped.
@@ -151,15 +145,10 @@ class TrialRun:
         return report
 
     def continue_run(self) -> None:
-        """Let the run continue after a report."""
         self._continue.release()
 
     def stop(self, *, killed: bool = False) -> None:
-        """Make the run save and stop, and wait for it.
-
-        Args:
-            killed: The sweep was interrupted, and will resume the trial.
-        """
+        """Make the run save and stop, and wait; if `killed`, the sweep was interrupted and will resume it."""
         if killed:
             self._killed.set()
         self._signals.stop.set()
@@ -258,7 +247,6 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         Path(checkpoint_dir, POINTER_FILE).write_text(json.dumps(pointer), "utf-8")
 
     def step(self) -> Report:
-        """Let the run continue to its next evaluation."""
         if self._run is None:
             self._run = self._start()
         else:
@@ -267,7 +255,6 @@ class TrialActor(tune.Trainable):  # type: ignore[misc]
         return self._report
 
     def cleanup(self) -> None:
-        """End the trial: its run saves and stops."""
         if self._run is not None:
             self._end(self._run)
 

@@ -23,16 +23,14 @@ from raytrain_gpt.sweep.spec import Pbt, Sweep
 from raytrain_gpt.sweep.trials import value_text
 
 MAX_CORNERS = 2000
-"""Most corners of the space to check, over all trials, before an adaptive search."""
+"""Limit of the corners of the space that are checked before an adaptive search, over all trials."""
 NUM_DRAWS_CHECKED = 100
-"""Draws from the space to check in addition."""
 
 
 def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
     """Return searched field -> value for every trial, a pure function of the file.
 
-    Every grid point gets the same draws, for a fair comparison. More
-    trials do not change the first ones, and a new field does not change the draws of the others. Empty
+    Every grid point gets the same draws. Neither more trials nor a new field change the other values. Empty
     for Optuna, whose values depend on losses.
     """
     if sweep.searcher == "optuna":
@@ -47,17 +45,14 @@ def planned_trials(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def num_trials(sweep: Sweep) -> int:
-    """Return the number of trials."""
     return len(planned_trials(sweep)) or sweep.num_trials or 0
 
 
 def base_config(sweep: Sweep) -> Config:
     """Return the trials' shared configuration: base, overrides and fields set by the sweep.
 
-    Searched fields have the first trial's values (Optuna: the low ends of their domains).
-
-    Raises:
-        ConfigError: it is invalid, or tokens are not a multiple of every batch in the space.
+    Searched fields have the first trial's values (Optuna: the low ends). Raises a ConfigError if it is
+    invalid, or tokens are not a multiple of every batch in the space.
     """
     fields = sweep.base.load().field_values() | {"spike_detection": False} | sweep.overrides
     fields |= {"run_name": sweep.sweep_name, "resume": "auto"}
@@ -81,11 +76,7 @@ def base_config(sweep: Sweep) -> Config:
 
 
 def trial_config(sweep: Sweep, base: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration, without a name, of a trial with these searched values.
-
-    Raises:
-        ConfigError: the values are incompatible.
-    """
+    """Return a trial's configuration, without a name, or raise a ConfigError for incompatible values."""
     assert set(values) == set(sweep.searched), f"values of {list(values)}, not {sweep.searched}"
     return _settled(sweep, base.field_values(), values)
 
@@ -99,10 +90,8 @@ def tied_values(sweep: Sweep, values: Mapping[str, Any], config: Config) -> dict
 def check_sweep(sweep: Sweep, num_workers: int) -> list[Config]:
     """Check everything possible before the first trial; return the planned trials' configurations.
 
-    Values that Optuna or PBT may choose are checked at the ends of all domains, and at some draws.
-
-    Raises:
-        ConfigError: a trial, named in the message, is impossible on `num_workers` workers.
+    Values that Optuna or PBT may choose are checked at the ends of all domains, and at some draws. Raises a
+    ConfigError that names the first impossible trial.
     """
     base = base_config(sweep)
     trials = planned_trials(sweep)
@@ -143,10 +132,7 @@ def _naming(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _draw(sweep: Sweep, index: int) -> dict[str, Any]:
-    """Draw a value for each sampled field.
-
-    Uses only `random()` and text seeds, which give the same numbers in all versions of Python.
-    """
+    """Draw a value for each sampled field, by `random()` and text seeds: the same in all Python versions."""
     return {
         name: domain.at(random.Random(f"{sweep.sweep_seed}/{index}/{name}").random())
         for name, domain in sweep.space.items()

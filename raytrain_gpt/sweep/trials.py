@@ -1,8 +1,7 @@
 """Trials of a sweep, and their ranking.
 
 Trials are compared at equal tokens: one that was stopped early never ranks above one that used its full
-budget, regardless of its objective. A failed trial and one with a non-finite objective cannot
-be the best.
+budget. A failed trial and one with a non-finite objective cannot be the best.
 """
 
 from __future__ import annotations
@@ -22,15 +21,11 @@ finite, a result; `failed`: any other error, and so no result."""
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial and its results."""
-
     name: str
-    """Number in the sweep, `000`."""
     state: State = "pending"
     values: dict[str, Any] = field(default_factory=dict)
     """Searched or tied field -> value, in the sweep file's order."""
     objective: float | None = None
-    """Value of the newest evaluation."""
     tokens_seen: int = 0
     tokens_per_s: float | None = None
     elapsed_s: float | None = None
@@ -52,7 +47,6 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        """Whether the newest evaluation was not finite."""
         if self.objective is None:
             return self.state == "diverged" or bool(self.curve)
         return self.state == "diverged" or not math.isfinite(self.objective)
@@ -64,11 +58,7 @@ def compared_tokens(trial: Trial, budget_tokens: int) -> int:
 
 
 def ranking(trials: Iterable[Trial], budget_tokens: int) -> list[Trial]:
-    """Rank all trials, the best first.
-
-    Those with a score by tokens, then by score; then those without one; then the failed ones. Equal
-    trials are in the order of their names.
-    """
+    """Rank all trials: by tokens, then score; those without a score; failed ones. Ties are by name."""
 
     def key(trial: Trial) -> tuple[bool, bool, int, float, str]:
         tokens = compared_tokens(trial, budget_tokens)

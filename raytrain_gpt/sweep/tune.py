@@ -68,16 +68,11 @@ def run_sweep(
 
 
 def to_yaml(sweep: Sweep) -> str:
-    """Format the sweep as YAML."""
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -> None:
-    """Check that a sweep neither overwrites a different one's results nor resumes with changes.
-
-    Raises:
-        ConfigError: it exists and `resume` is false, or it was changed since it started.
-    """
+    """Raise a ConfigError if a sweep exists and `resume` is false, or it was changed since it started."""
     if (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} is already a run; set a different sweep_name")
     if not (directory / SWEEP_FILE).is_file():
@@ -104,7 +99,6 @@ def check_known(sweep: Sweep, base: Config, directory: Location, resume: bool) -
 
 
 def _kept(file: Location) -> dict[str, Any]:
-    """Read the mapping in a file of a started sweep."""
     try:
         return dict(parse_yaml(file.read_text()))
     except (FileNotFoundError, TypeError, ValueError) as error:

@@ -26,10 +26,9 @@ _TEXT, _GRID, _MARK = "#000007", "#000008", "#000009"  # in the page: var(--c7) 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line; non-finite values are gaps.
+    """A line over `steps` (or tokens, see `Chart.x`); non-finite values are gaps.
 
     Attributes:
-        steps: X values, steps or tokens (see `Chart.x`).
         width: Line width in points; 0 for markers only.
         stairs: Draw steps, for values that are means over blocks.
     """
@@ -73,7 +72,6 @@ def running_mean(values: Floats, window: int) -> Floats:
 
 
 def draw(chart: Chart) -> Markup:
-    """Draw the chart as an `svg` element."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator

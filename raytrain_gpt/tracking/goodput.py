@@ -37,7 +37,6 @@ LOST_TO = {
     "data_wait": "waiting for data",
     "other": "other",
 }
-"""Cause of lost time -> label in texts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class AttemptSpan:
 
     Attributes:
         row: `attempt` event, completed by its `start` or `resume`; `event` is `no step` without one.
-        events: All events by time.
         kept: Steps that no later attempt repeated.
         end: End event, or a `killed` one if there is none.
         end_s: End time, estimated without an end event.
@@ -70,12 +68,12 @@ class Goodput:
         not_running_s: Time between sessions, not included in `elapsed_s`.
         effective_s: Time of retained steps without data waits.
         effective_fraction: Fraction of `elapsed_s`, or None without times.
-        lost_to: Seconds per key of `LOST_TO`. With `effective_s` they add up to `elapsed_s`.
-            `startup`: to the first step of every attempt. `restarts`: between the attempts of a session.
-            `repeated_steps`: steps discarded because the next attempt resumed from an earlier
-            checkpoint. `evaluation`, `checkpoints`: only while training waited for them.
-            `data_wait`: in retained steps. `other`: the rest, such as samples, profiles, unreported
-            steps, discarded evaluations, and hangs until their detection.
+        lost_to: Seconds per key of `LOST_TO`. With `effective_s` they add up to `elapsed_s`. `startup`: to
+            the first step of every attempt. `restarts`: between the attempts of a session. `repeated_steps`:
+            steps discarded because the next attempt resumed from an earlier checkpoint. `evaluation`,
+            `checkpoints`: only while training waited for them. `data_wait`: in retained steps. `other`: the
+            rest, such as samples, profiles, unreported steps, discarded evaluations, and hangs until their
+            detection.
         restarts_by_cause: Restarts by the end of the previous attempt: an end event, `killed` without one,
             `extended` for a finished run whose max_steps was raised.
         lost_steps: Discarded and repeated steps.
@@ -100,7 +98,6 @@ class Goodput:
     checkpoint_write_s: float
 
     def summary(self) -> str:
-        """Format as a console line."""
         share, elapsed = self.share(self.effective_s), short_duration(self.elapsed_s)
         headline = f"goodput {share} of {elapsed} training" if share else "goodput unknown"
         texts = [headline, self.restarts_text(), self.lost_steps_text()]
@@ -132,7 +129,7 @@ class Goodput:
         return f"{count(self.lost_steps, 'step')} repeated{detail}"
 
     def share(self, part_s: float) -> str:
-        """Format a fraction of the elapsed time in percent, empty without times."""
+        """Format a fraction of the elapsed time in percent, or nothing without times."""
         return f"{min(part_s / self.elapsed_s, 1):.1%}" if self.elapsed_s else ""
 
 
@@ -141,14 +138,12 @@ class RunSpeed:
     """Speed of a run over all workers; None if unknown.
 
     Attributes:
-        tokens_per_s: Median over training steps, without evaluations, checkpoints and profiled
-            steps.
-        tokens_per_s_overall: Tokens of retained steps per time from every attempt's first step on,
-            including evaluations, checkpoints, profiles and repeated steps.
+        tokens_per_s: Median over training steps, without evaluations, checkpoints and profiled steps.
+        tokens_per_s_overall: Tokens of retained steps per time from every attempt's first step on, including
+            evaluations, checkpoints, profiles and repeated steps.
         data_wait_fraction: Data wait per step time, mean over workers.
         mfu: Median over the steps.
-        peak_memory_bytes: Maximum over workers of GPU allocation, or without a GPU of resident host
-            memory.
+        peak_memory_bytes: Maximum over workers of GPU allocation, or without a GPU of resident host memory.
     """
 
     tokens_per_s: float | None
@@ -158,7 +153,6 @@ class RunSpeed:
     peak_memory_bytes: int | None
 
     def summary(self) -> str:
-        """Format as a console line."""
         speeds = ((self.tokens_per_s, "in steps (median)"), (self.tokens_per_s_overall, "overall"))
         texts = [f"{value:,.0f} tokens/s {label}" for value, label in speeds if value is not None]
         if self.data_wait_fraction is not None:
@@ -221,7 +215,6 @@ def goodput(rows: list[Row]) -> Goodput:
 
 
 def run_speed(rows: list[Row]) -> RunSpeed:
-    """Compute a run's speed from the rows of metrics.jsonl."""
     steps = [row for row in rows if "train/loss" in row]
     steps_s = _total(steps, "perf/step_time_s")
     time = goodput(rows)
@@ -237,7 +230,6 @@ def run_speed(rows: list[Row]) -> RunSpeed:
 
 
 def read_attempts(rows: list[Row]) -> list[AttemptSpan]:
-    """Return all attempts of a run by time."""
     groups: list[list[Row]] = []
     for event in sorted((row for row in rows if "event" in row), key=lambda row: row["time"]):
         if event["event"] == "attempt":

@@ -1,7 +1,7 @@
 """The MLflow run of a training run, or of a sweep, which is the parent of its trials' runs.
 
 `mlflow.json` in the directory stores a random identity, also a tag of the MLflow run. It is written before
-the run is created, so a restart at any time finds the run again.
+the run is created, so that any restart finds the run.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _PARAMETER_LENGTH = 6000  # characters, MLflow's limit
 
 
 def check_uri(uri: str) -> None:
-    """Check that MLflow supports a tracking URI.
-
-    Raises:
-        ConfigError: it has an unknown scheme.
-    """
+    """Raise a ConfigError if MLflow does not support the scheme of a tracking URI."""
     scheme = uri.partition("://")[0].partition("+")[0].lower()
     if not is_url(uri) or scheme in _SCHEMES:
         return
@@ -54,7 +50,7 @@ def check_uri(uri: str) -> None:
 def mlflow_store(config: Config) -> tuple[str | None, str | None]:
     """Return the tracking URI or None, and a new experiment's artifact location or None for the server's.
 
-    An SQLite file cannot be in an object store, so `auto` means no tracking there.
+    An SQLite file cannot be in an object store, where `auto` therefore disables tracking.
     """
     uri = config.tracking.mlflow_uri
     if uri == "auto":
@@ -72,8 +68,7 @@ class MLflowRun:
         directory: Directory of the run or sweep, which names the MLflow run.
         config: Its `mlflow_store` is not None; a missing experiment is created.
         parameters: Logged under their names unless present.
-        starts_over: The run starts at step 0: if the MLflow run has different parameters, a new
-            one is created.
+        starts_over: Whether the run starts at step 0, and replaces an MLflow run with different parameters.
     """
 
     def __init__(
@@ -120,7 +115,7 @@ def track_export(run_dir: Location, experiment: str, directory: Path, log: Log) 
     """Log an exported model as artifacts of its run if that is tracked; never fails.
 
     Anyone may have written the run's files, so a server gets the export and its credentials only if the
-    environment names it too. The location, or the reason for not logging, goes to `log`.
+    environment names it too.
     """
     try:
         if not (record := read_tracking(run_dir)):
@@ -156,11 +151,7 @@ def _is_beside(uri: str, directory: Location) -> bool:
 
 
 def _check_artifacts(uri: str, run: Any) -> None:
-    """Check that a database, which may be a downloaded run's, stores artifacts beside itself.
-
-    Raises:
-        ConfigError: it names a different location, or links point outside the directory.
-    """
+    """Raise a ConfigError if a database, perhaps a downloaded one, has artifacts outside its directory."""
     expected = Path(uri.removeprefix(SQLITE)).parent.resolve() / _ARTIFACTS
     artifacts = Path(run.info.artifact_uri)
     inside = artifacts.resolve().is_relative_to(expected)
@@ -193,11 +184,7 @@ def tracking_lines(directory: Location) -> list[str]:
 
 
 def _client(uri: str) -> Any:
-    """Create MLflow's client, which gives up within seconds if a server does not respond.
-
-    Raises:
-        ConfigError: MLflow cannot use this URI here.
-    """
+    """Create MLflow's client, which gives up within seconds; raises a ConfigError for an unusable URI."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     from mlflow import MlflowClient  # imported here because it takes seconds
@@ -212,9 +199,9 @@ def _client(uri: str) -> Any:
 
 
 def read_tracking(directory: Location) -> dict[str, str]:
-    """Read `uri` and `identity` of a run's MLflow run; empty if there is none, or the file is damaged.
+    """Read `uri` and `identity` of a run's MLflow run, and after its creation `experiment_id` and `run_id`.
 
-    Once the run is created, `experiment_id` and `run_id` are present.
+    Returns nothing if there is none, or the file is damaged.
     """
     try:
         content = parse_json((directory / TRACKING_FILE).read_bytes())

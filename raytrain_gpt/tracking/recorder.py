@@ -64,11 +64,10 @@ class RankState:
 
 @dataclass(frozen=True)
 class CleanExit:
-    """Exit of workers that were not killed.
+    """Exit of workers that were not killed, with the `bad_streak` to roll back, if any.
 
     Attributes:
         left_for: `stopped` or `preempted`, or None after the last step or a bad streak.
-        bad_streak: The steps to roll back before, or None.
     """
 
     left_for: str | None
@@ -156,9 +155,8 @@ class Recorder:
                     self._news.put(row)
 
     async def add_samples(self, step: int, text: str) -> None:
-        """Write a set of samples everywhere."""
         text = redacted(text)
-        with contextlib.suppress(OSError):  # a full disk is told with the rows
+        with contextlib.suppress(OSError):  # `_write` reports a full disk
             self._files.add_samples(step, text)
             for tracker in self._trackers:
                 tracker.add_samples(step, text)
@@ -168,7 +166,7 @@ class Recorder:
         name = f"{PROFILE_DIR}/{attempt:03d}-step={use.first_step:08d}"
         trace_file = f"{name}.json.gz"
         directory = Location.of(self._sync.work_dir)
-        with contextlib.suppress(OSError):  # a full disk is told with the rows
+        with contextlib.suppress(OSError):  # `_write` reports a full disk
             (directory / f"{name}.txt").write_text(use.text() + "\n")
             (directory / trace_file).write_bytes(trace)
         self._news.put(f"{use.text()}\ntrace       {self._sync.run_dir / trace_file}")
@@ -196,11 +194,9 @@ class Recorder:
             self._news.put(f"cannot copy metrics to {self._sync.run_dir} now: {error}")
 
     async def add_event(self, step: int, event: str, **details: Any) -> None:
-        """Write an event's row."""
         await self.add_rows([{"step": step, "event": event, "time": time.time(), **details}])
 
     async def log(self, rank: int, line: str) -> None:
-        """Show a worker's line with its rank."""
         self._news.put(f"[rank {rank}] {line}")
 
     async def evaluated(self, row: Row) -> None:
@@ -208,7 +204,7 @@ class Recorder:
         self._news.put(row)
 
     async def take_news(self, timeout_s: float) -> list[str | Row]:
-        """Return console lines and rows since the last call; wait up to `timeout_s` for the first.
+        """Return new console lines and rows; wait up to `timeout_s` for the first.
 
         Rows are a trial's evaluations and, with async evaluation, the events of new checkpoints.
         """
@@ -240,7 +236,6 @@ class Recorder:
         return self._orders[seen:]
 
     async def add_stacks(self, rank: int, text: str) -> None:
-        """Store a rank's stacks."""
         async with self._changed:
             self._stacks[rank] = text
             self._changed.notify_all()
@@ -256,7 +251,6 @@ class Recorder:
                 await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
 
     async def ranks(self) -> dict[int, RankState]:
-        """Return the state of every rank that has sent a heartbeat."""
         return self._ranks
 
     async def stalled_s(self) -> float:
@@ -265,7 +259,6 @@ class Recorder:
         return max((now - state.changed_at for state in self._ranks.values()), default=0.0)
 
     async def left(self, left_for: str | None, bad_streak: BadStreak | None) -> None:
-        """Record that all workers exited in the same step."""
         self._outcome = CleanExit(left_for, bad_streak)
 
     async def outcome(self) -> CleanExit | None:
@@ -277,7 +270,6 @@ class Recorder:
         self._training = True
 
     async def is_training(self) -> bool:
-        """Return whether the first step has started."""
         return self._training
 
     async def close(self, status: str, newest_checkpoint: str | None) -> None:

@@ -27,7 +27,6 @@ class RecorderHandle(ABC):
         """Call a method; return a function that waits for its result."""
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method and wait for its result."""
         return self.send(method, *args, **kwargs)()
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """`report.html`: what happened in a run, on one page that loads nothing else.
 
-1. `RunHistory` reads the run's files; nothing is asked of Ray.
+1. `RunHistory` reads the run's files, without Ray.
 2. `charts` draws their curves.
 3. `report_template.html` lays it out and escapes every text: samples may hold HTML.
 """
@@ -60,8 +60,7 @@ _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP"
 class RunHistory:
     """A run's files, parsed; the template reads its attributes.
 
-    Args:
-        tell: Receives a warning for each file with damage that is skipped.
+    `tell` receives a warning for each file with skipped damage.
     """
 
     def __init__(self, sync: RunSync, tell: Log | None = None) -> None:
@@ -124,7 +123,6 @@ class RunHistory:
         return [(sets[i][0], [_sample(line) for line in sets[i][1].splitlines()]) for i in chosen]
 
     def charts(self) -> list[Chart]:
-        """Return all charts of the run; none before its first step."""
         if not self.rows:
             return []
         marks = [a.kept.start - 1 for a in self.attempts if a.kept and a.kept.start > 1]
@@ -214,10 +212,7 @@ def write_report(sync: RunSync, tell: Log | None = None) -> Path:
 
 
 def write_comparison(syncs: list[RunSync], out: Path, tell: Log | None = None) -> Path:
-    """Write a page with the overlaid curves of several runs and return its path.
-
-    The first run's data is the reference; `tell` as in `RunHistory`.
-    """
+    """Write a page with the overlaid curves of several runs; the first one's data is the reference."""
     runs = [RunHistory(sync, tell) for sync in syncs]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
@@ -271,7 +266,6 @@ def _style(i: int) -> tuple[int, str, str]:
 
 
 def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str:
-    """Describe whether two runs had the same data in their common steps."""
     if not run.order_hashes or not first.order_hashes:
         return "no common step"
     for step in common:
@@ -284,7 +278,6 @@ def _same_data(run: RunHistory, first: RunHistory, common: Sequence[int]) -> str
 
 @functools.cache
 def _page_template() -> jinja2.Template:
-    """The compiled template of a page."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True

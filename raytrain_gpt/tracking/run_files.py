@@ -99,7 +99,6 @@ def check_rows(run_dir: Path, saved: list[Row], tell: Log) -> None:
 
 
 def log_text(row: Row) -> str:
-    """Format a row's lines of log.txt."""
     step, lines = row["step"], []
     if row.get("train/loss") is not None:
         lines.append(f"{step} train {row['train/loss']:.6f}")
@@ -175,13 +174,11 @@ class RunFiles:
         self.kept_rows = rows
 
     def add_rows(self, rows: list[Row]) -> None:
-        """Append rows to metrics.jsonl and log.txt."""
         _append(self._dir / METRICS_FILE, "".join(map(_json_line, rows)))
         with contextlib.suppress(OSError):  # the next start rewrites it from the rows
             _append(self._dir / LOG_FILE, "".join(map(log_text, rows)))
 
     def add_samples(self, step: int, text: str) -> None:
-        """Append a set of samples."""
         _append(self._dir / SAMPLES_FILE, _samples_text(step, text))
 
 

@@ -21,11 +21,7 @@ from raytrain_gpt.tracking.sync import RunSync
 
 
 def find_run(name: str, storage: Location) -> RunSync:
-    """Find a run by its name in `storage`, or by its path.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Find a run by its name in `storage`, or by its path; raises a CheckpointError if there is none."""
     for path in (Location.of(name),) if is_url(name) else (storage / name, Location.of(name)):
         if (path / CONFIG_FILE).is_file():
             return RunSync(path).pull()
@@ -42,11 +38,7 @@ def _run_dirs(storage: Location) -> list[Location]:
 
 
 def runs_command(action: str, names: list[str], storage: Location, as_json: bool, say: Log) -> None:
-    """Run one action of the `runs` command on one run, or for a report on one or more.
-
-    Raises:
-        CheckpointError: a run or `storage` does not exist.
-    """
+    """Run one action of `runs` on one run, or `report` on several; may raise CheckpointError."""
     if action == "list":
         if not storage.exists():
             raise CheckpointError(

@@ -75,10 +75,9 @@ class StepTimeBreakdown:
 
     Attributes:
         device: `cuda` for a GPU's time, `cpu` for the training thread's.
-        total_s: Duration of the steps.
         kinds_s: Seconds for every name of `KINDS`; they add up to `total_s`.
-        operators: Operators with the most self time, in descending order: name, kind, time_s without
-            nested operators, and calls.
+        operators: Operators with the most self time, in descending order: name, kind, time_s without nested
+            operators, and calls.
     """
 
     first_step: int
@@ -106,19 +105,15 @@ class StepTimeBreakdown:
         return f"{steps}, {self.per_step_ms(self.total_s):.1f} ms per step, {where}"
 
     def label(self, kind: str) -> str:
-        """Return a kind's label."""
         return REST[self.device] if kind == "rest" else KINDS[kind]
 
     def per_step_ms(self, time_s: float) -> float:
-        """Convert total seconds to milliseconds per step."""
         return 1000 * time_s / self.num_steps
 
     def share(self, time_s: float) -> float:
-        """Return a fraction of the total time, 0 to 1."""
         return time_s / self.total_s if self.total_s else 0.0
 
     def text(self) -> str:
-        """Format the tables of kinds and operators."""
 
         def line(name: str, time_s: float) -> str:
             return (
@@ -137,9 +132,7 @@ class StepTimeBreakdown:
 def time_use(trace: dict[str, Any], first_step: int) -> StepTimeBreakdown:
     """Break down the time of a trace's steps.
 
-    Args:
-        trace: A Chrome trace of torch's profiler with a `STEP_SPAN` around every step.
-        first_step: Number of its first step.
+    `trace` is a Chrome trace of torch's profiler with a `STEP_SPAN` around every step.
     """
     work = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
     work.sort(key=lambda e: (e["ts"], -e["dur"]))  # outer operators first
@@ -215,10 +208,7 @@ def _named(name: str, otherwise: str) -> str:
 
 
 def _shared_out(steps: list[Event], layers: list[tuple[Event, str]]) -> tuple[list[float], float]:
-    """Return the seconds of the steps that each layer occupies exclusively, and those of none.
-
-    Later layers cover earlier ones.
-    """
+    """Return each layer's seconds of the steps not covered by later layers, and the seconds of no layer."""
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in (*steps, *(event for event, _ in layers))]
     edges, positions = np.unique(np.array(spans, np.float64), return_inverse=True)
     positions = positions.reshape(-1, 2)

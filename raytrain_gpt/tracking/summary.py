@@ -17,13 +17,7 @@ from raytrain_gpt.tracking.sync import RunSync
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Result of a run.
-
-    Attributes:
-        step: Last step.
-        checkpoint: Newest checkpoint.
-        already_finished: An earlier command had finished all steps.
-    """
+    """Result of a run; `already_finished` by an earlier command."""
 
     run_dir: Location
     sync: RunSync
@@ -33,7 +27,6 @@ class RunSummary:
 
 
 def run_end(summary: RunSummary, say: Log) -> None:
-    """Print a run's result, its files and the next command."""
     run_dir, work_dir, run = summary.run_dir, summary.sync.work_dir, RunHistory(summary.sync)
     if summary.already_finished:
         say(

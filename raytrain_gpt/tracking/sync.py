@@ -1,8 +1,8 @@
-"""Sync a run's small files with an object store: written locally, copied there.
+"""Sync a run's small files with an object store.
 
-Rows are appended every second, which an object store cannot do. So the files live in a local
-directory on the driver's node and are copied at every checkpoint and at the end. A run on a file
-system works in its own directory and copies nothing.
+Rows are appended every second, which an object store cannot do. So the files live in a local directory on the
+driver's node and are copied at every checkpoint and at the end. A run on a file system works in its own
+directory and copies nothing.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ class RunSync:
         return self
 
     def push(self) -> None:
-        """Copy every file that changed since the last time.
-
-        Raises:
-            StorageError: the object store is unreachable.
-        """
+        """Copy every changed file; raises a StorageError if the object store is unreachable."""
         if self.run_dir.is_local:
             return
         for path in sorted(p for p in self.work_dir.rglob("*") if p.is_file()):

@@ -1,8 +1,7 @@
 """TensorBoard and MLflow: copies of a run's rows, which never slow or stop the run.
 
-MLflow rows are sent by a separate thread, which retries when the server does not respond.
-(MLflow's asynchronous logging drops a failed batch.) After a restart, rows that MLflow already has are
-not sent again.
+MLflow rows are sent by a separate thread, which retries when the server does not respond. (MLflow's
+asynchronous logging drops a failed batch.) After a restart, only rows that MLflow lacks are sent.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class TensorBoard:
         self._writer.add_event(Event(step=step + 1, wall_time=time.time(), session_log=restart))
 
     def add_rows(self, rows: list[Row]) -> None:
-        """Write the rows' numbers."""
         for row in rows:
             values = [
                 Summary.Value(tag=key, simple_value=value) for key, value in plottable_values(row)
@@ -64,7 +62,6 @@ class TensorBoard:
         self._writer.flush()
 
     def add_samples(self, step: int, text: str) -> None:
-        """Write a set of samples as text."""
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"```\n{text}\n```".encode()])
         metadata = create_summary_metadata("samples", "")
         self._add(step, [Summary.Value(tag="samples", metadata=metadata, tensor=tensor)])
@@ -74,15 +71,14 @@ class TensorBoard:
         self._writer.add_event(event)
 
     def close(self) -> None:
-        """Finish the event file."""
         self._writer.close()
 
 
 class MLflow:
     """Thread that sends a run's rows to one MLflow run, over all restarts.
 
-    The thread starts with the first new steps, so that MLflow's import and database, which take CPU seconds,
-    do not delay the first step if the recorder is a thread of the training process.
+    It starts with the first new steps, so that MLflow's import and database, which take CPU seconds, do not
+    delay the first step if the recorder is a thread of the training process.
 
     Args:
         open_run: Connects; retried until the server responds.
@@ -112,7 +108,6 @@ class MLflow:
             self._thread.start()
 
     def add_rows(self, rows: list[Row]) -> None:
-        """Queue rows."""
         with self._changed:
             self._rows.extend(rows)
             self._changed.notify()
@@ -120,7 +115,6 @@ class MLflow:
             self._start()
 
     def add_samples(self, step: int, text: str) -> None:
-        """Queue a set of samples."""
         with self._changed:
             self._samples.append((step, text))
             self._changed.notify()
@@ -160,7 +154,7 @@ class MLflow:
             rows, samples, status = list(self._rows), list(self._samples), self._status
         sender.send(rows, samples)
         with self._changed:
-            # Only now, so that rows of a failed call are sent again.
+            # Only now, so that rows of a failed call are resent.
             del self._rows[: len(rows)], self._samples[: len(samples)]
             if status is None or self._rows or self._samples:
                 return False

@@ -50,8 +50,8 @@ class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
-        error: Exception of `fit()`, or what is missing.
-        user_error: Our own error inside `error`, which a retry would meet again.
+        error: Exception of `fit()` or of the memory probe, or one for an early exit.
+        user_error: This package's error inside `error`, which a retry would repeat.
         gone_back_to: Checkpoint rolled back to, or None for step 0.
     """
 

@@ -148,8 +148,8 @@ class Checkpointing:
     def _report_to_ray(self, path: Location, state: CheckpointState) -> None:
         """Report a small pointer to the checkpoint, so that Ray's results name it.
 
-        Resuming uses our catalog: Ray Train's index may lose the newest entry when it is killed, and
-        leaves partial ones (ray #41700).
+        Resuming uses our catalog: Ray Train's index may lose the newest entry when it is killed, and may
+        contain partial ones (ray #41700).
         """
         # NaN is written as null, which breaks the controller's next report; hence -1.
         loss = -1.0 if state.val_loss is None else float(state.val_loss)

@@ -1,6 +1,6 @@
 """A worker's connection to the recorder, and through it to the driver.
 
-Rows, samples and lines are sent by calls that nobody waits for. A thread of every rank sends periodic
+Rows, samples and lines are sent by calls without waiting. A thread of every rank sends periodic
 heartbeats with a progress count, which reveals a hung rank. Replies carry the driver's commands: `stop`
 (save and exit), `continue_run` (to a waiting trial) or `dump` (send all threads' stacks). A rank that loses
 its recorder exits. Local mode, where the rank's process is its own driver, has no heartbeats.
@@ -105,8 +105,8 @@ class RecorderClient:
                 unheard_since = unheard_since or time.monotonic()
                 gone = isinstance(error, ray.exceptions.ActorDiedError)
                 if gone or time.monotonic() - unheard_since > RECORDER_TIMEOUT_S:
-                    # The attempt has ended without this rank. Ray may leave workers of a dead raylet
-                    # alive (ray #20706), which would keep writing during the next attempt.
+                    # The attempt has ended without this rank. Ray may not end workers of a dead raylet
+                    # (ray #20706), which would keep writing during the next attempt.
                     os._exit(1)
                 time.sleep(SEND_EVERY_S)
                 continue

@@ -71,7 +71,7 @@ def fit_memory(
     """Plan a run whose micro-batches fit the memory of its workers.
 
     Args:
-        resources: Returns what is available now.
+        resources: Returns the currently available resources.
         stop: Set by a signal; ends a probe.
         is_trial: Belongs to a sweep, whose trials share the nodes.
 

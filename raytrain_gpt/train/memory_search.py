@@ -146,7 +146,7 @@ class MemorySearch:
         self, mode: ActivationCheckpointing, limit_bytes: float, measured: MeasureBytes
     ) -> MemoryFit | None:
         # Start at the predicted size, go down until one fits, then up: a good prediction needs only two
-        # measurements, each of which may compile. Bisection would start in the middle.
+        # measurements, which may compile. Bisection would start in the middle.
         sizes = self.sizes
         needed = functools.cache(lambda at: measured(sizes[at], mode))
         predicted = bisect_right(sizes, limit_bytes, key=lambda size: self.predict(size, mode)) - 1

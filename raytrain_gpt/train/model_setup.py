@@ -63,8 +63,12 @@ def set_up_training(
     resumed: Checkpoint | None,
     device: torch.device,
     ranks: Collectives,
+    group: dist.ProcessGroup | None = None,
 ) -> TrainingSetup:
     """Set up a new run or one that resumes from a checkpoint; all ranks call it.
+
+    Args:
+        group: See `prepare_model`.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -86,9 +90,9 @@ def set_up_training(
             model.init_weights(config.train.seed)
         else:
             load_model(directory, model, crop_context=resumed is None)
-        prepared = prepare_model(model, config.train, precision, device)
+        prepared = prepare_model(model, config.train, precision, device, group)
         # With exact sums each rank updates every matrix, as splitting the work may change bits.
-        sharing = None if config.train.exact else gradient_group()
+        sharing = None if config.train.exact else group or gradient_group()
         optimizer = build_optimizer(model, config.optim, matmul_dtype(precision), sharing)
         if directory is not None and resumed is not None:
             load_optimizer(directory, model, optimizer, resumed.file_names)

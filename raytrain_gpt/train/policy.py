@@ -1,4 +1,4 @@
-"""What to do after an attempt, and with how many workers: pure functions of small values, without Ray.
+"""Decisions after an attempt, including the number of workers: pure functions of small values, without Ray.
 
 The supervisor executes these decisions. Ray's retries and elastic mode are off: they do not save before a
 resize, choose worker counts that do not divide the batch, and never retry controller errors such as a slow

@@ -153,7 +153,7 @@ class Rollback:
         self.skipped: BatchRanges = ()
 
     def read_skipped(self, resumed: Checkpoint | None) -> None:
-        """Merge the skipped ranges of the run's file and of a checkpoint, perhaps another run's."""
+        """Merge the skipped ranges of the run's file and of a checkpoint, perhaps of a different run."""
         skipped = set()
         try:
             content = parse_json(self._file.read_bytes()) if self._file.is_file() else []

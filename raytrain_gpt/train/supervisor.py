@@ -120,7 +120,7 @@ class Run:
             existing = self.catalog.complete()
             preflight.check_disk(self.config, self.run_dir, self.data.vocab_size, len(existing))
             resumed = find_resume(self.config, self.catalog, self.run_dir.name, self.log)
-            self.output.sync.pull()  # under the lease nobody else writes these files
+            self.output.sync.pull()  # under the lease, no other process writes these files
             if resumed is not None:
                 self.config = keep_start(self.config, resumed)
                 check_changes(self.config, self.data, resumed, self.log)

@@ -49,7 +49,7 @@ class StepActions:
         save: Write a checkpoint, normally after the evaluation, to include its validation loss.
             A preempted or stopped rank saves first, as its node may be gone in seconds.
         await_scheduler: Wait for the sweep's decision on this trial.
-        leave: Exit after this step.
+        leave: Whether to exit after this step.
     """
 
     flush: bool
@@ -65,7 +65,7 @@ def step_actions(
     """Decide the actions after a step.
 
     Args:
-        leaving: The ranks were asked to save and exit.
+        leaving: Whether the ranks must save and exit.
         profile_edge: A profile starts or ends here, so earlier rows need separate timings.
         is_trial: A sweep decides after every evaluation but the last.
     """

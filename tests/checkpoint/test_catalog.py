@@ -21,22 +21,10 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.hashes import FileEntry
 from raytrain_gpt.errors import CheckpointError, StorageError
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.s3 import S3Server
+from tests.training import STATE
 
-STATE = CheckpointState(
-    step=0,
-    next_batch=0,
-    order_hash="00",
-    val_loss=None,
-    tokens_seen=0,
-    config={},
-    manifest_hash="m",
-    vocab_hash="v",
-    vocab_size=257,
-    order_version=1,
-    num_workers=1,
-)
 MODEL = bytes(range(256)) * 8
 
 
@@ -157,7 +145,7 @@ def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
     lines: list[str] = []
     assert catalog.newest_good(lines.append) is not None
     (line,) = lines
-    assert line.startswith(f"not read: optim-00009.safetensors of {path}")
+    assert line.startswith(f"ignoring optim-00009.safetensors in {path}")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +154,7 @@ def test_files_that_are_not_listed_are_told(tmp_path: Path) -> None:
      ("skipped_batches", [[1]]), ("loss_scale", "x"), ("val_loss", float("inf")), ("more", 1),
      ("order_hash", "a\nb"), ("manifest_hash", "<img>"), ("vocab_hash", "\x1b[1m")],
 )  # fmt: skip
-def test_a_state_of_other_types_is_damage(
-    tmp_path: Path, key: str, value: object, raises_line
-) -> None:
+def test_a_state_of_other_types_is_damage(tmp_path: Path, key: str, value: object) -> None:
     path = write(Catalog(Location.of(tmp_path)), 10)
     content = json.loads((path / "state.json").read_text()) | {key: value}
     (path / "state.json").write_text(json.dumps(content))
@@ -187,7 +173,7 @@ def test_the_best_of_two_copies_is_one_of_them(tmp_path: Path) -> None:
     assert best.state.step == 10
 
 
-def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path, raises_line) -> None:
+def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path) -> None:
     path = write(Catalog(Location.of(tmp_path)), 10)
     hashes = json.loads((path / "hashes.json").read_text())
     del hashes["model.safetensors"]
@@ -203,7 +189,7 @@ def test_a_model_that_is_not_listed_is_not_read(tmp_path: Path, raises_line) -> 
 def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) -> None:
     catalog = Catalog(run_dir)
     (write(catalog, 10) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no intact one among 1 checkpoint in"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .* \(1 damaged\)"):
         catalog.newest_good(lambda line: None)
 
 
@@ -339,9 +325,7 @@ def test_the_newest_and_the_best_are_kept(run_dir: Location) -> None:
     assert resolve_checkpoint(run_dir / "checkpoints" / "step=00000050").state.step == 50
 
 
-def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(
-    run_dir: Location, raises_line: RaisesLine
-) -> None:
+def test_the_next_best_takes_the_place_of_a_damaged_one_with_a_line(run_dir: Location) -> None:
     catalog = Catalog(run_dir)
     paths = [write(catalog, step, loss) for step, loss in ((10, 2.0), (20, 1.0), (30, 3.0))]
     (paths[1] / "model.safetensors").write_bytes(MODEL[::-1])
@@ -461,9 +445,9 @@ def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
     entries = {"model.safetensors": draft.add("model.safetensors", content(MODEL))}
     s3.stop()
     try:
-        with pytest.raises(StorageError, match="out of reach"):
+        with pytest.raises(StorageError, match="storage unreachable"):
             draft.add("optim-1", content(MODEL))
-        with pytest.raises(StorageError, match="out of reach"):
+        with pytest.raises(StorageError, match="storage unreachable"):
             draft.commit(state(20), entries, rows(20))
     finally:
         s3.start()
@@ -590,7 +574,7 @@ def test_a_link_named_like_another_step_is_moved_and_its_target_is_not(tmp_path:
     assert not link.is_symlink()
 
 
-def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path) -> None:
     path = write(Catalog(Location.of(tmp_path)), 10).path
     renamed = path.rename(path.with_name("step=00000005"))
     with raises_line(CheckpointError, "name it step=00000010, or remove it"):

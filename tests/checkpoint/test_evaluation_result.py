@@ -18,7 +18,8 @@ from raytrain_gpt.config.schema import Config
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row, RunFiles, read_rows, read_samples
-from tests.checkpoint.test_catalog import MODEL, STATE, content, names, steps
+from tests.checkpoint.test_catalog import MODEL, content, names, steps
+from tests.training import STATE
 
 ASYNC = Config().updated({"eval_mode": "async", "eval_every_steps": 20, "max_steps": 50})
 LEFT_OUT = EvaluationResult(None, left_out="no memory")

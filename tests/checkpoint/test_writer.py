@@ -6,11 +6,9 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import Catalog
@@ -19,26 +17,8 @@ from raytrain_gpt.checkpoint.writer import CheckpointWriter, WrittenCheckpoint
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
 from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
-from tests.checkpoint.test_catalog import STATE, names
-
-WAIT_S = 30.0
-
-
-class ThreadRanks:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, values: list[Any]):
-        self.rank, self.world_size = rank, world_size
-        self._barrier, self._values = barrier, values
-        self.background = self
-
-    def all_gather_json(self, value: Any, kind: Any) -> list[Any]:
-        adapter = TypeAdapter(kind)
-        self._values[self.rank] = adapter.dump_json(value, by_alias=True)
-        self._barrier.wait(WAIT_S)
-        values = [adapter.validate_json(text) for text in self._values]
-        self._barrier.wait(WAIT_S)
-        return values
+from tests.checkpoint.test_catalog import names
+from tests.training import STATE, WAIT_S, thread_ranks
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -58,12 +38,10 @@ def train(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
 
 def savers(run_dir: Location, world_size: int, keep: int = 10) -> list[CheckpointWriter]:
     """One for each rank; all have the same weights, as ranks do."""
-    barrier, values = threading.Barrier(world_size), [None] * world_size
-    made = []
-    for rank in range(world_size):
-        ranks: Any = ThreadRanks(rank, world_size, barrier, values)
-        made.append(CheckpointWriter(Catalog(run_dir), "001", ranks, *trained(0), keep))
-    return made
+    return [
+        CheckpointWriter(Catalog(run_dir), "001", ranks, *trained(0), keep)
+        for ranks in thread_ranks(world_size)
+    ]
 
 
 def begin(ranks: list[CheckpointWriter], step: int) -> None:
@@ -199,7 +177,7 @@ def test_what_is_no_longer_kept_is_removed(run_dir: Location) -> None:
 
 def test_one_checkpoint_is_in_flight_at_a_time(tmp_path: Path) -> None:
     ranks = savers(Location.of(tmp_path), 1)
-    with pytest.raises(AssertionError, match="no checkpoint was begun"):
+    with pytest.raises(AssertionError, match="no checkpoint is in flight"):
         ranks[0].collect()
     begin(ranks, 10)
     with pytest.raises(AssertionError, match="collect the checkpoint in flight first"):

@@ -33,9 +33,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raytrain_gpt.checkpoint.collectives import all_gather_values
-from raytrain_gpt.cluster.process_groups import Connection as TcpRow
-from raytrain_gpt.cluster.process_groups import connections, join, new_group, open_meeting
+from raytrain_gpt.cluster.process_groups import join, new_group, open_meeting
 
 WORLD_SIZE = 2
 WITHIN_S, ANSWERS_TIMEOUT_S = 60, 2
@@ -100,20 +101,15 @@ def stranger_main(before: set[int], in_own_namespace: bool, pipe: Connection) ->
     )
 
 
-def listeners() -> list[str]:
-    """Addresses without ports, as in /proc/net/tcp, that anybody in this network namespace listens on."""
-    return [row.local.partition(":")[0] for row in rows() if row.state == "0A"]
+def listeners() -> list[Any]:
+    """IPs and ports in this network namespace that anybody listens on."""
+    sockets = psutil.net_connections("tcp")
+    return [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
 
 
 def listening() -> set[int]:
     """Ports in this network namespace that anybody listens on."""
-    return {int(row.local.partition(":")[2], 16) for row in rows() if row.state == "0A"}
-
-
-def rows() -> list[TcpRow]:
-    """All connections of this network namespace."""
-    tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    return [row for table in tables for row in connections(table)]
+    return {address.port for address in listeners()}
 
 
 def ranks_files() -> list[Path]:
@@ -186,7 +182,6 @@ def await_listener(before: set[int]) -> None:
 
 
 def attacked(scenario: str) -> dict[str, Any]:
-    """The outcome of a scenario."""
     run = Run()
     before = listening()
     run.join(0)
@@ -219,14 +214,13 @@ def unattacked(num_runs: int, address: str | None = None) -> dict[str, Any]:
         for run in runs:
             run.go_on(rank)
     outcome = [found for run in runs for found in run.heard()]
-    addresses = sorted(listeners())
+    addresses = sorted(address.ip for address in listeners())
     with ThreadPoolExecutor(len(addresses)) as pool:
         stores = pool.map(is_store, sorted(listening()))
     return {"ranks": outcome, "addresses": addresses, "stores": sum(stores)}
 
 
 def main(scenario: str) -> None:
-    """Run a scenario."""
     with socket.socket() as control:  # the loopback interface of a new namespace is down
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
     unattacked_ones: dict[str, tuple[Any, ...]] = {

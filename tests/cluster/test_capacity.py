@@ -22,7 +22,7 @@ from raytrain_gpt.config.load import load_preset, preset_names
 from raytrain_gpt.config.resolved import FittedConfig, decided
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ClusterError, ConfigError, UserError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 
 def config(**values: object) -> Config:
@@ -32,6 +32,10 @@ def config(**values: object) -> Config:
 
 def given(*nodes: Node) -> Resources:
     return Resources(nodes, ours=False)
+
+
+def largest(wanted: Config, *nodes: Node) -> int | None:
+    return largest_world_size(decided(FittedConfig, wanted), given(*nodes))
 
 
 def test_auto_takes_all_gpus_else_one_cpu_worker() -> None:
@@ -70,8 +74,8 @@ def test_an_async_evaluation_has_the_resources_of_one_worker() -> None:
     half = with_async(use_gpu=True, gpus_per_worker=0.5)
     assert fit_to_cluster(half, given(Node(8, 1)))[1] == 1
     elastic = with_async(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest_world_size(decided(FittedConfig, elastic), given(Node(6, 0))) == 4
-    assert largest_world_size(decided(FittedConfig, elastic), given(Node(2, 0))) is None
+    assert largest(elastic, Node(6, 0)) == 4
+    assert largest(elastic, Node(2, 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def test_fewer_workers_start_where_that_is_allowed() -> None:
         fit_to_cluster(config(num_workers=6, min_workers=5), small)
 
 
-def test_a_minimum_above_all_that_auto_finds_is_one_line(raises_line: RaisesLine) -> None:
+def test_a_minimum_above_all_that_auto_finds_is_one_line() -> None:
     with raises_line(ConfigError, "min_workers=4 is above num_workers=2; set min_workers"):
         fit_to_cluster(config(min_workers=4), given(Node(8, 2)))
 
@@ -167,11 +171,7 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
             if 12 % workers == 0 and fits(resources, workers, cpus, use_gpu)
         ]
         expected = max(possible, default=None)
-        assert largest_world_size(decided(FittedConfig, wanted), resources) == expected, (
-            resources,
-            num,
-            least,
-        )
+        assert largest(wanted, *resources.nodes) == expected, (resources, num, least)
         found.add(expected)
     assert {None, 1, 2} < found
 
@@ -193,11 +193,9 @@ def test_what_starts_a_run_is_what_restarts_it() -> None:
 
 def test_no_size_while_the_cluster_is_empty() -> None:
     wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
-    assert largest_world_size(decided(FittedConfig, wanted), given()) is None
-    assert (
-        largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0))) is None
-    )  # the CPU for data
-    assert largest_world_size(decided(FittedConfig, wanted), given(Node(1, 0), Node(1, 0))) == 1
+    assert largest(wanted) is None
+    assert largest(wanted, Node(1, 0)) is None  # the CPU for data
+    assert largest(wanted, Node(1, 0), Node(1, 0)) == 1
 
 
 def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
@@ -223,20 +221,14 @@ def test_local_mode_takes_the_cores_and_gpus_of_its_processes(
     ],
 )
 def test_processes_and_gpus_that_do_not_match_are_one_line(
-    raises_line: RaisesLine,
-    changes: dict[str, object],
-    processes: int,
-    num_gpus: int,
-    words: list[str],
+    changes: dict[str, object], processes: int, num_gpus: int, words: list[str]
 ) -> None:
     given = config(num_workers=0, **changes)
     with raises_line(UserError, *words):
         fit_to_process(given, processes, processes, num_gpus)
 
 
-def test_local_mode_and_a_clusters_address_are_one_line(
-    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_mode_and_a_clusters_address_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     check_no_cluster_named()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -249,7 +241,7 @@ def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> N
     assert micro_batch_for(exact, 1) == 4
     fitted, workers = fit_to_cluster(exact, given(Node(6, 0)))
     assert workers == 3  # 4 divide 12 sequences, but not 3 micro-batches
-    assert largest_world_size(fitted, given(Node(3, 0))) == 1
+    assert largest(fitted, Node(3, 0)) == 1
 
 
 PRESETS = [name for name in preset_names() if load_preset(name).cluster.use_gpu is True]

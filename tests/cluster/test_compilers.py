@@ -11,7 +11,7 @@ from raytrain_gpt.cluster.compilers import check_compiler, missing_compiler
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.train.launch import train
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
 COMPILED, MASKED = Config().updated({"compile": True}), Config().updated({"document_mask": True})
@@ -25,9 +25,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_gpu_without_a_c_compiler_is_one_line_before_the_first_step(
-    raises_line: RaisesLine,
-) -> None:
+def test_a_gpu_without_a_c_compiler_is_one_line_before_the_first_step() -> None:
     ways = ("install gcc and python3-dev", "set compile to false")
     with raises_line(ConfigError, "compile=true needs a C compiler on node a", *ways):
         check_compiler(COMPILED, on_gpu=True, where="node a")

@@ -16,7 +16,7 @@ import ray
 
 from raytrain_gpt.cluster.head import HeadFacts, ask_head, check_head, given_address
 from raytrain_gpt.errors import ClusterError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 NOBODY = 65534
 HEAD = HeadFacts(
@@ -52,7 +52,7 @@ def test_a_cluster_of_this_user_is_joined(started: tuple[Path, str]) -> None:
 
 
 def test_the_address_that_is_named_wins(
-    started: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+    started: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for named, expected in {"10.0.0.1:1": "10.0.0.1:1", "local": None, "auto": started[1]}.items():
         monkeypatch.setenv("RAY_ADDRESS", named)
@@ -117,7 +117,7 @@ def test_a_cluster_of_another_user_is_not_joined(started: tuple[Path, str], what
         assert word in line
 
 
-def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
+def test_nobody_listens_at_the_address() -> None:
     with raises_line(ClusterError, "127.0.0.1:1", "refused", "RAY_ADDRESS"):
         check_head(ask_head("127.0.0.1:1"))
     for address in ("head", "http://127.0.0.1:8265"):
@@ -128,7 +128,7 @@ def test_nobody_listens_at_the_address(raises_line: RaisesLine) -> None:
 @pytest.mark.fault(
     "`ray start` cluster with a different token or version", "one-line error or private cluster"
 )
-def test_what_keeps_a_driver_out(raises_line: RaisesLine) -> None:
+def test_what_keeps_a_driver_out() -> None:
     check_head(HEAD)
     check_head(HeadFacts("10.0.0.1:6379", ray_version=ray.__version__))
     missing = replace(HEAD, token_from="", takes_token=False, ray_version="")

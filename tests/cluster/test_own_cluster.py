@@ -16,7 +16,7 @@ import ray
 
 from raytrain_gpt.cluster import own_cluster
 from raytrain_gpt.errors import ClusterError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_its_directory_is_private_and_goes_away(
-    base: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot_start(*_: object, _temp_dir: str, **__: object) -> None:
         (directory,) = base.iterdir()

@@ -17,7 +17,7 @@ import pytest
 
 from raytrain_gpt.cluster.private_directory import private_directory, remove_dead
 from raytrain_gpt.errors import ClusterError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 MARKER = ".raytrain-gpt"
 
@@ -84,7 +84,6 @@ for number in range(100):
 
 
 def outcomes(base: Path, script: str, kind: str = "making") -> list[Any]:
-    """What the script printed."""
     argv = [sys.executable, "-c", CHILDREN + script, str(base), kind]
     said = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [json.loads(line) for line in said.splitlines()]
@@ -215,9 +214,7 @@ def test_without_locks_a_command_works_and_nothing_counts_as_dead(
     assert names(base) == before
 
 
-def test_where_no_directory_can_be_made_a_line_says_so(
-    tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_where_no_directory_can_be_made_a_line_says_so(tmp_path: Path) -> None:
     with (
         raises_line(ClusterError, "No such file or directory"),
         private_directory(tmp_path / "none"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import raytrain_gpt
-from raytrain_gpt.cluster.process_groups import connections, strangers
+from raytrain_gpt.cluster.process_groups import strangers
+from raytrain_gpt.cluster.tcp_sockets import parse_table
 from tests.cluster.attacked_ranks import NOBODY
 
 pytestmark = pytest.mark.slow
@@ -52,15 +53,15 @@ def test_a_stranger_who_connects_is_refused_by_all_ranks_and_gets_nothing(scenar
 def test_ranks_of_one_host_meet_without_a_store_that_others_reach(scenario: str, runs: int) -> None:
     found = played(scenario)
     assert found["ranks"] == [GATHERED] * 2 * runs
-    loopback, groups = "0100007F", 2
-    assert found["addresses"] == [loopback] * groups * 2 * runs
+    groups = 2
+    assert found["addresses"] == ["127.0.0.1"] * groups * 2 * runs
     assert found["stores"] == 0
 
 
 def test_ranks_of_several_hosts_meet_by_a_store_at_the_address_of_the_cluster() -> None:
     found = played("hosts")
     assert found["ranks"] == [GATHERED] * 2
-    assert found["addresses"] == ["0100007F"] * 5
+    assert found["addresses"] == ["127.0.0.1"] * 5
     assert found["stores"] == 1
 
 
@@ -97,7 +98,7 @@ def test_the_other_end_of_a_connection_is_a_rank_s_socket(
     if mapped:
         text = re.sub(r"(\w{8}:\w{4}) ", r"0000000000000000FFFF0000\1 ", text)
     of_ranks = {"1", "2", "3"}
-    assert strangers(connections(text), {LISTENER}, of_ranks, all_here=all_here) == found
+    assert strangers(parse_table(text), {LISTENER}, of_ranks, all_here=all_here) == found
 
 
 @pytest.mark.fault("pickle from a stranger's process group", "never unpickled")

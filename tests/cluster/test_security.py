@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,13 +29,13 @@ from sqlalchemy.exc import ArgumentError
 
 from raytrain_gpt.cluster.failures import root_cause
 from raytrain_gpt.cluster.token import keep_token_private, make_token, token_file
-from raytrain_gpt.config.schema import Config, parse_config
+from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.errors import ClusterError, ConfigError
 from raytrain_gpt.redact import has_secret, redacted
 from tests.cluster.attacked_ranks import is_store
-from tests.conftest import ForksWorkers, RaisesLine
+from tests.conftest import ForksWorkers, RunCli, raises_line
 from tests.faults.test_leaving import Head
-from tests.runs import command, flags
+from tests.runs import MakeConfig, command, flags
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 PASSWORD = "a-tracker's-password"
@@ -137,9 +137,7 @@ def test_which_variables_are_secret(
     assert redacted("with a-long-value") == ("with ***" if is_secret else "with a-long-value")
 
 
-def test_what_libraries_print_is_filtered(
-    run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_libraries_print_is_filtered(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     def show(*_: object) -> None:
         print(f"out {PASSWORD}")
         print(f"log {PASSWORD}", file=sys.stderr)
@@ -154,7 +152,7 @@ def test_what_libraries_print_is_filtered(
 
 
 def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(
-    run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "my-secret-value")
     for name in ("mlflow_uri", "sample_prompt"):
@@ -169,7 +167,7 @@ def test_a_configuration_with_the_value_of_a_secret_variable_is_refused(
 )
 @pytest.mark.parametrize("url", ["s3://KEY:AB/C9D@bucket/x", "gs://C9D@bucket/x"])
 def test_a_url_with_a_secret_is_one_line_without_it(
-    run_cli: Callable[..., tuple[int, str, str]], command: str, url: str
+    run_cli: RunCli, command: str, url: str
 ) -> None:
     code, out, errors = run_cli(*command.split(), url)
     assert (code, errors.count("\n")) == (2, 1)
@@ -190,7 +188,7 @@ def test_a_url_with_a_secret_is_one_line_without_it(
     ],
 )
 def test_a_configuration_with_a_secret_is_refused_without_showing_it(
-    run_cli: Callable[..., tuple[int, str, str]], leaf: str, value: str, way_out: str
+    run_cli: RunCli, leaf: str, value: str, way_out: str
 ) -> None:
     code, out, errors = run_cli("train", "--dry_run", f"--{leaf}", value)
     assert code == 2
@@ -213,9 +211,7 @@ def test_a_token_file_becomes_private_and_no_more_open(
         assert token.stat().st_mode & 0o777 == after
 
 
-def test_a_token_is_made_private_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
-) -> None:
+def test_a_token_is_made_private_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -276,9 +272,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(
-    make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seen]:
+def seen(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """A run of a user who has no token yet, looked at while it trains, and stopped by SIGTERM."""
     tracker = ThreadingHTTPServer(("127.0.0.1", 0), Tracker)
     threading.Thread(target=tracker.serve_forever, daemon=True).start()

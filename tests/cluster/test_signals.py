@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,31 +14,11 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli
 from tests.faults import gates
+from tests.faults.conftest import ROOT, Command
 from tests.faults.gates import WITHIN_S, Faults, Gate
-from tests.runs import Straight, assert_same, command, environment, flags
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(argv: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        env={**env, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if words in line:
-            return
-    pytest.fail(f"the command ended before it printed {words!r}: {process.communicate()[1]}")
+from tests.runs import MakeConfig, Straight, assert_same, command, environment, flags
 
 
 @pytest.mark.fault("SIGTERM or Ctrl+C", "saves; exit code 130; MLflow KILLED")
@@ -51,7 +29,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
 def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     cluster: str,
     straight: Straight,
-    make_config: Callable[..., Any],
+    make_config: MakeConfig,
     storage: Path,
     tmp_path: Path,
     number: signal.Signals,
@@ -63,16 +41,16 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     config = make_config(**changes, checkpoint_every_steps=3)
     gate = Gate(str(tmp_path), rank=0, step=7)
     faults = Faults(gates=(gate,), stop_step=7)
-    process = start(gates.command(config, faults, tmp_path / "command.json"), environment(cluster))
+    argv = gates.command(config, faults, tmp_path / "command.json")
+    run = Command(argv, environment(cluster), tmp_path / "log")
     gate.reached()
     if to_group:
-        os.killpg(process.pid, number)
+        os.killpg(run.process.pid, number)
     else:
-        process.send_signal(number)
+        run.process.send_signal(number)
     gate.open()
-    _, errors = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == 130, errors
-    assert "interrupted at step 7, saved" in errors
+    assert run.ends() == 130, run.output
+    assert "interrupted at step 7, saved" in run.output
     catalog = Catalog(Location.of(storage / changes["run_name"]))
     assert [checkpoint.state.step for checkpoint in catalog.complete()] == [3, 6, 7]
     saved = catalog.newest_good(pytest.fail)
@@ -84,15 +62,14 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
 
 @pytest.mark.ray
 def test_a_signal_before_the_first_step_leaves_nothing_half_written(
-    cluster: str, make_config: Callable[..., Any], storage: Path
+    cluster: str, make_config: MakeConfig, storage: Path, tmp_path: Path
 ) -> None:
     config = make_config(num_workers=1, run_name="early")
-    process = start(command("train", *flags(config)), environment(cluster))
-    read_until(process, "model ")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == 130, errors
-    assert "nothing is half-written" in errors
+    run = Command(command("train", *flags(config)), environment(cluster), tmp_path / "log")
+    run.prints("model ")
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends() == 130, run.output
+    assert "nothing is half-written" in run.output
     assert not list((storage / "early").glob("checkpoints/*"))
     assert not [row for row in read_rows(storage / "early") if "train/loss" in row]
 
@@ -100,19 +77,17 @@ def test_a_signal_before_the_first_step_leaves_nothing_half_written(
 @pytest.mark.slow
 @pytest.mark.fault("two runs with one name", "second refused; stale lease taken")
 def test_a_second_run_of_the_same_name_is_refused(
-    make_config: Callable[..., Any],
-    run_cli: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: MakeConfig, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = make_config(run_name="twice", max_steps=100_000)
-    process = start(command("train", *flags(config)), dict(os.environ))
-    read_until(process, "step 5/100000")
+    run = Command(command("train", *flags(config)), {}, tmp_path / "log")
+    run.prints("step 5/100000")
     code, _, errors = run_cli("train", *flags(config))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=WITHIN_S)
+    run.process.send_signal(signal.SIGTERM)
+    run.ends()
     assert code == 2
-    assert f"run twice is in use (process {process.pid} on" in errors
+    assert f"run twice is in use (process {run.process.pid} on" in errors
     assert errors.count("\n") == 1
 
 

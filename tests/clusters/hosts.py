@@ -114,7 +114,6 @@ class Network:
     key: str
 
     def cut(self, host: Host) -> None:
-        """Pull the plug."""
         self.client.run("ip", "link", "set", host.name, "down")
 
 

@@ -94,7 +94,6 @@ class Client:
             )
 
     def output(self, log: str) -> str:
-        """What such a command has printed."""
         return (self.directory / log).read_text()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-RunCli = Callable[..., tuple[int, str, str]]
+from tests.conftest import RunCli
 
 COMPLETE = """
 source ./script
@@ -40,8 +39,7 @@ def test_bash_completes(
     words: list[str], offered: set[str], hidden: set[str], run_cli: RunCli, tmp_path: Path
 ) -> None:
     (tmp_path / "books").mkdir()
-    code, script, errors = run_cli("completion", "bash")
-    assert (code, errors) == (0, "")
+    script = run_cli.succeeds("completion", "bash")
     assert "complete -o bashdefault -F _shtab_raytrain_gpt raytrain-gpt" in script
     (tmp_path / "script").write_text(script)
     done = subprocess.run(
@@ -60,8 +58,7 @@ def test_bash_completes(
 def test_a_script_is_one_that_its_shell_can_read(
     shell: str, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    code, script, errors = run_cli("completion", shell)
-    assert (code, errors) == (0, "")
+    script = run_cli.succeeds("completion", shell)
     for word in ("raytrain-gpt", "peak_lr", "gpt2-124m", "checkpoints"):
         assert word in script
     if shutil.which(shell):

@@ -49,7 +49,6 @@ def with_tables(page: str) -> str:
 
 
 def keys_table() -> str:
-    """A table of each section's keys."""
     tables = []
     for section, field in Config.model_fields.items():
         lines = [f"### {section}", "", "| key | values | default | meaning |", "|---|---|---|---|"]

@@ -23,7 +23,7 @@ from raytrain_gpt.config.load import (
 from raytrain_gpt.config.resolved import FittedConfig, RunPlan, decided
 from raytrain_gpt.config.schema import FIELDS, SAFE_ON_RESUME, Config, changed_fields, parse_config
 from raytrain_gpt.errors import ConfigError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 REFERENCE = {
     "seq_len": 1024,
@@ -187,7 +187,7 @@ def test_values_may_be_written_as_text(name: str, text: str, value: object, tmp_
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_way_out(
-    values: dict[str, Any], words: list[str], raises_line
+    values: dict[str, Any], words: list[str]
 ) -> None:
     with raises_line(ConfigError, *words):
         Config().updated(values)
@@ -206,37 +206,37 @@ def test_a_wrong_value_is_one_line_with_the_way_out(
         ("train: {1: 2}", ["unknown configuration key train.1"]),
         ("", ["no keys", "model, data, optim"]),
         ("[model]", ["no keys"]),
-        ("train: {max_steps: 5", ["config.yaml is not YAML"]),
-        ("train:\n\tmax_steps: 5\n", ["config.yaml is not YAML"]),
+        ("train: {max_steps: 5", ["config.yaml is not valid YAML"]),
+        ("train:\n\tmax_steps: 5\n", ["config.yaml is not valid YAML"]),
         (
             "train: {seed: 1}\noptim: {}\ntrain: {}",
-            ["config.yaml", "key train is given twice", "line 3"],
+            ["config.yaml", "duplicate key train in line 3"],
         ),
-        ("train: {seed: 1, seed: 2}", ["config.yaml", "key seed is given twice"]),
+        ("train: {seed: 1, seed: 2}", ["config.yaml", "duplicate key seed"]),
         ("train: {max_steps: 2024-13-45}", ["max_steps='2024-13-45'", "integer"]),
-        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml", "5,000 digits", "100 at most"]),
+        (f"train: {{max_steps: {'9' * 5000}}}", ["config.yaml", "5,000 digits", "at most 100"]),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_way_out(
-    tmp_path: Path, text: str, words: list[str], raises_line
+    tmp_path: Path, text: str, words: list[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with raises_line(ConfigError, *words):
         load_config_file(tmp_path / "config.yaml")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, raises_line) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with raises_line(ConfigError, "nothing.yaml"):
         load_config_file(tmp_path / "nothing.yaml")
     with raises_line(ConfigError, str(tmp_path)):
         load_config_file(tmp_path)
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xff")
-    with raises_line(ConfigError, "not YAML"):
+    with raises_line(ConfigError, "not valid YAML"):
         load_config_file(tmp_path / "a.yaml")
 
 
-def test_an_unknown_preset_is_named_with_those_there_are(raises_line) -> None:
-    with raises_line(ConfigError, "quikstart", "did you mean quickstart?", "there are:"):
+def test_an_unknown_preset_is_named_with_those_there_are() -> None:
+    with raises_line(ConfigError, "quikstart", "did you mean quickstart?", "available:"):
         load_preset("quikstart")
 
 
@@ -291,12 +291,9 @@ def test_a_batch_divides_or_the_nearest_that_do_are_named(
         check_shares(config, world_size)
         assert sequences // world_size % micro_batch_for(config, world_size) == 0
         return
-    with pytest.raises(ConfigError) as caught:
+    with raises_line(ConfigError, f"global_batch_tokens={sequences * seq_len}") as caught:
         check_shares(config, world_size)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert f"global_batch_tokens={sequences * seq_len}" in message
-    ways = ways_out(message)
+    ways = ways_out(str(caught.value))
     for tokens in ways["global_batch_tokens"]:
         check_shares(config.updated({"global_batch_tokens": tokens}), world_size)
         assert abs(tokens - sequences * seq_len) < 2 * micro * world_size * seq_len
@@ -308,7 +305,7 @@ def test_a_batch_divides_or_the_nearest_that_do_are_named(
         assert ways.get(name, []) == sorted(valid[:2])
 
 
-def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
+def test_the_message_of_a_batch_that_does_not_divide() -> None:
     config = Config().updated(
         {"seq_len": 64, "global_batch_tokens": 1024, "micro_batch_sequences": 4}
     )
@@ -321,7 +318,7 @@ def test_the_message_of_a_batch_that_does_not_divide(raises_line) -> None:
         check_shares(config, world_size=3)
 
 
-def test_a_huge_batch_is_divided_without_trying_every_number(raises_line) -> None:
+def test_a_huge_batch_is_divided_without_trying_every_number() -> None:
     sizes = {"seq_len": 1, "global_batch_tokens": 10**11, "micro_batch_sequences": 16}
     config = Config().updated(sizes)
     check_shares(config, 1)
@@ -362,7 +359,7 @@ def test_sections_and_fields_have_different_names() -> None:
     assert parse_config({}, "nothing") == Config()
 
 
-def test_a_profile_that_does_not_fit_the_run_is_refused(raises_line) -> None:
+def test_a_profile_that_does_not_fit_the_run_is_refused() -> None:
     assert Config().updated({"profile_steps": 3, "max_steps": 8}).train.profile_steps == 3
     words = ("profile_steps=4", "max_steps=8", "at most 3", "9 or more")
     with raises_line(ConfigError, *words):
@@ -372,7 +369,7 @@ def test_a_profile_that_does_not_fit_the_run_is_refused(raises_line) -> None:
             Config().updated({"profile_steps": nonsense})
 
 
-def test_local_mode_as_a_field_drops_the_presets_min_workers(raises_line: RaisesLine) -> None:
+def test_local_mode_as_a_field_drops_the_presets_min_workers() -> None:
     assert load_preset("quickstart").cluster.min_workers == 1
     for zero in ("0", 0):
         cluster = resolve("quickstart", None, {"num_workers": zero}).cluster

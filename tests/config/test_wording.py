@@ -21,7 +21,7 @@ from raytrain_gpt.config.wording import MAX_SHOWN, suggestion
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.serve.serve_options import ServeOptions
 from raytrain_gpt.sweep.spec import Asha, Base, Pbt, Sweep, load_sweep
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 WRONG: list[Any] = [
     None, True, 0, -1, 3, 10**30, 1.5, 1e300, math.nan, math.inf, "", "x", "a b", "1.5", "\x00",
@@ -149,14 +149,12 @@ def test_every_wrong_value_of_an_option_is_refused_in_plain_words(
         ({"optim": {"peak_lr": "a"}}, "peak_lr='a': must be a number ("),
     ],
 )
-def test_a_refused_value_is_said_with_what_it_must_be(
-    values: dict[str, Any], said: str, raises_line: RaisesLine
-) -> None:
+def test_a_refused_value_is_said_with_what_it_must_be(values: dict[str, Any], said: str) -> None:
     with raises_line(ConfigError, said):
         parse_config(values, "a.yaml")
 
 
-def test_the_start_of_names_suggests_all_of_them(raises_line: RaisesLine) -> None:
+def test_the_start_of_names_suggests_all_of_them() -> None:
     with raises_line(ConfigError, "did you mean gpt2-1.5b or gpt2-124m or gpt2-350m or gpt2-774m?"):
         load_preset("gpt2")
     assert suggestion("num_worker", FIELDS) == "; did you mean num_workers?"

@@ -35,10 +35,13 @@ WAYS = {
     "all": {"top_k": None},
 }
 
+NewModel = Callable[..., GPT]
+MadeTokens = Callable[[int, int], Tensor]
+MicroBatches = Callable[..., Iterator[MicroBatch]]
+
 
 @pytest.fixture
 def architecture(request: pytest.FixtureRequest) -> str:
-    """See `BOTH`."""
     return getattr(request, "param", "gpt2")
 
 
@@ -55,7 +58,7 @@ def model(shape: GPTShape) -> GPT:
 
 
 @pytest.fixture
-def new_model(shape: GPTShape) -> Callable[..., GPT]:
+def new_model(shape: GPTShape) -> NewModel:
     """Makes a tiny model: new_model(dropout=0.1, seed=3)."""
     return lambda seed=0, dropout=0.0, **kwargs: make_model(
         replace(shape, dropout=dropout), seed, **kwargs
@@ -74,7 +77,7 @@ def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
 
 
 @pytest.fixture
-def made_tokens() -> Callable[[int, int], Tensor]:
+def made_tokens() -> MadeTokens:
     """Makes int64 (sequences, tokens) below 100 that a model can learn something of."""
 
     def make(num_sequences: int, num_tokens: int) -> Tensor:
@@ -85,7 +88,7 @@ def made_tokens() -> Callable[[int, int], Tensor]:
 
 
 @pytest.fixture
-def micro_batches(made_tokens: Callable[[int, int], Tensor]) -> Callable[..., Iterator[MicroBatch]]:
+def micro_batches(made_tokens: MadeTokens) -> MicroBatches:
     """Makes micro-batches of 8 different sequences a step: micro_batches(steps, sequences)."""
 
     def make(num_steps: int, sequences: int = 8, first_step: int = 0) -> Iterator[MicroBatch]:

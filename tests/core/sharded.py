@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
-from raytrain_gpt.core.loop import Autocast, MicroBatch, train_steps, warm_up_ddp_buckets
+from raytrain_gpt.core.loop import Autocast, MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss_scale import loss_scale_for
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import full_tensor, gathered_weights, make_eval_model, shard
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
+from tests.training import steps
 
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=16, vocab_size=100)
 QWEN3 = replace(
@@ -38,8 +39,6 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train."""
-
     precision: str = "fp32"
     recompute: str = "none"
     dropout: float = 0.0
@@ -95,21 +94,18 @@ class Trained:
 
     def train(self, first: int, stop: int, bad_step: int | None = None) -> list[dict[str, Any]]:
         """What every step gave on this rank."""
-        steps = train_steps(
+        results = steps(
             self.model,
             self.optimizer,
             self._micro_batches(first),
+            stop,
             first_step=first,
-            max_steps=stop,
             micro_batches_per_step=2,
-            learning_rate=lambda step: 1e-3,
-            grad_clip=1.0,
             autocast=self._spoiling(bad_step, first),
-            seed=1337,
             rank=self.rank,
             loss_scale=self.loss_scale,
         )
-        return [{"loss": float(s.loss), "grad_norm": float(s.grad_norm)} for s in steps]
+        return [{"loss": float(r.loss), "grad_norm": float(r.grad_norm)} for r in results]
 
     def _micro_batches(self, first: int) -> Iterator[MicroBatch]:
         micro_batch = 2 * first
@@ -134,7 +130,6 @@ class Trained:
         return counted
 
     def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint."""
         copy = HostSnapshot(self.raw_model, self.optimizer, self.rank, self.world_size)
         copy.refresh()
         for file in copy.files():

@@ -26,12 +26,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.attention import SPARSE_BLOCK_TOKENS, block_sparse_attention
-from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
+from raytrain_gpt.core.loop import MicroBatch, warm_up_ddp_buckets
 from raytrain_gpt.core.loss import head_loss
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.parallel import gathered_weights, make_eval_model, shard
 from tests.core.conftest import SHAPES
+from tests.training import steps
 
 pytestmark = pytest.mark.slow
 
@@ -106,27 +107,15 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, optimizer: str) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, kind: str) -> None:
     """Else they are in memory twice while micro-batches accumulate."""
     raw = made()
     model = replicated(raw)
     warm_up_ddp_buckets(model, batch(0), bf16)
-    steps = train_steps(
-        model,
-        build_optimizer(raw, OptimSection(optimizer=optimizer)),
-        map(batch, range(100)),
-        first_step=0,
-        max_steps=4,
-        micro_batches_per_step=2,
-        learning_rate=lambda _: 1e-3,
-        grad_clip=1.0,
-        autocast=bf16,
-        seed=0,
-        rank=0,
-    )
-    places = []
-    for _ in steps:
+    optimizer = build_optimizer(raw, OptimSection(optimizer=kind))
+    batches, places = map(batch, range(100)), []
+    for _ in steps(model, optimizer, batches, 4, micro_batches_per_step=2, autocast=bf16, seed=0):
         kept = [p.grad for p in model.parameters() if p.grad is not None]
         assert not any(gradient.any() for gradient in kept)
         places.append([gradient.untyped_storage().data_ptr() for gradient in kept])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from raytrain_gpt.core.exact import ExactSum
-from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer, update
+from tests.core.conftest import MicroBatches, NewModel
 from tests.core.test_loop import OPTIM, steps
 
 NUM = 12
@@ -91,9 +91,7 @@ def test_a_bad_step_changes_nothing_and_the_next_one_is_whole(model: GPT) -> Non
     assert step(1e-3).item() == pytest.approx(1e-3 * sum(p.numel() for p in parameters) ** 0.5)
 
 
-def test_losses_are_those_of_float_sums(
-    new_model: Callable[..., GPT], micro_batches: Callable[..., Iterator[MicroBatch]]
-) -> None:
+def test_losses_are_those_of_float_sums(new_model: NewModel, micro_batches: MicroBatches) -> None:
     floats, integers = new_model(), new_model()
     losses = []
     for model, exact in ((floats, None), (integers, ExactSum(list(integers.parameters()), 4))):

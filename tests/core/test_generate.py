@@ -26,7 +26,7 @@ from raytrain_gpt.core.generate import DecodingBatch, SampledToken, sample_token
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.errors import ConfigError, DataError
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.core.conftest import BOTH, QWEN3, TINY, WAYS
 
 EOT = 99
@@ -404,13 +404,13 @@ def test_dropout_is_off_while_sampling() -> None:
     ids=str,
 )
 def test_options_out_of_range_are_refused_in_one_line(
-    changes: dict[str, float], words: list[str], raises_line: RaisesLine
+    changes: dict[str, float], words: list[str]
 ) -> None:
     with raises_line(ConfigError, *words):
         SamplingOptions(**{"max_new_tokens": 1, **changes})
 
 
-def test_what_cannot_be_continued_is_refused(raises_line: RaisesLine) -> None:
+def test_what_cannot_be_continued_is_refused() -> None:
     batch = DecodingBatch(MODEL, EOT, 1)
     options = SamplingOptions(max_new_tokens=1)
     with raises_line(DataError, "prompt is empty", "at least 1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +15,12 @@ from raytrain_gpt.core.loop import (
     MicroBatch,
     StepResult,
     seed_step,
-    train_steps,
     warm_up_ddp_buckets,
 )
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
+from tests import training
+from tests.core.conftest import MicroBatches, NewModel
 
 OPTIM = OptimSection(peak_lr=1e-2, min_lr=1e-3, warmup_steps=4)
 
@@ -29,27 +30,17 @@ GOLDEN_LOSSES = [
     *(3.3620, 3.2243, 3.1281, 3.0122, 2.9164, 2.8579, 2.7740, 2.7204, 2.6615, 2.6521),
 ]
 
-MicroBatches = Callable[..., Iterator[MicroBatch]]
-
 
 def steps(
     model: torch.nn.Module,
     optimizer: torch.optim.AdamW,
     micro_batches: Iterator[MicroBatch],
+    max_steps: int = 20,
     **changes: Any,
 ) -> Iterator[StepResult]:
-    """`train_steps` with usual settings, some of them changed."""
-    settings: dict[str, Any] = {
-        "first_step": 0,
-        "max_steps": 20,
-        "micro_batches_per_step": 1,
-        "learning_rate": lambda step: learning_rate(step, OPTIM, 20),
-        "grad_clip": 1.0,
-        "autocast": contextlib.nullcontext,
-        "seed": 1337,
-        "rank": 0,
-    }
-    return train_steps(model, optimizer, micro_batches, **{**settings, **changes})
+    """The steps of a run of 20, or the first of them, with some settings changed."""
+    changes.setdefault("learning_rate", lambda step: learning_rate(step, OPTIM, 20))
+    return training.steps(model, optimizer, micro_batches, max_steps, **changes)
 
 
 def trained(
@@ -67,7 +58,7 @@ def test_losses_are_the_golden_ones(model: GPT, micro_batches: MicroBatches) -> 
 
 @pytest.mark.parametrize("sequences", [1, 2, 4])
 def test_micro_batches_equal_one_big_batch(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches, sequences: int
+    new_model: NewModel, micro_batches: MicroBatches, sequences: int
 ) -> None:
     big, small = new_model(), new_model()
     settings: dict[str, Any] = {"max_steps": 5, "learning_rate": lambda step: 1e-3}
@@ -98,7 +89,7 @@ def test_only_the_micro_batches_of_done_steps_are_taken(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_going_on_in_the_middle_is_bitwise_the_unbroken_run(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches, dropout: float
+    new_model: NewModel, micro_batches: MicroBatches, dropout: float
 ) -> None:
     unbroken, broken = new_model(dropout=dropout), new_model(dropout=dropout)
     trained(unbroken, micro_batches(8), max_steps=8)
@@ -111,7 +102,7 @@ def test_going_on_in_the_middle_is_bitwise_the_unbroken_run(
 
 
 def test_evaluation_between_steps_changes_nothing(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches
+    new_model: NewModel, micro_batches: MicroBatches
 ) -> None:
     plain, looked_at = new_model(dropout=0.2), new_model(dropout=0.2)
     trained(plain, micro_batches(4), max_steps=4)
@@ -159,7 +150,7 @@ class Spoilt(torch.nn.Module):
 @pytest.mark.parametrize("added", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("micro_batch", [0, 1, 3], ids=["first", "second", "last"])
 def test_one_bad_micro_batch_skips_the_update_of_its_step(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches, micro_batch: int, added: float
+    new_model: NewModel, micro_batches: MicroBatches, micro_batch: int, added: float
 ) -> None:
     plain, spoilt = new_model(), new_model()
     settings: dict[str, Any] = {"micro_batches_per_step": 4}
@@ -188,7 +179,7 @@ def test_one_bad_micro_batch_skips_the_update_of_its_step(
 
 @pytest.mark.parametrize("sequences", [8, 2])
 def test_the_factor_of_good_steps_is_exactly_one(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches, sequences: int
+    new_model: NewModel, micro_batches: MicroBatches, sequences: int
 ) -> None:
     """Gradients of a step are bitwise those of plain backward passes."""
     trained_, plain = new_model(), new_model()

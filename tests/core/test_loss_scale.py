@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from raytrain_gpt.config.sections import OptimSection, SpikesSection
 from raytrain_gpt.core.device import make_autocast, resolve_precision
-from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.loss_scale import (
     GROWTH_INTERVAL,
     INIT_SCALE,
@@ -20,10 +21,11 @@ from raytrain_gpt.core.loss_scale import (
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.spikes import SpikeDetector, overflowed
+from tests import training
+from tests.core.conftest import MicroBatches, NewModel
 
 CPU = torch.device("cpu")
 OPTIM = OptimSection(peak_lr=1e-2, warmup_steps=0)
-MicroBatches = Callable[..., Iterator[MicroBatch]]
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
@@ -36,22 +38,10 @@ def steps(
     last: int,
     precision: str = "fp16",
 ) -> list[StepResult]:
-    return list(
-        train_steps(
-            model,
-            optimizer,
-            micro_batches,
-            first_step=first,
-            max_steps=last,
-            micro_batches_per_step=2,
-            learning_rate=lambda step: 1e-2,
-            grad_clip=1.0,
-            autocast=make_autocast(precision, CPU),
-            seed=1,
-            rank=0,
-            loss_scale=scale,
-        )
-    )
+    changes: dict[str, Any] = {"micro_batches_per_step": 2, "learning_rate": lambda step: 1e-2}
+    changes |= {"first_step": first, "seed": 1, "loss_scale": scale}
+    autocast = make_autocast(precision, CPU)
+    return list(training.steps(model, optimizer, micro_batches, last, autocast=autocast, **changes))
 
 
 def test_the_factor_halves_with_an_overflow_and_doubles_after_many_steps_without() -> None:
@@ -86,9 +76,7 @@ def test_only_fp16_is_scaled() -> None:
     assert resolve_precision("fp16", CPU) == "fp16"
 
 
-def test_a_power_of_two_changes_no_bit(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches
-) -> None:
+def test_a_power_of_two_changes_no_bit(new_model: NewModel, micro_batches: MicroBatches) -> None:
     """In fp32, where nothing over- or underflows: weights, and the norm that is told."""
     plain, scaled = new_model(), new_model()
     for scale, model in ((None, plain), (LossScale(CPU, 1024.0), scaled)):
@@ -105,7 +93,7 @@ def test_a_power_of_two_changes_no_bit(
 
 
 def test_training_in_fp16_learns_as_in_fp32(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches
+    new_model: NewModel, micro_batches: MicroBatches
 ) -> None:
     losses = {}
     for precision in ("fp32", "fp16"):
@@ -119,7 +107,7 @@ def test_training_in_fp16_learns_as_in_fp32(
 
 
 def test_an_overflow_changes_nothing_but_the_factor(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches
+    new_model: NewModel, micro_batches: MicroBatches
 ) -> None:
     model, scale = new_model(), LossScale(CPU, 2.0**30)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -134,7 +122,7 @@ def test_an_overflow_changes_nothing_but_the_factor(
 
 @pytest.mark.parametrize("at", [1, 6])
 def test_going_on_is_bitwise_the_unbroken_run(
-    new_model: Callable[..., GPT], micro_batches: MicroBatches, at: int
+    new_model: NewModel, micro_batches: MicroBatches, at: int
 ) -> None:
     """Also among the overflows of the first steps."""
     first = 2.0**20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.evaluate.validation_loss import evaluation_sums
-from tests.core.conftest import BOTH
+from tests.core.conftest import BOTH, MadeTokens, MicroBatches, NewModel
 
 SIZES = {
     "124M": ((12, 12, 768), 124_439_808),
@@ -119,7 +117,7 @@ def test_weights_start_with_gpt2s_spread() -> None:
         assert abs(parameter.mean().item()) < 0.05 * expected, name
 
 
-def test_the_seed_alone_decides_the_weights(new_model: Callable[..., GPT]) -> None:
+def test_the_seed_alone_decides_the_weights(new_model: NewModel) -> None:
     torch.manual_seed(1)
     one = new_model(seed=3)
     torch.manual_seed(2)
@@ -144,7 +142,7 @@ def test_no_token_sees_a_later_one(model: GPT) -> None:
     assert (difference[9:] > 0).all()
 
 
-def test_ignored_targets_do_not_count(model: GPT, made_tokens: Callable[..., Tensor]) -> None:
+def test_ignored_targets_do_not_count(model: GPT, made_tokens: MadeTokens) -> None:
     tokens = made_tokens(2, 17)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     every = model(inputs, targets, reduction="none")
@@ -169,11 +167,7 @@ def gradients(model: GPT, tokens: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(
-    new_model: Callable[..., GPT],
-    made_tokens: Callable[..., Tensor],
-    recompute: str,
-    dropout: float,
-    bf16: bool,
+    new_model: NewModel, made_tokens: MadeTokens, recompute: str, dropout: float, bf16: bool
 ) -> None:
     tokens = made_tokens(4, 17)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -187,9 +181,7 @@ def test_activation_checkpointing_gives_the_same_gradients(
 @BOTH
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_nothing_is_compiled_again_from_the_second_evaluation_on(
-    new_model: Callable[..., GPT],
-    micro_batches: Callable[..., Iterator[MicroBatch]],
-    recompute: str,
+    new_model: NewModel, micro_batches: MicroBatches, recompute: str
 ) -> None:
     """One graph for training, one for evaluation: with padding or without, whatever came between."""
     torch.compiler.reset()
@@ -218,9 +210,7 @@ def test_nothing_is_compiled_again_from_the_second_evaluation_on(
 
 
 @BOTH
-def test_dropout_is_off_in_evaluation(
-    new_model: Callable[..., GPT], made_tokens: Callable[..., Tensor]
-) -> None:
+def test_dropout_is_off_in_evaluation(new_model: NewModel, made_tokens: MadeTokens) -> None:
     ids = made_tokens(2, 16)
     dropping, plain = new_model(dropout=0.5), new_model()
     with torch.no_grad():

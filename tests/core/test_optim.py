@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.core.optim import build_optimizer, learning_rate, update
+from tests.core.conftest import NewModel
 
 
 def put_gradients(model: GPT, seed: int, scale: float) -> float:
@@ -48,7 +48,7 @@ def test_matrices_and_embeddings_alone_decay(model: GPT) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["clipped", "not clipped"])
 def test_updates_are_adamws_with_groups_and_clipping_by_hand(
-    new_model: Callable[..., GPT], scale: float
+    new_model: NewModel, scale: float
 ) -> None:
     config = OptimSection(weight_decay=0.2, beta1=0.8, beta2=0.9, grad_clip=0.7)
     ours, theirs = new_model(), new_model()
@@ -95,7 +95,7 @@ def test_gradients_are_dropped_after_an_update(model: GPT) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_broken_gradient_changes_nothing(
-    new_model: Callable[..., GPT], bad: float, steps_before: int
+    new_model: NewModel, bad: float, steps_before: int
 ) -> None:
     broken, unbroken = new_model(), new_model()
     optimizers = [build_optimizer(model, OptimSection()) for model in (broken, unbroken)]

@@ -15,9 +15,9 @@ from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.device import make_autocast, matmul_dtype
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.loop import train_steps
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import HostSnapshot, load_model, load_optimizer
+from tests import training
 from tests.core.sharded import (
     BAD_STEP,
     CASES,
@@ -52,7 +52,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(directory: Path) -> Found:
-    """What two ranks found."""
     return ranks_of(2, directory, train_all_cases)
 
 
@@ -192,18 +191,10 @@ def test_muon_in_several_ranks_is_muon_in_one(
     batches = (
         batch_of(2 * step + n, rank) for step in steps for n in (0, 1) for rank in range(num_ranks)
     )
-    for _ in train_steps(
-        model,
-        build_optimizer(model, case.optim, matmul_dtype(case.precision)),
-        batches,
-        first_step=0,
-        max_steps=len(steps),
-        micro_batches_per_step=2 * num_ranks,
-        learning_rate=lambda step: 1e-3,
-        grad_clip=1.0,
-        autocast=make_autocast(case.precision, CPU),
-        seed=1337,
-        rank=0,
+    optimizer = build_optimizer(model, case.optim, matmul_dtype(case.precision))
+    autocast, num = make_autocast(case.precision, CPU), 2 * num_ranks
+    for _ in training.steps(
+        model, optimizer, batches, len(steps), micro_batches_per_step=num, autocast=autocast
     ):
         pass
     one = dict(model.named_parameters())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from raytrain_gpt.config.sections import OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.loop import MicroBatch, train_steps
+from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.core.state import (
@@ -25,57 +24,46 @@ from raytrain_gpt.core.state import (
     load_optimizer,
 )
 from raytrain_gpt.errors import CheckpointError
+from tests.conftest import raises_line
+from tests.core.conftest import MicroBatches, NewModel
+from tests.training import steps
 
 OPTIM_FILE = "optim-00000.safetensors"
+Trained = tuple[GPT, torch.optim.AdamW]
 
 
 def save_state(directory: Path, model: GPT, optimizer: torch.optim.AdamW) -> None:
-    """Write all of the state into a directory."""
     copy = HostSnapshot(model, optimizer)
     copy.refresh()
     for file in copy.files():
         copy.write(file, directory / file)
 
 
-MicroBatches = Callable[..., Iterator[MicroBatch]]
-
-
 def train(
     model: GPT, optimizer: torch.optim.AdamW, batches: Iterator[MicroBatch], first: int, stop: int
 ) -> None:
-    for _ in train_steps(
-        model,
-        optimizer,
-        batches,
-        first_step=first,
-        max_steps=stop,
-        micro_batches_per_step=1,
-        learning_rate=lambda step: 1e-3,
-        grad_clip=1.0,
-        autocast=contextlib.nullcontext,
-        seed=1337,
-        rank=0,
-    ):
+    for _ in steps(model, optimizer, batches, stop, first_step=first):
         pass
 
 
 @pytest.fixture
-def trained(model: GPT, micro_batches: MicroBatches) -> tuple[GPT, torch.optim.AdamW]:
+def trained(model: GPT, micro_batches: MicroBatches) -> Trained:
     """A model after 3 steps, and its optimizer."""
     optimizer = build_optimizer(model, OptimSection())
     train(model, optimizer, micro_batches(3), 0, 3)
     return model, optimizer
 
 
-def test_weights_and_moments_come_back_bitwise(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], new_model: Callable[..., GPT]
-) -> None:
-    model, optimizer = trained
-    save_state(tmp_path, model, optimizer)
-    loaded = new_model(seed=9)
-    loaded_optimizer = build_optimizer(loaded, OptimSection())
-    load_model(tmp_path, loaded)
-    load_optimizer(tmp_path, loaded, loaded_optimizer)
+def read_back(directory: Path, new_model: NewModel) -> Trained:
+    model = new_model(seed=9)
+    optimizer = build_optimizer(model, OptimSection())
+    load_model(directory, model)
+    load_optimizer(directory, model, optimizer)
+    return model, optimizer
+
+
+def check_read_back(directory: Path, trained: Trained, new_model: NewModel) -> None:
+    (model, optimizer), (loaded, loaded_optimizer) = trained, read_back(directory, new_model)
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
         for key, tensor in optimizer.state[b].items():
@@ -83,12 +71,16 @@ def test_weights_and_moments_come_back_bitwise(
             assert loaded_optimizer.state[a][key].dtype == tensor.dtype
 
 
+def test_weights_and_moments_come_back_bitwise(
+    tmp_path: Path, trained: Trained, new_model: NewModel
+) -> None:
+    save_state(tmp_path, *trained)
+    check_read_back(tmp_path, trained, new_model)
+
+
 @pytest.mark.parametrize("num_parts", [2, 3, 5])
 def test_parts_written_apart_are_one_state(
-    tmp_path: Path,
-    trained: tuple[GPT, torch.optim.AdamW],
-    new_model: Callable[..., GPT],
-    num_parts: int,
+    tmp_path: Path, trained: Trained, new_model: NewModel, num_parts: int
 ) -> None:
     model, optimizer = trained
     sizes = []
@@ -98,20 +90,13 @@ def test_parts_written_apart_are_one_state(
         for file in copy.files():
             copy.write(file, tmp_path / file)
         sizes.append(sum((tmp_path / file).stat().st_size for file in copy.files()))
-    loaded = new_model(seed=9)
-    loaded_optimizer = build_optimizer(loaded, OptimSection())
-    load_model(tmp_path, loaded)
-    load_optimizer(tmp_path, loaded, loaded_optimizer)
-    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-        for key, tensor in optimizer.state[b].items():
-            assert torch.equal(loaded_optimizer.state[a][key], tensor), key
+    check_read_back(tmp_path, trained, new_model)
     if num_parts == 2:
         assert max(sizes) < 0.7 * sum(sizes)
 
 
 def test_a_copy_is_not_touched_by_training_that_goes_on(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], micro_batches: MicroBatches
+    tmp_path: Path, trained: Trained, micro_batches: MicroBatches
 ) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
@@ -123,17 +108,11 @@ def test_a_copy_is_not_touched_by_training_that_goes_on(
 
 
 def test_training_goes_on_bitwise_from_a_checkpoint(
-    tmp_path: Path,
-    trained: tuple[GPT, torch.optim.AdamW],
-    new_model: Callable[..., GPT],
-    micro_batches: MicroBatches,
+    tmp_path: Path, trained: Trained, new_model: NewModel, micro_batches: MicroBatches
 ) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
-    resumed = new_model(seed=9)
-    resumed_optimizer = build_optimizer(resumed, OptimSection())
-    load_model(tmp_path, resumed)
-    load_optimizer(tmp_path, resumed, resumed_optimizer)
+    resumed, resumed_optimizer = read_back(tmp_path, new_model)
     train(model, optimizer, micro_batches(6, first_step=3), 3, 6)
     train(resumed, resumed_optimizer, micro_batches(6, first_step=3), 3, 6)
     for a, b in zip(resumed.parameters(), model.parameters(), strict=True):
@@ -141,7 +120,7 @@ def test_training_goes_on_bitwise_from_a_checkpoint(
 
 
 def test_files_have_only_the_metadata_that_keeps_their_bytes_the_same(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
+    tmp_path: Path, trained: Trained
 ) -> None:
     contents = []
     for name in ("one", "other"):
@@ -154,9 +133,7 @@ def test_files_have_only_the_metadata_that_keeps_their_bytes_the_same(
             assert tensors.metadata() == {"format": "pt"}
 
 
-def test_the_model_file_has_the_models_names_and_shapes(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
-) -> None:
+def test_the_model_file_has_the_models_names_and_shapes(tmp_path: Path, trained: Trained) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
     saved = load_file(tmp_path / MODEL_FILE)
@@ -178,7 +155,7 @@ def test_the_model_file_has_the_models_names_and_shapes(
     ids=["more layers", "fewer layers", "other width", "other context", "other vocabulary"],
 )
 def test_a_model_of_another_shape_is_refused(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
+    tmp_path: Path, trained: Trained, others: GPTShape
 ) -> None:
     save_state(tmp_path, *trained)
     other = GPT2(others)
@@ -190,7 +167,7 @@ def test_a_model_of_another_shape_is_refused(
 
 @pytest.mark.parametrize("others", [GPTShape(3, 2, 32, 16, 100), GPTShape(2, 2, 64, 16, 100)])
 def test_an_optimizer_of_another_shape_is_refused(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], others: GPTShape, raises_line
+    tmp_path: Path, trained: Trained, others: GPTShape
 ) -> None:
     save_state(tmp_path, *trained)
     other = GPT2(others)
@@ -198,9 +175,7 @@ def test_an_optimizer_of_another_shape_is_refused(
         load_optimizer(tmp_path, other, build_optimizer(other, OptimSection()))
 
 
-def test_a_moment_that_is_missing_is_named(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], raises_line
-) -> None:
+def test_a_moment_that_is_missing_is_named(tmp_path: Path, trained: Trained) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
     moments = load_file(tmp_path / OPTIM_FILE)
@@ -212,7 +187,7 @@ def test_a_moment_that_is_missing_is_named(
 
 @pytest.mark.fault("unlisted files in a checkpoint", "ignored; named on resume")
 def test_moments_of_a_file_that_is_not_listed_are_not_read(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW]
+    tmp_path: Path, trained: Trained
 ) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)
@@ -230,7 +205,7 @@ def test_moments_of_a_file_that_is_not_listed_are_not_read(
     "sizes", [{"num_layers": 10**9}, {"embd_size": 10**9}, {"vocab_size": 10**12}, {"seq_len": 1}]
 )
 def test_a_model_of_another_size_is_refused_before_it_is_made(
-    tmp_path: Path, trained: tuple[GPT, torch.optim.AdamW], sizes: dict[str, int], raises_line
+    tmp_path: Path, trained: Trained, sizes: dict[str, int]
 ) -> None:
     save_state(tmp_path, *trained)
     shape = trained[0].shape
@@ -241,10 +216,7 @@ def test_a_model_of_another_size_is_refused_before_it_is_made(
 
 @pytest.mark.parametrize("content", [None, b"", b"not tensors at all", "half"])
 def test_a_damaged_file_is_refused(
-    tmp_path: Path,
-    trained: tuple[GPT, torch.optim.AdamW],
-    content: bytes | str | None,
-    raises_line,
+    tmp_path: Path, trained: Trained, content: bytes | str | None
 ) -> None:
     model, optimizer = trained
     save_state(tmp_path, model, optimizer)

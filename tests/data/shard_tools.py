@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ TEXTS = {
 }
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "zero_bytes": lambda path: path.write_bytes(b""),
+    "other_bytes": lambda path: path.write_bytes(b"x" * path.stat().st_size),
+    "not_utf8": lambda path: path.write_bytes(b"\xff" * 100),
+}
+"""Damages of any file."""
+
+
 def write_damaged_parquet(path: Path) -> None:
     """One row of text in a page that cannot be unpacked, behind a footer that is whole."""
     pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
@@ -73,7 +83,6 @@ def write_parquet(path: Path, texts: Sequence[str], rows: int, field: str = "tex
 
 
 def all_tokens(directory: Path, manifest: Manifest, split: Split) -> np.ndarray[Any, Any]:
-    """A split's tokens, shard after shard."""
     shards = manifest.split_shards(split)
     return np.concatenate([pq.read_table(directory / s.path)["tokens"].to_numpy() for s in shards])
 

@@ -16,6 +16,7 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 from tests.data.shard_tools import documents, files, prepare_here, write_damaged_parquet
 
 BAD_LINES = {
@@ -49,7 +50,7 @@ def write_mixed(path: Path, num_good: int = 300) -> tuple[str, list[bytes], list
 
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_one_bad_line_is_an_error_that_names_its_place_and_the_way_out(
-    tmp_path: Path, kind: str, raises_line
+    tmp_path: Path, kind: str
 ) -> None:
     lines = [good_line(i) for i in range(20)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD_LINES[kind], *lines]))
@@ -94,9 +95,7 @@ def test_what_is_left_out_does_not_change_the_split_of_the_rest(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_one_more_than_the_limit_is_an_error_and_a_larger_limit_goes_on(
-    tmp_path: Path, raises_line
-) -> None:
+def test_one_more_than_the_limit_is_an_error_and_a_larger_limit_goes_on(tmp_path: Path) -> None:
     source, _, _ = write_mixed(tmp_path / "a.jsonl")
     out, limit = tmp_path / "out", len(BAD_LINES) - 1
     with raises_line(
@@ -145,7 +144,7 @@ def test_files_and_rows_are_left_out_too(tmp_path: Path) -> None:
     ]
 
 
-def test_a_damaged_file_is_no_bad_document(tmp_path: Path, raises_line) -> None:
+def test_a_damaged_file_is_no_bad_document(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_damaged_parquet(path)
     with raises_line(DataError, "a.parquet row 0"):
@@ -159,6 +158,6 @@ def test_without_bad_documents_there_is_no_report(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / BAD_FILE).exists()
 
 
-def test_a_limit_below_zero_is_refused(tmp_path: Path, raises_line) -> None:
+def test_a_limit_below_zero_is_refused(tmp_path: Path) -> None:
     with raises_line(DataError, "max_bad_documents=-1"):
         prepare_here(["stdlib"], tmp_path / "out", "bytes", max_bad_documents=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 
 from raytrain_gpt.data.describe import PICTURE_FILE, SAMPLE_TOKENS, lengths_picture
 from raytrain_gpt.data.stats import SplitStats, histogram_edges
+from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
-
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_stats_are_printed_and_drawn(data: Path, run_cli: RunCli) -> None:
     before = (data / "manifest.json").read_bytes()
-    code, shown, _ = run_cli("data", "stats", data)
-    assert code == 0
+    shown = run_cli.succeeds("data", "stats", data)
     assert "tokens per document: mean" in shown
     assert "6 of 257 ids occur (2.3%)" in shown
     assert (data / PICTURE_FILE).read_bytes().startswith(b"\x89PNG")
@@ -40,8 +37,7 @@ def test_json_comes_last_and_the_picture_goes_where_it_is_told(
     data: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
     picture = tmp_path / "lengths.png"
-    code, shown, _ = run_cli("data", "stats", data, "--png", picture, "--json")
-    assert code == 0
+    shown = run_cli.succeeds("data", "stats", data, "--png", picture, "--json")
     found = json.loads(shown.splitlines()[-1])
     assert found["picture"] == str(picture)
     assert picture.exists()
@@ -53,10 +49,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(
     data: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    code, _, errors = run_cli("data", "stats", data, "--png", tmp_path / "file" / "a.png")
-    assert code == 2
-    assert len(errors.splitlines()) == 1
-    assert "--png" in errors
+    assert "--png" in run_cli.refuses("data", "stats", data, "--png", tmp_path / "file" / "a.png")
 
 
 @pytest.mark.parametrize(("num_train", "num_val"), [(1, 1), (1000, 100)])
@@ -78,7 +71,6 @@ def test_the_start_that_is_shown_ends_with_a_whole_character(
     num_a = SAMPLE_TOKENS - 1  # then one byte of the next character
     (tmp_path / "a.txt").write_text("a" * num_a + character * 400, "utf-8")
     prepare_here([str(tmp_path / "a.txt")], tmp_path / "data", "bytes", val_fraction=0.2)
-    code, shown, _ = run_cli("data", "show", tmp_path / "data", "--json")
-    assert code == 0
+    shown = run_cli.succeeds("data", "show", tmp_path / "data", "--json")
     assert f"  starts with {'a' * num_a!r}\n" in shown
     assert json.loads(shown.splitlines()[-1])["sample"] == "a" * num_a

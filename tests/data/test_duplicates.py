@@ -19,6 +19,7 @@ from raytrain_gpt.data.tokenize import hash_task, run_task
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
+from tests.conftest import raises_line
 from tests.data.shard_tools import (
     all_tokens,
     documents,
@@ -88,7 +89,7 @@ def test_what_differs_in_a_byte_stays(tmp_path: Path) -> None:
     assert found == first_of_each(texts)
 
 
-def test_with_and_without_are_two_datasets(tmp_path: Path, raises_line) -> None:
+def test_with_and_without_are_two_datasets(tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     assert "duplicates" not in prepare_here([source], out, "bytes").source
     with raises_line(DataError, "another dataset"):
@@ -120,9 +121,7 @@ def test_a_split_is_made_of_documents_that_stay(
     assert sorted(text) == sorted("".join(texts[:num_texts]).encode())
 
 
-def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(
-    tmp_path: Path, raises_line
-) -> None:
+def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 50)
     with raises_line(DataError, "val_tokens=5 leaves no document", "9 tokens"):
         prepare_here([source], tmp_path / "out", "bytes", val_tokens=5, dedupe=True)
@@ -162,7 +161,7 @@ def test_every_pass_is_told_if_there_are_more(tmp_path: Path) -> None:
     assert lines == [f"comparing 10 hashes: pass {i} of 3" for i in (1, 2, 3)]
 
 
-def test_token_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:
+def test_token_ids_are_not_deduplicated(tmp_path: Path) -> None:
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with raises_line(DataError, "train.bin", "dedupe"):
         make_plan([str(tmp_path)], load_tokenizer("bytes"), dedupe=True)

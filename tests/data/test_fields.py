@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import listed
 from raytrain_gpt.parsing import array_elements
-from tests.conftest import RaisesLine
+from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
-
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 def read(file: Path, field: str = "text") -> list[Document]:
@@ -89,7 +86,7 @@ STRUCT = pa.table(
 )
 
 
-def test_a_field_of_a_struct_column_is_text(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_field_of_a_struct_column_is_text(tmp_path: Path) -> None:
     pq.write_table(STRUCT, tmp_path / "a.parquet", row_group_size=2)
     assert read(tmp_path / "a.parquet", "meta.text") == [
         Document(0, "one"),
@@ -107,7 +104,7 @@ def test_a_field_of_a_struct_column_is_text(tmp_path: Path, raises_line: RaisesL
             read(tmp_path / "a.parquet", name)
 
 
-def test_a_struct_that_is_null_is_a_bad_document(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_struct_that_is_null_is_a_bad_document(tmp_path: Path) -> None:
     table = pa.table({"meta": pa.array([{"text": "one"}, None], pa.struct({"text": pa.string()}))})
     pq.write_table(table, tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet at row 1: no field meta.text; fields: meta"):
@@ -127,7 +124,7 @@ def test_text_inside_a_column_wins_over_token_ids(tmp_path: Path) -> None:
 
 
 def test_a_column_with_a_dot_in_its_name_is_text_unless_a_struct_says_the_same(
-    tmp_path: Path, raises_line: RaisesLine
+    tmp_path: Path,
 ) -> None:
     pq.write_table(pa.table({"meta.text": ["a"]}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", "meta.text") == [Document(0, "a")]
@@ -164,15 +161,13 @@ def test_a_json_file_is_an_array_or_lines(name: str, indent: int | None, tmp_pat
         ('[{"text": "a"}, ' + "[" * 100_000, "element 1 "),
     ],
 )
-def test_what_is_wrong_with_an_array_is_one_line(
-    content: str, said: str, tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_what_is_wrong_with_an_array_is_one_line(content: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     with raises_line(DataError, str(tmp_path / "a.json"), said):
         read(tmp_path / "a.json")
 
 
-def test_an_array_that_is_not_utf8_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_an_array_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'[{"text": "\xff"}]')
     with raises_line(DataError, "a.json: 'utf-8' codec can't decode byte 0xff"):
         read(tmp_path / "a.json")
@@ -202,11 +197,9 @@ def test_prepare_takes_an_array_and_a_field_inside_fields(run_cli: RunCli, tmp_p
     (tmp_path / "a.json").write_text(json.dumps(content))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in content))
     argv = ("prepare", tmp_path / "a.json", "--out", tmp_path / "data")
-    code, _, errors = run_cli(*argv)
-    assert (code, errors.count("\n")) == (2, 1)
+    errors = run_cli.refuses(*argv)
     assert "no field text; fields with text: meta.text; fix it, set --text_field" in errors
-    code, shown, errors = run_cli(*argv, "--text-field", "meta.text")
-    assert (code, errors) == (0, "")
+    shown = run_cli.succeeds(*argv, "--text-field", "meta.text")
     lines = prepare_here(
         [str(tmp_path / "b.jsonl")], tmp_path / "b", "bytes", text_field="meta.text"
     )

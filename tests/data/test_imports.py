@@ -21,6 +21,7 @@ from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import decode_tokens, load_tokenizer, read_tokenizer
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
 
 EOT = 256
@@ -263,7 +264,7 @@ def test_empty_rows_count_for_nothing_in_the_split(tmp_path: Path, empty_first: 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("val_tokens", [951, 1000, 1001])
 def test_val_tokens_that_reach_the_end_leave_nothing_to_train_on(
-    tmp_path: Path, val_tokens: int, raises_line
+    tmp_path: Path, val_tokens: int
 ) -> None:
     source = write_nanogpt(tmp_path / "a.bin", [*range(200)] * 4 + [7] * 199 + [EOT])
     with raises_line(DataError, f"val_tokens={val_tokens} leaves no document", "1000 tokens"):
@@ -297,14 +298,14 @@ def test_the_column_is_chosen_by_text_field_then_by_name(tmp_path: Path) -> None
     assert columns == [None, "input_ids", "tokens", "mine"]
 
 
-def test_text_and_ids_are_not_mixed(tmp_path: Path, raises_line) -> None:
+def test_text_and_ids_are_not_mixed(tmp_path: Path) -> None:
     write_nanogpt(tmp_path / "train.bin", drawn(100))
     (tmp_path / "input.txt").write_text("text")
     with raises_line(DataError, "input.txt contains text", "train.bin token ids", "glob"):
         find_pieces([str(tmp_path)], "text")
 
 
-def test_ids_are_not_deduplicated(tmp_path: Path, raises_line) -> None:
+def test_ids_are_not_deduplicated(tmp_path: Path) -> None:
     source = write_nanogpt(tmp_path / "train.bin", drawn(100))
     with raises_line(DataError, "train.bin contains token ids", "dedupe"):
         make_plan([source], load_tokenizer("bytes"), dedupe=True)
@@ -336,7 +337,7 @@ DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
     "another count": (
         write_llmc,
         lambda c: changed(c, 8, struct.pack("<i", 641)),
-        ("a.bin has 2304 bytes", "641 ids, which take 2306"),
+        ("a.bin has 2304 bytes", "641 ids in its header need 2306"),
     ),
     "cut off": (write_llmc, lambda c: c[:-2], ("a.bin has 2302 bytes", "640 ids")),
     "cut off in the header": (
@@ -354,7 +355,7 @@ DAMAGES: dict[str, tuple[Write, Callable[[bytes], bytes], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str, raises_line) -> None:
+def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str) -> None:
     write, spoil, words = DAMAGES[damage]
     path = tmp_path / {write_npy: "a.npy", write_lists: "a.parquet"}.get(write, "a.bin")
     write(path, drawn(640))
@@ -367,14 +368,12 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path, damage: str, r
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.zeros((3, 4), np.uint16), "uint16 of shape (3, 4), not one dimension"),
-        (np.zeros(4, np.float32), "float32 of shape (4,), not one dimension of integers"),
+        (np.zeros((3, 4), np.uint16), "uint16 of shape (3, 4), not a 1-D array"),
+        (np.zeros(4, np.float32), "float32 of shape (4,), not a 1-D array of integers"),
         (np.array([[1], "a"], object), "object of shape (2,)"),
     ],
 )
-def test_an_array_of_another_kind_is_refused(
-    tmp_path: Path, array: np.ndarray, words: str, raises_line
-) -> None:
+def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: np.ndarray, words: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with raises_line(DataError, "a.npy", words):
         find_pieces([str(tmp_path / "a.npy")], "text")
@@ -390,7 +389,7 @@ def test_an_array_of_another_kind_is_refused(
     ],
 )
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
-    tmp_path: Path, name: str, place: str, raises_line
+    tmp_path: Path, name: str, place: str
 ) -> None:
     ids = drawn(640)
     ids[600] = 257
@@ -400,14 +399,14 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
     assert not (tmp_path / "out" / MANIFEST_FILE).exists()
 
 
-def test_a_negative_id_is_refused(tmp_path: Path, raises_line) -> None:
+def test_a_negative_id_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, -1], np.int16))
     with raises_line(DataError, "a.npy", "id -1 at byte 132"):
         prepare_here([str(tmp_path / "a.npy")], tmp_path / "out", "bytes")
 
 
 @pytest.mark.parametrize("rows", [[[1], None, [2]], [[1], [None], [2]]])
-def test_a_null_among_lists_is_refused(tmp_path: Path, rows: list, raises_line) -> None:
+def test_a_null_among_lists_is_refused(tmp_path: Path, rows: list) -> None:
     kind = pa.list_(pa.int32())
     pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet row group 0 from row 0", "null"):
@@ -415,9 +414,7 @@ def test_a_null_among_lists_is_refused(tmp_path: Path, rows: list, raises_line) 
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_task_whose_file_was_cut_off_meanwhile_leaves_no_shard(
-    tmp_path: Path, raises_line
-) -> None:
+def test_a_task_whose_file_was_cut_off_meanwhile_leaves_no_shard(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_nanogpt(path, drawn(6400))
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"

@@ -12,7 +12,7 @@ from raytrain_gpt.data.locations import config_on_disk, location
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import next_line
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 ENDPOINT = "http://store:9000"
 
@@ -34,7 +34,7 @@ def test_the_next_command_names_an_endpoint_that_only_the_configuration_has(
     assert next_line(Location.of("runs/x"), "eval x") == "next: eval x"
 
 
-def test_a_configuration_is_read_from_a_store(bucket: Location, raises_line: RaisesLine) -> None:
+def test_a_configuration_is_read_from_a_store(bucket: Location) -> None:
     (bucket / "sweep" / "best.yaml").write_text("optim: {peak_lr: 0.5}\n")
     with config_on_disk(f"{bucket}/sweep/best.yaml") as file:
         config = resolve(None, file, {})

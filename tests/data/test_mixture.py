@@ -22,7 +22,7 @@ from raytrain_gpt.data.reader import read_sequences
 from raytrain_gpt.data.shards import ShardWriter, write_manifest
 from raytrain_gpt.errors import ConfigError, DataError
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.data.shard_tools import write_dataset
 
 TRAIN = {"web": [700, 33], "code": [500], "books": [300, 90]}
@@ -46,9 +46,7 @@ def test_one_path_is_one_dataset() -> None:
 
 
 @pytest.mark.parametrize("weight", ["1", "0.7", "1/3"])
-def test_a_weight_of_the_only_dataset_is_pointed_out(
-    tmp_path: Path, weight: str, raises_line
-) -> None:
+def test_a_weight_of_the_only_dataset_is_pointed_out(tmp_path: Path, weight: str) -> None:
     path = tmp_path / "web"
     write_dataset(path, train=[100])
     ((named, one),) = parse_data_path(f"{path}={weight}")
@@ -77,9 +75,8 @@ def test_weights_are_exact_and_sum_to_one() -> None:
     ],
 )
 def test_what_is_no_dataset_with_a_weight_is_refused(data_path: str) -> None:
-    with pytest.raises(ConfigError, match="write DATASET=WEIGHT") as refused:
+    with raises_line(ConfigError, "write DATASET=WEIGHT"):
         map_paths(data_path, str)
-    assert "\n" not in str(refused.value)
 
 
 def test_paths_change_and_weights_stay() -> None:
@@ -145,7 +142,9 @@ def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_pat
         check_val_split(mixture, 64)
     write_dataset(tmp_path / "tiny", train=[8], val=[50])
     both = read_mixture([(Location.of(tmp_path / n), Fraction(1, 2)) for n in ("web", "tiny")])
-    with pytest.raises(DataError, match=r"train split of .*tiny has no sequence of 8 tokens"):
+    with pytest.raises(
+        DataError, match=r"train split of .*tiny is shorter than one sequence of 8 tokens"
+    ):
         both.order(batch_sequences=4, seq_len=8, seed=1)
 
 
@@ -162,7 +161,7 @@ def another_of_its_size(shard: Path, place: Path) -> Path:
 @pytest.mark.parametrize("keeps_times", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
-    mixture: Mixture, tmp_path: Path, raises_line: RaisesLine, keeps_times: bool, in_place: bool
+    mixture: Mixture, tmp_path: Path, keeps_times: bool, in_place: bool
 ) -> None:
     shard = mixture.datasets[1].directory.path / "train-00000.parquet"
     ids = np.arange(sum(mixture.num_sequences("train", 4)))
@@ -178,9 +177,7 @@ def test_a_shard_that_is_replaced_while_it_is_used_is_an_error(
         mixture.read("train", 4, ids)
 
 
-def test_a_shard_of_another_size_is_an_error_for_whoever_reads_it(
-    mixture: Mixture, raises_line: RaisesLine
-) -> None:
+def test_a_shard_of_another_size_is_an_error_for_whoever_reads_it(mixture: Mixture) -> None:
     part = mixture.datasets[1]
     shard = part.directory.path / "train-00000.parquet"
     shard.write_bytes(

@@ -24,6 +24,7 @@ from raytrain_gpt.data.order import (
     skip_past,
 )
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -233,7 +234,7 @@ def test_ten_billion_tokens_are_19073_steps_in_150_chunks() -> None:
     assert len(order.chunks(0, 19_073)) == 150
 
 
-def test_fewer_sequences_than_a_batch_are_refused_with_the_way_out(raises_line) -> None:
+def test_fewer_sequences_than_a_batch_are_refused_with_the_way_out() -> None:
     with raises_line(DataError, "39 sequences", "40 of one global batch", "at most 312"):
         Shape((30, 9), 40).order()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 
 from raytrain_gpt.data.preparation import MANIFEST_BEFORE_FILE, finish, start
 from raytrain_gpt.data.prepare_plan import make_plan
-from raytrain_gpt.data.shards import MANIFEST_FILE, read_manifest
+from raytrain_gpt.data.shards import MANIFEST_FILE, Manifest, read_manifest
 from raytrain_gpt.data.tokenize import run_task
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from raytrain_gpt.data.verify import check_shards, check_tokenizer
 from raytrain_gpt.errors import DataError
-from tests.conftest import RaisesLine
-from tests.data.shard_tools import files, prepare_here, write_jsonl
+from tests.conftest import raises_line
+from tests.data.shard_tools import DAMAGES, files, prepare_here, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
 
@@ -25,42 +24,32 @@ TEXTS = [f"document {i % 280}\n日本 " + "x" * (i * 37 % 90) for i in range(300
 SHARD = "train-00001.parquet"
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def zero_bytes(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def not_utf8(path: Path) -> None:
-    path.write_bytes(b"\xff" * 100)
-
-
-Damage = Callable[[Path], None]
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     return write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def whole(source: str, out: Path) -> Manifest:
+    """The dataset in `out` before it is damaged."""
+    return prepare_here([source], out, "bytes")
 
 
 def times(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
 
 
-@pytest.mark.parametrize("damage", [missing, cut_off, zero_bytes])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zero_bytes"])
 def test_a_lost_shard_is_made_again_and_no_other(
-    tmp_path: Path, source: str, damage: Damage
+    out: Path, whole: Manifest, source: str, damage: str
 ) -> None:
-    out = tmp_path / "out"
-    whole = prepare_here([source], out, "bytes")
     before, written = files(out), times(out)
-    damage(out / SHARD)
+    DAMAGES[damage](out / SHARD)
     assert prepare_here([source], out, "bytes") == whole == read_manifest(out)
     assert files(out) == before
     again = {name for name, time in times(out).items() if time != written[name]}
@@ -68,14 +57,12 @@ def test_a_lost_shard_is_made_again_and_no_other(
     assert len(written) > 4
 
 
-@pytest.mark.parametrize("damage", [missing, cut_off, zero_bytes, not_utf8])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zero_bytes", "not_utf8"])
 def test_a_lost_tokenizer_is_written_again_and_no_shard(
-    tmp_path: Path, source: str, damage: Damage
+    out: Path, whole: Manifest, source: str, damage: str
 ) -> None:
-    out = tmp_path / "out"
-    whole = prepare_here([source], out, "bytes")
     before, written = files(out), times(out)
-    damage(out / TOKENIZER_FILE)
+    DAMAGES[damage](out / TOKENIZER_FILE)
     assert prepare_here([source], out, "bytes") == whole
     assert files(out) == before
     assert times(out) == written
@@ -90,19 +77,17 @@ def test_what_was_left_out_is_counted_again(tmp_path: Path, dedupe: bool, is_bad
     whole = prepare_here([source], out, "bytes", **options)
     assert whole.source["bad_documents"] == is_bad
     before = files(out)
-    missing(out / SHARD)
+    (out / SHARD).unlink()
     assert prepare_here([source], out, "bytes", **options) == whole
     assert files(out) == before
 
 
 def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
-    tmp_path: Path, source: str, raises_line
+    out: Path, whole: Manifest, source: str
 ) -> None:
-    out = tmp_path / "out"
-    whole = prepare_here([source], out, "bytes")
     before = files(out)
     for name in (SHARD, "train-00003.parquet"):
-        missing(out / name)
+        (out / name).unlink()
     encoding = load_tokenizer("bytes")
     plan = make_plan([source], encoding)
     lines: list[str] = []
@@ -118,11 +103,9 @@ def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
 
 
 def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
-    tmp_path: Path, source: str, raises_line
+    out: Path, whole: Manifest, source: str
 ) -> None:
-    out = tmp_path / "out"
-    prepare_here([source], out, "bytes")
-    missing(out / SHARD)
+    (out / SHARD).unlink()
     with raises_line(DataError, "already contains another dataset", "--out"):
         prepare_here([source], out, "bytes", val_fraction=0.5)
     assert (out / MANIFEST_FILE).exists()
@@ -134,11 +117,9 @@ def test_a_dataset_that_is_being_mended_is_not_given_to_another_preparation(
     assert files(out) == left
 
 
-def test_mending_leaves_other_files_alone(tmp_path: Path, source: str) -> None:
-    out = tmp_path / "out"
-    prepare_here([source], out, "bytes")
+def test_mending_leaves_other_files_alone(out: Path, whole: Manifest, source: str) -> None:
     (out / "thesis.tex").write_text("years of work")
-    missing(out / SHARD)
+    (out / SHARD).unlink()
     prepare_here([source], out, "bytes")
     assert (out / "thesis.tex").read_text() == "years of work"
 
@@ -164,9 +145,7 @@ def test_another_preparation_removes_only_files_of_the_one_before(
     assert [path.name for path in (out / "unfinished").iterdir()] == ["notes.txt"]
 
 
-def test_a_directory_that_happens_to_have_a_plan_is_left_alone(
-    tmp_path: Path, source: str, raises_line: RaisesLine
-) -> None:
+def test_a_directory_that_happens_to_have_a_plan_is_left_alone(tmp_path: Path, source: str) -> None:
     plan = tmp_path / "out" / "unfinished" / "plan"
     plan.parent.mkdir(parents=True)
     plan.write_text("chapter one")
@@ -176,17 +155,15 @@ def test_a_directory_that_happens_to_have_a_plan_is_left_alone(
 
 
 def test_changed_bytes_are_found_and_go_as_the_message_says(
-    tmp_path: Path, source: str, raises_line
+    out: Path, whole: Manifest, source: str
 ) -> None:
-    out = tmp_path / "out"
-    whole = prepare_here([source], out, "bytes")
     content = bytearray((out / SHARD).read_bytes())
     content[len(content) // 2] ^= 1
     (out / SHARD).write_bytes(content)
     command = f"raytrain-gpt prepare {source} --out {out} --tokenizer bytes"
     with raises_line(DataError, SHARD, "remove this file and repeat", command):
         check_shards(out, whole, content=True)
-    missing(out / SHARD)
+    (out / SHARD).unlink()
     with raises_line(DataError, f"{SHARD} is missing; repeat the command", command):
         check_shards(out, whole, content=True)
     prepare_here([source], out, "bytes")
@@ -195,12 +172,10 @@ def test_changed_bytes_are_found_and_go_as_the_message_says(
 
 
 def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
-    tmp_path: Path, source: str
+    out: Path, whole: Manifest, source: str
 ) -> None:
-    out = tmp_path / "out"
-    prepare_here([source], out, "bytes")
     manifest = (out / MANIFEST_FILE).read_text()
-    missing(out / SHARD)
+    (out / SHARD).unlink()
     encoding = load_tokenizer("bytes")
     plan = make_plan([source], encoding)
     assert start(out, plan, encoding) is None
@@ -210,15 +185,14 @@ def test_other_bytes_than_before_are_told_and_the_old_manifest_stays(
     lines: list[str] = []
     mended = finish(out, plan, results, {"sources": [source]}, log=lines.append)
     assert len(lines) == 1
-    assert f"in 1 shard, such as {SHARD}" in lines[0]
+    assert "changed 1 shard of" in lines[0]
+    assert f"such as {SHARD}" in lines[0]
     assert (out / MANIFEST_BEFORE_FILE).read_text() == manifest
     assert mended == read_manifest(out)
 
 
-def test_a_damaged_manifest_says_what_to_remove(tmp_path: Path, source: str, raises_line) -> None:
-    out = tmp_path / "out"
-    prepare_here([source], out, "bytes")
-    cut_off(out / MANIFEST_FILE)
+def test_a_damaged_manifest_says_what_to_remove(out: Path, whole: Manifest, source: str) -> None:
+    DAMAGES["truncated"](out / MANIFEST_FILE)
     left = files(out)
     with raises_line(DataError, MANIFEST_FILE, f"remove {out} and repeat the command"):
         prepare_here([source], out, "bytes")
@@ -240,8 +214,8 @@ def test_a_task_with_a_torn_result_is_done_again(
     assert files(out) == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", [missing, cut_off])
-def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: Damage) -> None:
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
     plan = make_plan([source], encoding)
@@ -249,6 +223,6 @@ def test_a_task_is_done_only_with_its_shards(tmp_path: Path, source: str, damage
     for task in range(3):
         run_task(out, plan, task)
     assert json.loads((out / "unfinished" / "00001.json").read_text())["shards"]
-    damage(out / SHARD)
+    DAMAGES[damage](out / SHARD)
     assert prepare_here([source], out, "bytes") == whole
     assert files(out) == files(tmp_path / "whole")

@@ -15,6 +15,7 @@ from raytrain_gpt.data.reader import READ_AHEAD, READ_THREADS, _ahead, read_sequ
 from raytrain_gpt.data.shards import Manifest, Shard, Split
 from raytrain_gpt.data.tokenizer import Tokens
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 from tests.data.shard_tools import write_dataset
 
 
@@ -68,7 +69,7 @@ def test_no_ids_read_nothing(tmp_path: Path) -> None:
     assert delivered.shape == (0,)
 
 
-def test_only_the_row_groups_that_are_needed_are_read(tmp_path: Path, raises_line) -> None:
+def test_only_the_row_groups_that_are_needed_are_read(tmp_path: Path) -> None:
     manifest = write_dataset(tmp_path / "d", train=[66, 66])
     (tmp_path / "d" / "train-00001.parquet").unlink()
     _, delivered = read_sequences(tmp_path / "d", manifest, "train", 16, np.arange(4))

@@ -18,6 +18,7 @@ from raytrain_gpt.data.bad_documents import BadDocuments
 from raytrain_gpt.data.documents import read_documents
 from raytrain_gpt.data.sources import find_pieces
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     made_text,
@@ -118,16 +119,14 @@ def test_compressed_json_lines_are_read_as_the_plain_ones(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("name", COMPRESSED)
 @pytest.mark.parametrize("keep", [-1, -9, 100, 5])
-def test_a_compressed_file_that_is_cut_off_is_refused(
-    tmp_path: Path, name: str, keep: int, raises_line
-) -> None:
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, keep: int) -> None:
     lines = b"".join(b'{"text": "%s"}\n' % made_text(900, seed=i).encode() for i in range(9))
     (tmp_path / name).write_bytes(COMPRESSED[name](lines)[:keep])
     with raises_line(DataError, f"{name} after byte", "Truncated", "fix the file"):
         texts(str(tmp_path / name))
 
 
-def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path, raises_line) -> None:
+def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl.gz", MANY)
     with raises_line(DataError, "a.jsonl.gz after byte 0"):
         texts(str(tmp_path / "a.jsonl.gz"))
@@ -136,7 +135,7 @@ def test_a_file_that_is_not_compressed_is_refused(tmp_path: Path, raises_line) -
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
 @pytest.mark.parametrize("piece_bytes", [50, 2**23])
 def test_a_line_above_the_limit_is_bad_and_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece_bytes: int, raises_line
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(sources, "_JSONL_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 100)
@@ -159,7 +158,7 @@ def test_a_line_above_the_limit_is_bad_and_the_next_is_read(
         texts(str(tmp_path / name))
 
 
-def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path, raises_line) -> None:
+def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(2**30)  # sparse: zeros that take no room
@@ -319,7 +318,7 @@ def test_real_json_lines_are_read_whole(test_data: Path | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing.txt", "nothing", "*.txt", "nothing/*.jsonl"])
-def test_a_missing_source_is_named(tmp_path: Path, name: str, raises_line) -> None:
+def test_a_missing_source_is_named(tmp_path: Path, name: str) -> None:
     with raises_line(DataError, name, "does not exist"):
         find_pieces([str(tmp_path / name)], "text")
 
@@ -339,14 +338,14 @@ def test_a_json_file_is_json_lines_if_it_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [-1, 100])
-def test_compressed_text_that_is_cut_off_is_refused(tmp_path: Path, keep: int, raises_line) -> None:
+def test_compressed_text_that_is_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(made_text(900, seed=1).encode())[:keep])
     for separator in (None, EOT):
         with raises_line(DataError, "a.txt.gz", "Truncated"):
             read(str(tmp_path / "a.txt.gz"), separator=separator)
 
 
-def test_what_a_directory_is_left_without_is_counted(tmp_path: Path, raises_line) -> None:
+def test_what_a_directory_is_left_without_is_counted(tmp_path: Path) -> None:
     for name in ("b.md", "c.md", "d.rst", "e.csv.gz", "noending"):
         (tmp_path / name).write_text(name)
     with raises_line(DataError, "has no .txt", "2 .md, 1 ", "--text_suffixes"):
@@ -356,14 +355,14 @@ def test_what_a_directory_is_left_without_is_counted(tmp_path: Path, raises_line
     found = find_pieces([str(tmp_path)], "text", (".md", ".rst"), lines.append)
     assert [piece.name for piece in found] == ["a.txt", "b.md", "c.md", "d.rst"]
     assert len(lines) == 1
-    assert f"left out of {tmp_path}: 1 .csv.gz, 1 without an ending;" in lines[0]
+    assert f"skipped in {tmp_path}: 1 .csv.gz, 1 without a suffix;" in lines[0]
     lines.clear()
     find_pieces([str(tmp_path / "a.txt"), str(tmp_path / "*.md")], "text", log=lines.append)
     assert lines == []
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_an_empty_source_is_refused(tmp_path: Path, name: str, raises_line) -> None:
+def test_an_empty_source_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with raises_line(DataError, "no text", name):
         find_pieces([str(tmp_path / name)], "text")
@@ -371,7 +370,7 @@ def test_an_empty_source_is_refused(tmp_path: Path, name: str, raises_line) -> N
         find_pieces([str(tmp_path)], "text")
 
 
-def test_an_empty_directory_is_refused(tmp_path: Path, raises_line) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with raises_line(DataError, str(tmp_path)):
         find_pieces([str(tmp_path)], "text")
 
@@ -388,30 +387,26 @@ def test_an_empty_directory_is_refused(tmp_path: Path, raises_line) -> None:
         (b'{"text": "\xff"}', "utf-8"),
     ],
 )
-def test_a_bad_json_line_is_refused_with_its_place(
-    tmp_path: Path, line: bytes, why: str, raises_line
-) -> None:
+def test_a_bad_json_line_is_refused_with_its_place(tmp_path: Path, line: bytes, why: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' + line + b"\n")
     with raises_line(DataError, "a.jsonl at byte 14", why):
         texts(str(tmp_path / "a.jsonl"))
 
 
-def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, raises_line) -> None:
+def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\xffbad")
     with raises_line(DataError, "a.txt at byte 4: not UTF-8"):
         texts(str(tmp_path / "a.txt"))
 
 
-def test_parquet_without_the_text_field_is_refused(tmp_path: Path, raises_line) -> None:
+def test_parquet_without_the_text_field_is_refused(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", MANY, rows=9)
     with raises_line(DataError, "no column body", "id, text", "--text_field"):
         find_pieces([source], "body")
 
 
 @pytest.mark.parametrize("name", ["text", "tokens"])
-def test_parquet_with_two_columns_of_a_name_is_refused(
-    tmp_path: Path, name: str, raises_line
-) -> None:
+def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path: Path, name: str) -> None:
     column = pa.array(["a"] if name == "text" else [[1]])
     pq.write_table(pa.Table.from_arrays([column, column], [name, name]), tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet", f"two columns {name}", "rename"):
@@ -419,22 +414,20 @@ def test_parquet_with_two_columns_of_a_name_is_refused(
 
 
 @pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]], ["a", None]])
-def test_parquet_rows_without_text_are_refused(
-    tmp_path: Path, values: list[object], raises_line
-) -> None:
+def test_parquet_rows_without_text_are_refused(tmp_path: Path, values: list[object]) -> None:
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet at row", "not a string"):
         texts(str(tmp_path / "a.parquet"))
 
 
-def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path, raises_line) -> None:
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     not_utf8 = pa.array([b"good", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": not_utf8}), tmp_path / "a.parquet")
     with raises_line(DataError, "a.parquet at row 1", "utf-8"):
         texts(str(tmp_path / "a.parquet"))
 
 
-def test_parquet_with_a_damaged_page_is_refused(tmp_path: Path, raises_line) -> None:
+def test_parquet_with_a_damaged_page_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_damaged_parquet(path)
     with raises_line(DataError, "a.parquet row 0"):
@@ -442,7 +435,7 @@ def test_parquet_with_a_damaged_page_is_refused(tmp_path: Path, raises_line) -> 
 
 
 @pytest.mark.parametrize("keep", [0, 10, 300])
-def test_truncated_parquet_is_refused(tmp_path: Path, keep: int, raises_line) -> None:
+def test_truncated_parquet_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, [made_text(500)], rows=1)
     path.write_bytes(path.read_bytes()[:keep])

@@ -26,6 +26,7 @@ from raytrain_gpt.data.tokenizer import load_tokenizer, read_tokenizer, vocab_ha
 from raytrain_gpt.data.verify import check_shard
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
+from tests.conftest import raises_line
 from tests.data.shard_tools import (
     TEXTS,
     all_tokens,
@@ -43,6 +44,16 @@ MANY = [f"document {i}\n日本 " + "x" * (i * 37 % 90) for i in range(300)]
 
 def both_splits(directory: Path, manifest: Manifest) -> list[bytes]:
     return documents(directory, manifest, "train") + documents(directory, manifest, "val")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "a.jsonl", MANY)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
 def dealt(plan: Plan) -> dict[str, list[str]]:
@@ -230,14 +241,14 @@ def test_text_keeps_the_split_that_all_its_files_are_named_for(
     assert not asked.split.by_name
 
 
-def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path, raises_line) -> None:
+def test_the_source_of_val_validates_and_trains_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", MANY[:50])
     write_parquet(tmp_path / "b.parquet", MANY[50:90], rows=7)
     val = write_parquet(tmp_path / "0.parquet", MANY[90:120], rows=7)
     encoding = load_tokenizer("bytes")
     split = dealt(make_plan([str(tmp_path)], encoding, val=val))
     assert split == {"train": MANY[:90], "val": MANY[90:120]}
-    with raises_line(DataError, "no file beside those of --val"):
+    with raises_line(DataError, "all files of the sources are also in --val"):
         make_plan([val], encoding, val=val)
 
 
@@ -291,8 +302,7 @@ def test_files_of_one_name_are_split_as_others(tmp_path: Path, num: int, num_val
     assert len(splits[0]["val"]) + len(splits[0]["train"]) == num
 
 
-def test_counting_val_tokens_is_told(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_counting_val_tokens_is_told(source: str) -> None:
     lines: list[str] = []
     plan = make_plan([source], load_tokenizer("bytes"), val_tokens=50, log=lines.append)
     before, after = lines
@@ -301,8 +311,7 @@ def test_counting_val_tokens_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("val_tokens", [1, 50, 1000])
-def test_val_tokens_are_the_first_documents(tmp_path: Path, val_tokens: int) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_val_tokens_are_the_first_documents(tmp_path: Path, source: str, val_tokens: int) -> None:
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
     ends = np.cumsum([len(text.encode()) + 1 for text in MANY])
     num_val = int(np.searchsorted(ends, val_tokens)) + 1
@@ -323,7 +332,7 @@ def test_val_tokens_are_the_first_documents(tmp_path: Path, val_tokens: int) -> 
     ],
 )
 def test_a_split_that_would_be_empty_is_refused(
-    tmp_path: Path, options: dict[str, Any], words: list[str], raises_line
+    tmp_path: Path, options: dict[str, Any], words: list[str]
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", MANY[:120])
     with raises_line(DataError, *words):
@@ -335,8 +344,7 @@ def test_a_split_that_would_be_empty_is_refused(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_the_same_sources_give_the_same_bytes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_the_same_sources_give_the_same_bytes(tmp_path: Path, source: str) -> None:
     first = prepare_here([source], tmp_path / "first", "bytes")
     second = prepare_here([source], tmp_path / "second", "bytes")
     assert first.hash == second.hash
@@ -356,8 +364,7 @@ def test_sources_elsewhere_give_the_same_shards(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("order", ["forward", "backward"])
-def test_tasks_may_run_in_any_order(tmp_path: Path, order: str) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_tasks_may_run_in_any_order(tmp_path: Path, source: str, order: str) -> None:
     whole = prepare_here([source], tmp_path / "whole", "bytes")
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
     plan = make_plan([source], encoding)
@@ -382,11 +389,9 @@ def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("num_tasks", [0, 1, 3])
 def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
-    tmp_path: Path, num_tasks: int
+    tmp_path: Path, source: str, out: Path, num_tasks: int
 ) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
     whole = prepare_here([source], tmp_path / "whole", "bytes")
-    out = tmp_path / "out"
     plan = interrupted(out, source, num_tasks)
     assert num_tasks < len(plan.tasks)
     done = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
@@ -396,10 +401,10 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_task_whose_end_was_not_noted_is_done_again(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_a_task_whose_end_was_not_noted_is_done_again(
+    tmp_path: Path, source: str, out: Path
+) -> None:
     prepare_here([source], tmp_path / "whole", "bytes")
-    out = tmp_path / "out"
     interrupted(out, source, 3)
     (out / "unfinished" / "00001.json").unlink()
     (out / "train-00001.parquet").write_bytes(b"half")
@@ -408,9 +413,7 @@ def test_a_task_whose_end_was_not_noted_is_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_notes_that_were_cut_off_are_no_notes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
-    out = tmp_path / "out"
+def test_notes_that_were_cut_off_are_no_notes(source: str, out: Path) -> None:
     interrupted(out, source, 1)
     (out / "unfinished" / "00001.json.0123abcd.unfinished").write_text('{"task"')
     (out / "tokenizer.json.0123abcd.unfinished").write_text("{")
@@ -431,9 +434,7 @@ def test_an_interrupted_preparation_of_other_text_starts_anew(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_half_written_dataset_is_no_dataset(tmp_path: Path, raises_line) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
-    out = tmp_path / "out"
+def test_a_half_written_dataset_is_no_dataset(source: str, out: Path) -> None:
     plan = interrupted(out, source, 2)
     for task in range(len(plan.tasks)):
         with raises_line(DataError, MANIFEST_FILE, "not a finished dataset"):
@@ -441,7 +442,7 @@ def test_a_half_written_dataset_is_no_dataset(tmp_path: Path, raises_line) -> No
         run_task(out, plan, task)
 
 
-def test_a_task_that_fails_leaves_no_file(tmp_path: Path, raises_line) -> None:
+def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     write_jsonl(source, MANY)
     encoding, out = load_tokenizer("bytes"), tmp_path / "out"
@@ -453,18 +454,14 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path, raises_line) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["tokenizer.json", "unfinished"]
 
 
-def test_a_finished_preparation_is_not_done_again(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
-    out = tmp_path / "out"
+def test_a_finished_preparation_is_not_done_again(source: str, out: Path) -> None:
     manifest = prepare_here([source], out, "bytes")
     times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     assert prepare_here([source], out, "bytes") == manifest
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
 
 
-def test_another_dataset_is_not_overwritten(tmp_path: Path, raises_line) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
-    out = tmp_path / "out"
+def test_another_dataset_is_not_overwritten(source: str, out: Path) -> None:
     prepare_here([source], out, "bytes")
     before = files(out)
     for options in ({"val_fraction": 0.5}, {"document_separator": EOT}):
@@ -473,8 +470,7 @@ def test_another_dataset_is_not_overwritten(tmp_path: Path, raises_line) -> None
     assert files(out) == before
 
 
-def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, raises_line) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, source: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     with raises_line(DataError, "not empty", "--out"):
@@ -482,8 +478,7 @@ def test_a_directory_with_other_files_is_not_touched(tmp_path: Path, raises_line
     assert files(tmp_path / "out") == {"thesis.tex": b"years of work"}
 
 
-def test_a_plan_holds_all_that_decides_the_shards(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", MANY)
+def test_a_plan_holds_all_that_decides_the_shards(source: str) -> None:
     encoding = load_tokenizer("bytes")
     different: list[dict[str, Any]] = [
         {},
@@ -525,7 +520,7 @@ def test_a_corpus_is_cut_into_tasks_of_a_shard(tmp_path: Path) -> None:
     ],
 )
 def test_text_that_cannot_be_used_makes_no_dataset(
-    tmp_path: Path, name: str, content: bytes, words: str, raises_line
+    tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with raises_line(DataError, words):

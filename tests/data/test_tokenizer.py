@@ -21,6 +21,7 @@ from raytrain_gpt.data.tokenizer import (
     vocab_hash,
 )
 from raytrain_gpt.errors import DataError
+from tests.conftest import raises_line
 from tests.data.shard_tools import TEXTS, made_text
 
 
@@ -99,7 +100,7 @@ def test_ids_are_uint16_where_the_vocabulary_fits() -> None:
     assert token_dtype(2**16 + 1) == "uint32"
 
 
-def test_an_unknown_tokenizer_is_named_with_those_there_are(raises_line) -> None:
+def test_an_unknown_tokenizer_is_named_with_those_there_are() -> None:
     with raises_line(DataError, "gpt3", "bytes", "gpt2", "cl100k_base"):
         load_tokenizer("gpt3")
 
@@ -116,16 +117,16 @@ def test_an_unknown_tokenizer_is_named_with_those_there_are(raises_line) -> None
         ("pattern", "x*", "matches empty text"),
         ("pattern", "(", "position"),
         ("special_tokens", {}, f"no {EOT}"),
-        ("special_tokens", {EOT: 255}, "not different numbers"),
-        ("special_tokens", {EOT: 10**9}, "not different numbers"),
-        ("special_tokens", {EOT: -1}, "not different numbers"),
-        ("special_tokens", {EOT: "256"}, "not different numbers"),
+        ("special_tokens", {EOT: 255}, "must be distinct numbers"),
+        ("special_tokens", {EOT: 10**9}, "must be distinct numbers"),
+        ("special_tokens", {EOT: -1}, "must be distinct numbers"),
+        ("special_tokens", {EOT: "256"}, "must be distinct numbers"),
         ("ranks", [], "256 bytes"),
         ("ranks", [["AA==", 0], ["AA==", 1]], "twice"),
     ],
 )
 def test_a_tokenizer_whose_parts_do_not_fit_is_refused(
-    tmp_path: Path, key: str, value: object, words: str, raises_line
+    tmp_path: Path, key: str, value: object, words: str
 ) -> None:
     content = json.loads(tokenizer_json(load_tokenizer("bytes"))) | {key: value}
     (tmp_path / TOKENIZER_FILE).write_text(json.dumps(content))
@@ -136,9 +137,7 @@ def test_a_tokenizer_whose_parts_do_not_fit_is_refused(
 @pytest.mark.parametrize(
     "content", [None, "", "[]", "{}", '{"name": "bytes", "ranks": 3}', "[" * 20_000]
 )
-def test_a_damaged_carried_tokenizer_is_refused(
-    tmp_path: Path, content: str | None, raises_line
-) -> None:
+def test_a_damaged_carried_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / TOKENIZER_FILE).write_text(content)
     with raises_line(DataError, TOKENIZER_FILE, "repeat the command that prepared the dataset"):

@@ -13,7 +13,8 @@ import pytest
 from raytrain_gpt.data.shards import Manifest, Shard, read_row_group, write_manifest
 from raytrain_gpt.data.verify import check_shard, check_shards
 from raytrain_gpt.errors import DataError
-from tests.data.shard_tools import all_tokens, write_dataset
+from tests.conftest import raises_line
+from tests.data.shard_tools import DAMAGES, all_tokens, write_dataset
 
 
 def put_in_place(path: Path, table: pa.Table, statistics: bool = True) -> None:
@@ -31,87 +32,66 @@ def with_sizes_of(directory: Path, manifest: Manifest) -> Manifest:
     return changed
 
 
-def missing(path: Path) -> None:
-    path.unlink()
+def table(path: Path, **columns: np.ndarray) -> None:
+    put_in_place(path, pa.table(columns))
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def zero_bytes(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def other_bytes(path: Path) -> None:
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
-def wrong_type(path: Path) -> None:
-    put_in_place(path, pa.table({"tokens": np.zeros(100, np.int64)}))
-
-
-def wrong_column(path: Path) -> None:
-    put_in_place(path, pa.table({"ids": np.zeros(100, np.uint16)}))
-
-
-def second_column(path: Path) -> None:
-    put_in_place(path, pa.table({"tokens": np.zeros(100, np.uint16), "b": np.zeros(100)}))
-
-
-def too_few_tokens(path: Path) -> None:
-    put_in_place(path, pa.table({"tokens": np.zeros(99, np.uint16)}))
-
-
-def id_beyond_vocabulary(path: Path) -> None:
-    put_in_place(path, pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 29, np.uint16)}))
+BEYOND = np.array([0] * 70 + [257] + [0] * 29, np.uint16)
+SHARD_DAMAGES: dict[str, Callable[[Path], object]] = {
+    **DAMAGES,
+    "wrong_type": lambda path: table(path, tokens=np.zeros(100, np.int64)),
+    "wrong_column": lambda path: table(path, ids=np.zeros(100, np.uint16)),
+    "second_column": lambda path: table(path, tokens=np.zeros(100, np.uint16), b=np.zeros(100)),
+    "too_few_tokens": lambda path: table(path, tokens=np.zeros(99, np.uint16)),
+    "id_beyond_vocabulary": lambda path: table(path, tokens=BEYOND),
+}
 
 
 @pytest.mark.fault(
     "shard truncated, empty, missing or mistyped", "refused, naming expected and found"
 )
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "word"),
     [
-        (missing, ["is missing"]),
-        (truncated, ["bytes, expected"]),
-        (zero_bytes, ["0 bytes, expected"]),
+        ("missing", "is missing"),
+        ("truncated", "bytes, expected"),
+        ("zero_bytes", "0 bytes, expected"),
     ],
 )
 @pytest.mark.parametrize("content", [False, True])
 def test_a_shard_of_another_size_is_named(
-    tmp_path: Path, damage: Callable[[Path], None], words: list[str], content: bool, raises_line
+    tmp_path: Path, damage: str, word: str, content: bool
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100])
-    damage(tmp_path / "d" / "train-00000.parquet")
-    with raises_line(DataError, "train-00000.parquet", *words):
+    SHARD_DAMAGES[damage](tmp_path / "d" / "train-00000.parquet")
+    with raises_line(DataError, "train-00000.parquet", word):
         check_shard(tmp_path / "d", manifest, manifest.shards[0], content)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (truncated, ["not a parquet file"]),
-        (zero_bytes, ["not a parquet file"]),
-        (other_bytes, ["not a parquet file"]),
-        (wrong_type, ["int64", "uint16"]),
-        (wrong_column, ["'ids'", "'tokens'"]),
-        (second_column, ["'b'", "'tokens'"]),
-        (too_few_tokens, ["99 tokens", "expected 100"]),
-        (id_beyond_vocabulary, ["token id 257", "row group 2", "ends at 256"]),
+        ("truncated", ["not a parquet file"]),
+        ("zero_bytes", ["not a parquet file"]),
+        ("other_bytes", ["not a parquet file"]),
+        ("wrong_type", ["int64", "uint16"]),
+        ("wrong_column", ["'ids'", "'tokens'"]),
+        ("second_column", ["'b'", "'tokens'"]),
+        ("too_few_tokens", ["99 tokens", "expected 100"]),
+        ("id_beyond_vocabulary", ["token id 257", "row group 2", "ends at 256"]),
     ],
 )
 def test_a_shard_of_the_right_size_but_wrong_content_is_named(
-    tmp_path: Path, damage: Callable[[Path], None], words: list[str], raises_line
+    tmp_path: Path, damage: str, words: list[str]
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100])
-    damage(tmp_path / "d" / "train-00000.parquet")
+    SHARD_DAMAGES[damage](tmp_path / "d" / "train-00000.parquet")
     manifest = with_sizes_of(tmp_path / "d", manifest)
     with raises_line(DataError, "train-00000.parquet", *words):
         check_shard(tmp_path / "d", manifest, manifest.shards[0], content=False)
 
 
-def test_a_changed_token_is_found_by_its_hash(tmp_path: Path, raises_line) -> None:
+def test_a_changed_token_is_found_by_its_hash(tmp_path: Path) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100])
     path = tmp_path / "d" / "train-00000.parquet"
     tokens = all_tokens(tmp_path / "d", manifest, "train").copy()
@@ -123,45 +103,32 @@ def test_a_changed_token_is_found_by_its_hash(tmp_path: Path, raises_line) -> No
         check_shard(tmp_path / "d", manifest, manifest.shards[0], content=True)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (missing, ["row group 0"]),
-        (truncated, ["row group 0"]),
-        (zero_bytes, ["row group 0"]),
-        (wrong_column, ["row group 0"]),
-    ],
-)
-def test_reading_a_damaged_shard_is_refused(
-    tmp_path: Path, damage: Callable[[Path], None], words: list[str], raises_line
-) -> None:
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zero_bytes", "wrong_column"])
+def test_reading_a_damaged_shard_is_refused(tmp_path: Path, damage: str) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100])
-    damage(tmp_path / "d" / "train-00000.parquet")
-    with raises_line(DataError, "train-00000.parquet", *words):
+    SHARD_DAMAGES[damage](tmp_path / "d" / "train-00000.parquet")
+    with raises_line(DataError, "train-00000.parquet", "row group 0"):
         read_row_group(tmp_path / "d", manifest, manifest.shards[0], 0)
 
 
 @pytest.mark.fault("token id outside the vocabulary", "refused, naming shard, row and id")
 @pytest.mark.parametrize("statistics", [False, True])
 def test_reading_an_id_beyond_the_vocabulary_is_refused_with_its_place(
-    tmp_path: Path, statistics: bool, raises_line
+    tmp_path: Path, statistics: bool
 ) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100])
     shard: Shard = manifest.shards[0]
-    tokens = np.array([0] * 70 + [257] + [0] * 29, np.uint16)
-    put_in_place(tmp_path / "d" / shard.path, pa.table({"tokens": tokens}), statistics)
+    put_in_place(tmp_path / "d" / shard.path, pa.table({"tokens": BEYOND}), statistics)
     with raises_line(DataError, shard.path, "was changed: its size"):  # no such id is in this one
         read_row_group(tmp_path / "d", manifest, shard, 1)
     with raises_line(DataError, shard.path, "token id 257 at token 70", "ends at 256"):
         read_row_group(tmp_path / "d", manifest, shard, 2)
 
 
-def test_the_first_shard_in_the_manifest_that_is_damaged_is_named(
-    tmp_path: Path, raises_line
-) -> None:
+def test_the_first_shard_in_the_manifest_that_is_damaged_is_named(tmp_path: Path) -> None:
     manifest = write_dataset(tmp_path / "d", train=[100] * 40)
     check_shards(tmp_path / "d", manifest, content=True)
     for i in (31, 8, 22):
-        truncated(tmp_path / "d" / f"train-{i:05d}.parquet")
+        SHARD_DAMAGES["truncated"](tmp_path / "d" / f"train-{i:05d}.parquet")
     with raises_line(DataError, "train-00008.parquet", "bytes, expected"):
         check_shards(tmp_path / "d", manifest, content=False)

@@ -42,7 +42,6 @@ class Visit:
             assert word in self.checks[name][1], self.output
 
     def statuses(self, status: str) -> set[str]:
-        """The checks with a status."""
         return {name for name, (found, _) in self.checks.items() if found == status}
 
 
@@ -76,7 +75,7 @@ def doctor() -> Doctor:
         *lines, next_line, last = done.stdout.splitlines()
         found = json.loads(last)
         assert next_line.startswith(
-            "next: raytrain-gpt train --architecture" if found["ok"] else "next: do what"
+            "next: raytrain-gpt train --architecture" if found["ok"] else "next: fix the FAIL lines"
         )
         assert lines == [f"{c['status']} {c['name']}: {c['text']}" for c in found["checks"]]
         checks = {c["name"]: (c["status"], c["text"]) for c in found["checks"]}
@@ -87,7 +86,6 @@ def doctor() -> Doctor:
 
 @pytest.fixture
 def own_storage(tmp_path: Path) -> Path:
-    """An empty directory for runs."""
     path = tmp_path / "runs"
     path.mkdir()
     return path

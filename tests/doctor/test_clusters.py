@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from raytrain_gpt.config.schema import Config
+from tests.conftest import RunCli
 from tests.faults.conftest import Command
 from tests.faults.gates import wait_until
 from tests.faults.processes import own
 from tests.faults.test_leaving import RAY, Head
+from tests.runs import MakeConfig
 
 from .conftest import Doctor
 
 pytestmark = pytest.mark.tools
-
-MakeConfig = Callable[..., Config]
 
 RANK_CHECKS = {"devices", "all_reduce", "sequences"}
 SMALL_DISK_BYTES = 100_000_000
@@ -171,7 +170,7 @@ def test_a_slow_network_and_an_open_cluster(doctor: Doctor, make_config: MakeCon
     visit.says("FAIL", "token", "accepts calls without a token", "unset RAY_AUTH_MODE")
 
 
-def test_wrong_input_has_its_own_exit_code(run_cli: Callable[..., tuple[int, str, str]]) -> None:
+def test_wrong_input_has_its_own_exit_code(run_cli: RunCli) -> None:
     code, output, errors = run_cli("doctor", "--peak_rl=1e-3")
     assert (code, output) == (2, "")
     assert "did you mean peak_lr?" in errors

@@ -59,10 +59,10 @@ def passes(check: Check, *words: str) -> None:
 
 
 def test_strangers_and_other_users_are_kept_out() -> None:
-    private = [("10.0.0.1", "/root/.ray/auth_token", 0o600)]
+    private = [replace(SOUND, token_path="/root/.ray/auth_token", token_mode=0o600)]
     passes(judge_token(HEAD, private, ours=False), "are refused", "1 token files are private")
-    passes(judge_token(HEAD, [], ours=True))
-    readable = [*private, ("10.0.0.2", "/root/.ray/auth_token", 0o640)]
+    passes(judge_token(HEAD, [SOUND], ours=True))
+    readable = [*private, replace(private[0], name="10.0.0.2", token_mode=0o640)]
     fails(judge_token(HEAD, readable, ours=False), "token", "10.0.0.2 has mode 0640", "chmod 600")
     is_open = replace(HEAD, asks_for_token=False)
     fails(judge_token(is_open, private, ours=False), "token", "without a token", "every node")

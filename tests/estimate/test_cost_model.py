@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from raytrain_gpt.core.device import gpu_spec
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.estimate.cost_model import Facts, estimate
 from raytrain_gpt.estimate.estimate import answer, lines
+from tests.conftest import RunCli, raises_line
 
 H200 = gpu_spec("NVIDIA H200")
 FACTS = Facts(vocab_size=50_257, num_workers=1, bf16=True, train_tokens=10**10)
@@ -179,7 +179,7 @@ def test_the_answer_says_what_is_not_known() -> None:
         ({"train_tokens": 2**63}, "train_tokens=9223372036854775808: must be less than 2**63"),
     ],
 )
-def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str, raises_line) -> None:
+def test_what_cannot_be_is_refused(facts: dict[str, Any], words: str) -> None:
     with raises_line(ConfigError, words):
         EstimateFlags(**facts)
 
@@ -258,9 +258,7 @@ def test_what_does_not_fit_is_answered_with_the_cheapest_change_that_does(
     assert not any(line.startswith("to fit") for line in lines(config, again))
 
 
-def test_what_does_not_fit_is_not_to_be_trained_next(
-    run_cli: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_what_does_not_fit_is_not_to_be_trained_next(run_cli: RunCli) -> None:
     flags = [f"--{name}={value}" for name, value in XL.items()]
     flags += ["--num_workers=8", "--device=A10G", "--mfu=0.3", "--vocab_size=50257"]
     _, shown, _ = run_cli("estimate", "--preset=gpt2-124m", *flags)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,12 +10,13 @@ from raytrain_gpt.data.shards import read_manifest
 from raytrain_gpt.estimate.cost_model import Facts
 from raytrain_gpt.estimate.estimate import answer, lines
 from raytrain_gpt.storage.location import Location
+from tests.runs import MakeConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 
 def test_a_probe_times_steps_of_the_run_and_keeps_nothing(
-    cluster: str, make_config: Callable[..., Any], dataset: Path, tmp_path: Path
+    cluster: str, make_config: MakeConfig, dataset: Path, tmp_path: Path
 ) -> None:
     config = make_config(num_workers=2, storage_path=str(tmp_path / "runs"))
     config, found = answer(config, Facts(), print, probe=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,18 @@ from raytrain_gpt.tracking.run_files import METRICS_FILE, Row, read_rows, read_s
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from tests.faults.gates import evaluates
+from tests.runs import MakeConfig, Straight
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 
 @pytest.fixture(scope="module")
-def inline(straight: Callable[[int], RunSummary]) -> RunSummary:
+def inline(straight: Straight) -> RunSummary:
     return straight(0)
 
 
 @pytest.fixture(scope="module")
-def config(make_config: Callable[..., Config]) -> Config:
+def config(make_config: MakeConfig) -> Config:
     # 25 is no multiple of checkpoint_every_steps: a checkpoint is written for the evaluation.
     changes = {"run_name": "async", "eval_mode": "async", "keep_checkpoints": 1}
     return make_config(num_workers=1, **changes, mlflow_uri="auto", experiment="async")
@@ -142,10 +142,8 @@ def test_evaluations_that_fail_again_and_again_are_left_out_until_the_next_comma
             assert train(config, said.append).step == 50
     failed = "evaluation of step 50 failed ("
     assert sum(failed in line for line in said) == MAX_RETRIES
-    left_out = [line for line in said if "left out" in line]
-    assert [line.startswith("evaluation of step 50 is left out: ") for line in left_out] == [
-        True
-    ] * 2
+    left_out = [line for line in said if "skipping evaluation" in line]
+    assert [line.startswith("skipping evaluation of step 50: ") for line in left_out] == [True] * 2
     assert "the dataset is gone" in left_out[1]
     assert evaluations(lost) == []
     train(config, said.append)

@@ -7,7 +7,7 @@ import os
 import select
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,8 @@ from raytrain_gpt.evaluate.inference import evaluate_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.mlflow_run import TRACKING_FILE
 from raytrain_gpt.tracking.run_files import CONFIG_FILE
-from tests.conftest import RaisesLine
+from tests.conftest import RunCli, raises_line
 from tests.serve.checkpoints import SEQ_LEN, small_config, write_checkpoint
-
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -55,9 +53,7 @@ def test_a_checkpoint_chooses_no_store(
     assert f"if you trust it, add --data {data_path}" in errors
 
 
-def test_a_runs_directory_chooses_no_store(
-    tmp_path: Path, theirs: str, raises_line: RaisesLine, run_cli: RunCli
-) -> None:
+def test_a_runs_directory_chooses_no_store(tmp_path: Path, theirs: str, run_cli: RunCli) -> None:
     config = small_config(SEQ_LEN).updated({"data_path": "s3://theirs/data", "s3_endpoint": theirs})
     (tmp_path / CONFIG_FILE).write_text(config.to_yaml())
     with raises_line(DataError, f"{tmp_path} names the dataset s3://theirs/data", "--data"):
@@ -100,15 +96,13 @@ def test_data_is_read_from_the_checkpoints_own_bucket_and_from_where_the_user_sa
     assert found == [found[0]] * 3
 
 
-def test_a_bucket_whose_name_begins_alike_is_a_different_one(raises_line: RaisesLine) -> None:
+def test_a_bucket_whose_name_begins_alike_is_a_different_one() -> None:
     config = small_config(SEQ_LEN).updated({"data_path": "s3://runs-of-theirs/data"})
     with raises_line(DataError, "in a different store"):
         recorded_data(config, Location.of("s3://runs/a/checkpoints/step=00000010"))
 
 
-def test_data_on_a_disk_is_read_and_a_pipe_is_not(
-    tmp_path: Path, dataset: Path, raises_line: RaisesLine
-) -> None:
+def test_data_on_a_disk_is_read_and_a_pipe_is_not(tmp_path: Path, dataset: Path) -> None:
     copy = tmp_path / "data"
     shutil.copytree(dataset, copy)
     checkpoint = write_checkpoint(
@@ -133,8 +127,7 @@ def test_an_export_calls_no_server_that_the_runs_files_name(
     write_checkpoint(tmp_path / "run", 10, 3.0)
     tracked = {"uri": theirs, "identity": "x", "experiment_id": "1", "run_id": "2"}
     (tmp_path / "run" / TRACKING_FILE).write_text(json.dumps(tracked))
-    code, out, _ = run_cli("export", tmp_path / "run", "--out", tmp_path / "hf")
-    assert code == 0
+    out = run_cli.succeeds("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert (
         f"not logging the export to MLflow at {theirs}, which only the run's files name; set MLFLOW_"
         in out

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from raytrain_gpt.evaluate.hellaswag import (
     ending_losses,
     read_examples,
 )
-from tests.conftest import RaisesLine
-from tests.core.conftest import BOTH, make_model
+from tests.conftest import raises_line
+from tests.core.conftest import BOTH, MadeTokens, NewModel, make_model
 
 ENDINGS = ["runs away.", "sits down on it.", "sings.", "barks at the man."]
 LINE = {"ind": 4, "activity_label": "Dogs", "ctx": "A dog", "endings": ENDINGS, "label": 2}
@@ -92,7 +92,7 @@ def test_the_real_file_is_read(test_data: Path | None) -> None:
         (without("endings"), ["endings has no list instead of 4"]),
         (without(endings=ENDINGS[:3]), ["endings has 3 instead of 4"]),
         (without(endings=[*ENDINGS[:3], " "]), ["one that is empty"]),
-        (without(endings=[*ENDINGS[:3], 7]), ["one that is empty or no text"]),
+        (without(endings=[*ENDINGS[:3], 7]), ["one that is empty or not text"]),
         (without("label"), ["no label, as in a test file"]),
         (without(label=""), ["no label, as in a test file"]),
         (without(label=4), ["label 4 is not one of 0 to 3"]),
@@ -101,15 +101,13 @@ def test_the_real_file_is_read(test_data: Path | None) -> None:
         (without(label=True), ["label True"]),
     ],
 )
-def test_a_line_that_is_no_example_is_named(
-    tmp_path: Path, raises_line: RaisesLine, line: Any, words: list[str]
-) -> None:
+def test_a_line_that_is_no_example_is_named(tmp_path: Path, line: Any, words: list[str]) -> None:
     path = write(tmp_path / "a.jsonl", LINE, line)
     with raises_line(DataError, f"{path} line 2: ", *words, "as it is published"):
         read_examples(path)
 
 
-def test_a_file_without_examples_is_refused(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_file_without_examples_is_refused(tmp_path: Path) -> None:
     with raises_line(DataError, "no examples"):
         read_examples(write(tmp_path / "a.jsonl", ""))
     (tmp_path / "b.jsonl").write_bytes(b'{"ctx": "\xff\xff"}\n')
@@ -293,7 +291,7 @@ def test_the_public_file_is_fetched_once(serve: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_the_file_is_not_kept(
-    serve: Any, tmp_path: Path, raises_line: RaisesLine, answer: dict[str, Any], words: list[str]
+    serve: Any, tmp_path: Path, answer: dict[str, Any], words: list[str]
 ) -> None:
     server = serve(**answer)
     with raises_line(DataError, server.url, *words):
@@ -301,7 +299,7 @@ def test_what_is_not_the_file_is_not_kept(
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_without_network_the_way_out_is_told(serve: Any, raises_line: RaisesLine) -> None:
+def test_without_network_the_way_out_is_told(serve: Any) -> None:
     server = serve(CONTENT)
     server.shutdown()
     server.server_close()
@@ -309,9 +307,7 @@ def test_without_network_the_way_out_is_told(serve: Any, raises_line: RaisesLine
         downloaded()
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    serve: Any, tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named(serve: Any, tmp_path: Path) -> None:
     serve(CONTENT)
     (tmp_path / "cache").write_text("a file")
     with raises_line(DataError, str(tmp_path / "cache"), "XDG_CACHE_HOME"):
@@ -322,7 +318,7 @@ ROWS = 12
 
 
 @pytest.fixture
-def tokens(made_tokens: Callable[..., Tensor]) -> Tensor:
+def tokens(made_tokens: MadeTokens) -> Tensor:
     """12 rows of 17 tokens."""
     return made_tokens(ROWS, 17)
 
@@ -383,7 +379,7 @@ def test_what_fills_a_row_up_changes_nothing(model: GPT, tokens: Tensor, scored:
 
 
 def test_a_compiled_model_compiles_nothing_for_new_shapes(
-    new_model: Callable[..., GPT], tokens: Tensor, scored: Tensor
+    new_model: NewModel, tokens: Tensor, scored: Tensor
 ) -> None:
     compiled = new_model()
     compiled.compile(backend="eager")
@@ -395,7 +391,7 @@ def test_a_compiled_model_compiles_nothing_for_new_shapes(
 
 
 def test_dropout_is_off_and_no_gradient_is_kept(
-    new_model: Callable[..., GPT], tokens: Tensor, scored: Tensor
+    new_model: NewModel, tokens: Tensor, scored: Tensor
 ) -> None:
     dropping = new_model(dropout=0.5).train()
     summed, _ = losses(dropping, tokens, scored)

@@ -26,7 +26,7 @@ from raytrain_gpt.train import preflight
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
-from tests.conftest import RaisesLine
+from tests.conftest import RunCli, raises_line
 from tests.export.test_huggingface import UNTIED, write_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.models]
@@ -35,7 +35,6 @@ SEQ_LEN = 256
 NUM_EXAMPLES = 250
 Answers = dict[int, tuple[int, int]]
 """Place of an example -> endings with the smallest summed loss and with the smallest per token."""
-RunCli = Callable[..., tuple[int, str, str]]
 
 
 def made_lines() -> Iterator[str]:
@@ -206,8 +205,7 @@ def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
 
 
 def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
-    code, out, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--json")
-    assert (code, err) == (0, "")
+    out = run_cli.succeeds("eval", run.run_dir, "--hellaswag", examples, "--json")
     *_, line, _, last = out.splitlines()  # before them how far it is, on a slow machine
     metrics = json.loads(last)
     norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
@@ -227,24 +225,19 @@ def test_without_its_dataset_a_checkpoint_is_still_asked(
     data = Path(str(run.checkpoint.state.config["data"]["data_path"]))  # type: ignore[union-attr]
     away = data.rename(tmp_path / "away")
     try:
-        code, out, _ = run_cli("eval", run.run_dir, "--hellaswag", few, "--json")
-        assert code == 0
+        out = run_cli.succeeds("eval", run.run_dir, "--hellaswag", few, "--json")
         assert (
             f"only HellaSwag is evaluated: data_path {data} does not exist" in out.splitlines()[0]
         )
         assert "hellaswag/acc" in (metrics := json.loads(out.splitlines()[-1]))
         assert "val/loss" not in metrics
-        code, _, err = run_cli("eval", run.run_dir)
-        assert (code, err.count("\n")) == (2, 1)
-        code, _, err = run_cli("eval", run.run_dir, "--hellaswag", examples, "--data", data)
-        assert (code, err.count("\n")) == (2, 1)
+        run_cli.refuses("eval", run.run_dir)
+        run_cli.refuses("eval", run.run_dir, "--hellaswag", examples, "--data", data)
     finally:
         away.rename(data)
 
 
-def test_a_broken_file_starts_nothing(
-    make_config: Any, storage: Path, tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_a_broken_file_starts_nothing(make_config: Any, storage: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"ctx": "a", "endings": ["b", "c", "d"], "label": 0}\n')
     with raises_line(DataError, f"{broken} line 1", "endings has 3 instead of 4"):
@@ -253,7 +246,7 @@ def test_a_broken_file_starts_nothing(
 
 
 def test_a_path_becomes_absolute_and_download_stays(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises_line: RaisesLine
+    make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = preflight.absolute_paths(make_config(hellaswag_path="h.jsonl"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums
+from tests.core.conftest import MadeTokens, NewModel
 
 BYTES = torch.tensor([i % 5 + 1 if i < 99 else 0 for i in range(128)])
 """Bytes of the tiny vocabulary's tokens; 99 closes documents, 100 and above are padding."""
 
 
 @pytest.fixture
-def sequences(made_tokens: Callable[..., Tensor]) -> Tensor:
+def sequences(made_tokens: MadeTokens) -> Tensor:
     """24 sequences of 17 tokens, a seventh of them `eot`."""
     tokens = made_tokens(24, 17)
     return torch.where(tokens % 7 == 3, 99, tokens)
@@ -85,9 +85,7 @@ def test_a_rank_without_sequences_adds_nothing(model: GPT) -> None:
     assert nothing.dtype == torch.float64
 
 
-def test_dropout_is_off_and_no_gradient_is_kept(
-    new_model: Callable[..., GPT], sequences: Tensor
-) -> None:
+def test_dropout_is_off_and_no_gradient_is_kept(new_model: NewModel, sequences: Tensor) -> None:
     dropping = new_model(dropout=0.5).train()
     result = sums(dropping, sequences, 8)
     assert torch.equal(result, sums(new_model(), sequences, 8))

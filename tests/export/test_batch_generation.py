@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core import kv_cache
@@ -28,9 +27,8 @@ from raytrain_gpt.evaluate import inference
 from raytrain_gpt.export import batch_generation
 from raytrain_gpt.export.batch_generation import TASK_PROMPTS, Generator, sample_batch
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
-
-RunCli = Callable[..., tuple[int, str, str]]
+from tests.conftest import RunCli, raises_line
+from tests.training import STATE
 
 OPTIONS = SamplingOptions(max_new_tokens=8, temperature=2.0, top_k=None, seed=7)
 PROMPTS: list[dict[str, Any]] = [
@@ -49,19 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Location:
     config = Config().updated({"num_layers": 1, "num_heads": 2, "embd_size": 16, "seq_len": 32})
     model = GPT2(GPTShape.of(config, 257))
     model.init_weights(1)
-    state = CheckpointState(
-        step=10,
-        next_batch=10,
-        order_hash="00",
-        val_loss=None,
-        tokens_seen=0,
-        config=config.model_dump(),
-        manifest_hash="m",
-        vocab_hash="v",
-        vocab_size=257,
-        order_version=1,
-        num_workers=1,
-    )
+    state = replace(STATE, step=10, next_batch=10, config=config.model_dump())
     draft = Catalog(Location.of(tmp_path_factory.mktemp("run"))).draft(10, "001")
     weights = draft.add(MODEL_FILE, lambda path: save_file(model.state_dict(), path))
     return draft.commit(state, {MODEL_FILE: weights}, {TOKENIZER_FILE: tokenizer_json(tokenizer)})
@@ -75,10 +61,9 @@ def test_every_line_has_its_continuations_in_order_and_as_one_replica_draws_them
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in PROMPTS) + "\n\n", "utf-8")
     flags = ["--max_new_tokens", 8, "--temperature", 2, "--top_k", 300, "--seed", 7]
-    code, shown, error = run_cli(
+    shown = run_cli.succeeds(
         *("sample", checkpoint, "--batch", prompts, "--out", out, "--num_samples", 3), *flags
     )
-    assert (code, error) == (0, "")
     assert "replicas: 2" in shown
     assert "8 prompts longer than 32 tokens" in shown
     found = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
@@ -138,7 +123,7 @@ def test_as_on_a_gpu_samples_are_drawn_in_bf16(
     ids=lambda value: value[:20] if isinstance(value, bytes) else None,
 )
 def test_a_line_that_is_no_prompt_is_named_before_a_model_is_read(
-    tmp_path: Path, raises_line: RaisesLine, line: bytes, word: str
+    tmp_path: Path, line: bytes, word: str
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(b'{"prompt": "good"}\r\n\n' + line + b"\n")
@@ -150,9 +135,7 @@ def start(checkpoint: Location | str, prompts: Path, out: Path) -> None:
     sample_batch(checkpoint, prompts, out, print, num_samples=1, max_new_tokens=8)
 
 
-def test_what_cannot_be_read_or_written_is_refused_first(
-    tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_what_cannot_be_read_or_written_is_refused_first(tmp_path: Path) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "file"
     prompts.write_text("\n")
     file.write_text("")
@@ -185,7 +168,4 @@ def test_what_cannot_be_read_or_written_is_refused_first(
 def test_flags_that_do_not_fit_are_refused_in_one_line(
     checkpoint: Location, run_cli: RunCli, flags: list[str], word: str
 ) -> None:
-    code, _, error = run_cli("sample", checkpoint, *flags)
-    assert code == 2
-    assert word in error
-    assert error.count("\n") == 1
+    assert word in run_cli.refuses("sample", checkpoint, *flags)

@@ -24,7 +24,6 @@ FILES = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json"
 
 @pytest.fixture(scope="module", params=[{}, UNTIED], ids=["gpt2", "qwen3"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export."""
     directory = tmp_path_factory.mktemp("exported")
     write_checkpoint(Location.of(directory / "run"), **request.param)
     export_checkpoint(directory / "run", directory / "hf", "fp32", print)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from raytrain_gpt.export import huggingface
 from raytrain_gpt.export.gguf import export_gguf
 from raytrain_gpt.export.hf_tokenizer import GPT2_PATTERN
 from raytrain_gpt.storage.location import Location
-
-RunCli = Callable[..., tuple[int, str, str]]
+from tests.conftest import RunCli, raises_line
 
 SEQ_LEN = 160
 QWEN3 = {"architecture": "qwen3", "num_kv_heads": 2, "mlp_size": 96, "rope_theta": 5000.0}
@@ -89,7 +88,6 @@ class LlamaCpp:
         self.server = xllamacpp.Server(params)
 
     def ask(self, path: str, **content: object) -> Any:
-        """The answer of an endpoint."""
         address = self.server.listening_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address)
         connection.request("POST", path, json.dumps(content), {"Content-Type": "application/json"})
@@ -126,9 +124,7 @@ def test_llama_cpp_computes_what_the_model_computes(
     model = write_checkpoint(tmp_path / "checkpoint", name, encoding)
     file = tmp_path / "new" / "book.gguf"
     argv = ("export", tmp_path / "checkpoint", "--format", "gguf", "--dtype", dtype, "--out", file)
-    code, out, errors = run_cli(*argv)
-    assert (code, errors) == (0, "")
-    assert f"next: llama-completion -m {file} " in out
+    assert f"next: llama-completion -m {file} " in run_cli.succeeds(*argv)
     assert [path.name for path in file.parent.iterdir()] == ["book.gguf"]
     limit = {"gpt2": 2e-3}.get(name, 1e-4)
     if dtype == "bf16":
@@ -214,7 +210,7 @@ def test_ids_that_the_vocabulary_skips_are_unused(tmp_path: Path) -> None:
     ("pattern", "token"), [(r"(?s).", b"ab"), (GPT2_PATTERN, b"abc")], ids=["pattern", "merges"]
 )
 def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
-    pattern: str, token: bytes, tmp_path: Path, raises_line: Any
+    pattern: str, token: bytes, tmp_path: Path
 ) -> None:
     ranks = {bytes([i]): i for i in range(256)} | {token: 257}
     encoding = make_encoding("odd", pattern, ranks, {EOT: 256})
@@ -225,7 +221,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_one_line(
 
 
 def test_a_file_that_came_during_the_export_is_not_replaced(
-    tmp_path: Path, raises_line: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint", "gpt2", load_tokenizer("bytes"))
     out = tmp_path / "a.gguf"
@@ -246,11 +242,9 @@ def test_export_refuses_what_it_cannot_do(run_cli: RunCli, tmp_path: Path) -> No
         (taken / "below", "cannot write"),
         ("s3://bucket/a.gguf", "export to a local file"),
     ):
-        code, _, errors = run_cli("export", tmp_path / "run", "--format", "gguf", "--out", out)
-        assert (code, errors.count("\n")) == (2, 1), errors
+        errors = run_cli.refuses("export", tmp_path / "run", "--format", "gguf", "--out", out)
         assert words in errors
-    code, _, errors = run_cli("export", tmp_path / "run", "--format", "onnx", "--out", "a")
-    assert (code, errors.count("\n")) == (2, 1)
+    errors = run_cli.refuses("export", tmp_path / "run", "--format", "onnx", "--out", "a")
     assert "format='onnx': must be 'hf' or 'gguf'" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.gguf"]
 
@@ -264,8 +258,7 @@ def test_a_directory_receives_a_file_with_the_name_of_the_run(
     Path("there").mkdir()
     Path("there", "notes.txt").write_text("mine")
     argv = ("export", "run", "--format", "gguf", "--out", out)
-    code, shown, errors = run_cli(*argv)
-    assert (code, errors) == (0, "")
+    shown = run_cli.succeeds(*argv)
     file = tmp_path / (out if out.endswith(".gguf") else f"{out}/imported.gguf")
     assert file.read_bytes().startswith(b"GGUF")
     assert f"next: llama-completion -m {file} " in shown
@@ -287,7 +280,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [100, 50_000])
-def test_a_full_disk_leaves_nothing_behind(size: int, tmp_path: Path, raises_line: Any) -> None:
+def test_a_full_disk_leaves_nothing_behind(size: int, tmp_path: Path) -> None:
     """Neither in the names nor in the tensors."""
     write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
     with largest_file(size), raises_line(CheckpointError, "cannot write", "free space"):

@@ -22,6 +22,7 @@ from raytrain_gpt.export.hf_tokenizer import (
     read_hf_tokenizer,
     with_last_id,
 )
+from tests.conftest import raises_line
 from tests.data.shard_tools import TEXTS, made_text
 
 POSSESSIVE = (
@@ -31,25 +32,10 @@ POSSESSIVE = (
 """cl100k's pattern, with all that the two dialects read differently."""
 
 WHITESPACE = [
-    " ",
-    "  ",
-    "a ",
-    "a  b",
-    "\n\n a",
-    "a\r\n\r\n",
-    "\t \n",
-    "x \u00a0y",
-    "12345 678",
-    "\x85 ",
+    *(" ", "  ", "a ", "a  b", "\n\n a", "a\r\n\r\n", "\t \n", "x \u00a0y", "12345 678", "\x85 "),
 ]
 HOSTILE = [
-    "can't CAN'T 'S 'ſ",
-    "naïve e\u0301",
-    "a\u200db",
-    "ﬁ ß ǅ",
-    "١٢٣½Ⅷ",
-    "$^\\z$\n$",
-    "aaaaaaa",
+    *("can't CAN'T 'S 'ſ", "naïve e\u0301", "a\u200db", "ﬁ ß ǅ", "١٢٣½Ⅷ", "$^\\z$\n$", "aaaaaaa"),
 ]
 PIECES = st.sampled_from([*"ab 'S'll\n\r\t1$", "the", "model", "日", "😀", "é", "\u3000", "\u0301"])
 MADE = st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=40).map("".join))
@@ -88,7 +74,6 @@ def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktok
 
 @pytest.fixture(scope="module", params=["bytes", "gpt2", "made"])
 def encoding(request: pytest.FixtureRequest) -> tiktoken.Encoding:
-    """Each encoding in turn."""
     if request.param == "bytes":
         return load_tokenizer("bytes")
     found: tiktoken.Encoding = request.getfixturevalue(request.param)
@@ -288,7 +273,7 @@ Change = Callable[[dict[str, Any]], object]
     ],
 )
 def test_another_kind_of_tokenizer_is_refused(
-    change: Change, words: list[str], trained: Tokenizer, tmp_path: Path, raises_line: Any
+    change: Change, words: list[str], trained: Tokenizer, tmp_path: Path
 ) -> None:
     content = json.loads(trained.to_str())
     change(content)
@@ -298,7 +283,7 @@ def test_another_kind_of_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}}'])
-def test_a_damaged_tokenizer_is_refused(text: str, tmp_path: Path, raises_line: Any) -> None:
+def test_a_damaged_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
     write(tmp_path, {HF_TOKENIZER_FILE: text})
     with raises_line(DataError, HF_TOKENIZER_FILE, "is damaged"):
         read_hf_tokenizer(tmp_path, print)

@@ -19,6 +19,7 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.export.hf_config import hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
 from raytrain_gpt.export.hf_weights import hf_tensors, model_of, read_hf_weights
+from tests.conftest import raises_line
 
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
 """Layers, heads, channels, context, vocabulary."""
@@ -27,6 +28,7 @@ QWEN3 = [
     replace(ODD[1], architecture="qwen3", num_kv_heads=1, mlp_size=50, rope_theta=77.0),
     GPTShape(2, 4, 96, 17, 1000, 0.0, "qwen3", 2, 64, False, 1e6),
 ]
+PLAIN = {"gpt2": ODD[1], "qwen3": QWEN3[2]}
 
 
 def hf_model(shape: GPTShape, std: float = 0.2) -> Any:
@@ -131,7 +133,7 @@ def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
         assert model(ids[:, :-1], ids[:, 1:]).item() > 1.1 * expected
 
 
-def test_heads_have_64_channels_unless_told(raises_line: Callable[..., Any]) -> None:
+def test_heads_have_64_channels_unless_told() -> None:
     tensors = hf_model(GPTShape(1, 2, 128, 8, 65)).state_dict()
     assert shape_of_tensors(tensors, "here", None) == GPTShape(1, 2, 128, 8, 65)
     with raises_line(CheckpointError, "num_heads=3", "128 channels of here", "--num_heads"):
@@ -156,57 +158,43 @@ def test_padded_rows_of_a_head_of_its_own_are_those_of_the_least_likely_token() 
 
 
 WTE, FC = "transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"
-GATE = "model.layers.1.mlp.gate_proj.weight"
+EMBED, GATE = "model.embed_tokens.weight", "model.layers.1.mlp.gate_proj.weight"
+Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 K_NORM = "model.layers.0.self_attn.k_norm.weight"
+HEAD = "lm_head.weight"
+THREE = torch.zeros(3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("kind", "changes", "words"),
     [
-        ({WTE: None}, ["3 layers and wte.weight missing", "3 and (257, 40)"]),
-        ({FC: None}, ["h.1.mlp.c_fc.weight missing", "(160, 40)"]),
-        ({FC: torch.zeros(160, 40)}, ["h.1.mlp.c_fc.weight (40, 160)", "(160, 40)"]),
-        ({FC: torch.zeros(40, 160, dtype=torch.int8)}, ["torch.int8", "fp32, fp16 and bf16"]),
-        ({FC: torch.full((40, 160), float("nan"))}, ["h.1.mlp.c_fc.weight", "not finite"]),
-        ({"transformer.h.1.rotary": torch.zeros(3)}, ["h.1.rotary (3,)", "no such tensor"]),
-        ({"transformer.h.999999999.x": torch.zeros(3)}, ["4 layers", "has 3"]),
-        (
-            {"lm_head.weight": torch.zeros(257, 40)},
-            ["lm_head.weight that differs from its embedding"],
-        ),
+        ("gpt2", {WTE: None}, ["3 layers and wte.weight missing", "3 and (257, 40)"]),
+        ("gpt2", {FC: None}, ["h.1.mlp.c_fc.weight missing", "a GPT-2", "(160, 40)"]),
+        ("gpt2", {FC: torch.zeros(160, 40)}, ["h.1.mlp.c_fc.weight (40, 160)", "(160, 40)"]),
+        ("gpt2", {FC: torch.zeros(40, 160).char()}, ["torch.int8", "fp32, fp16 and bf16"]),
+        ("gpt2", {FC: torch.full((40, 160), torch.nan)}, ["h.1.mlp.c_fc.weight", "not finite"]),
+        ("gpt2", {"transformer.h.1.rotary": THREE}, ["h.1.rotary (3,)", "no such tensor"]),
+        ("gpt2", {"transformer.h.999999999.x": THREE}, ["4 layers", "has 3"]),
+        ("gpt2", {HEAD: torch.zeros(257, 40)}, [f"{HEAD} that differs from its embedding"]),
+        ("qwen3", {GATE: None}, ["h.1.mlp.gate_proj.weight missing", "a Qwen3", "(64, 96)"]),
+        ("qwen3", {GATE: torch.zeros(96, 64)}, ["h.1.mlp.gate_proj.weight (96, 64)", "(64, 96)"]),
+        ("qwen3", {K_NORM: torch.zeros(128)}, ["h.0.k_norm.weight (128,)", "(24,)"]),
+        ("qwen3", {HEAD: None}, [f"{HEAD} missing", "(1000, 96)"]),
+        ("qwen3", {HEAD: torch.zeros(999, 96)}, [f"{HEAD} (999, 96)", "(1000, 96)"]),
+        ("qwen3", {EMBED: torch.zeros(999, 96)}, ["(999, 96)", "2 and (1000, 96)"]),
+        ("qwen3", {Q_BIAS: torch.zeros(96)}, ["h.1.attn.q_proj.bias"]),
     ],
     ids=str,
 )
-def test_what_is_no_plain_gpt2_is_refused(
-    changes: dict[str, Tensor | None], words: list[str], raises_line: Callable[..., Any]
+def test_tensors_of_no_plain_model_are_refused(
+    kind: str, changes: dict[str, Tensor | None], words: list[str]
 ) -> None:
-    tensors = hf_model(ODD[1]).state_dict()
-    del tensors["lm_head.weight"]
+    tensors = hf_model(PLAIN[kind]).state_dict()
+    if kind == "gpt2":
+        del tensors[HEAD]
     changed = {k: t for k, t in {**tensors, **changes}.items() if t is not None}
     with raises_line(CheckpointError, "here", *words):
-        model_of(changed, "here", ODD[1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({GATE: None}, ["h.1.mlp.gate_proj.weight missing", "a Qwen3", "(64, 96)"]),
-        ({GATE: torch.zeros(96, 64)}, ["h.1.mlp.gate_proj.weight (96, 64)", "(64, 96)"]),
-        ({K_NORM: torch.zeros(128)}, ["h.0.k_norm.weight (128,)", "(24,)"]),
-        ({"lm_head.weight": None}, ["lm_head.weight missing", "(1000, 96)"]),
-        ({"lm_head.weight": torch.zeros(999, 96)}, ["lm_head.weight (999, 96)", "(1000, 96)"]),
-        ({"model.embed_tokens.weight": torch.zeros(999, 96)}, ["(999, 96)", "2 and (1000, 96)"]),
-        ({"model.layers.1.self_attn.q_proj.bias": torch.zeros(96)}, ["h.1.attn.q_proj.bias"]),
-    ],
-    ids=str,
-)
-def test_what_is_no_plain_qwen3_is_refused(
-    changes: dict[str, Tensor | None], words: list[str], raises_line: Callable[..., Any]
-) -> None:
-    tensors = {**hf_model(QWEN3[2]).state_dict(), **changes}
-    changed = {k: t for k, t in tensors.items() if t is not None}
-    with raises_line(CheckpointError, "here", *words):
-        model_of(changed, "here", QWEN3[2])
+        model_of(changed, "here", PLAIN[kind])
 
 
 def sharded(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -241,7 +229,7 @@ class Code:
 
 @pytest.mark.fault("pickle with code in imported weights", "refused, not run")
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(
-    tmp_path: Path, raises_line: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"a": Code()}, tmp_path / "pytorch_model.bin")
     with raises_line(CheckpointError, "more than tensors", "ask its author for safetensors"):
@@ -264,9 +252,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "1.bin"}}'}, "cannot read"),
     ],
 )
-def test_damaged_files_are_refused(
-    files: dict[str, bytes], word: str, tmp_path: Path, raises_line: Callable[..., Any]
-) -> None:
+def test_damaged_files_are_refused(files: dict[str, bytes], word: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with raises_line(CheckpointError, word):
@@ -274,9 +260,7 @@ def test_damaged_files_are_refused(
 
 
 @pytest.mark.parametrize("content", [[torch.zeros(1)], {"model": {"a": torch.zeros(1)}}])
-def test_a_file_of_something_else_is_refused(
-    content: object, tmp_path: Path, raises_line: Callable[..., Any]
-) -> None:
+def test_a_file_of_something_else_is_refused(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "weights.pt")
     with raises_line(CheckpointError, "not a mapping of names to tensors"):
         read_hf_weights(tmp_path / "weights.pt")
@@ -287,27 +271,6 @@ def test_a_shape_comes_back_from_its_config(shape: GPTShape, tmp_path: Path) -> 
     for name, text in hf_config_files(shape, 256, "float32").items():
         (tmp_path / name).write_text(text)
     assert read_hf_config(tmp_path) == shape
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "llama"),
-        ("activation_function", "relu"),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("scale_attn_weights", False),
-        ("add_cross_attention", True),
-        ("layer_norm_epsilon", 1e-6),
-        ("n_inner", 80),
-    ],
-)
-def test_another_architecture_is_refused(
-    key: str, value: object, tmp_path: Path, raises_line: Callable[..., Any]
-) -> None:
-    content = json.loads(hf_config_files(ODD[1], 256, "float32")["config.json"])
-    (tmp_path / "config.json").write_text(json.dumps(content | {key: value}))
-    with raises_line(CheckpointError, f"{key}={value!r}", "only plain GPT-2 and Qwen3 models"):
-        read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [None, 24])
@@ -326,25 +289,36 @@ def test_rotary_positions_are_read_as_old_and_new_versions_write_them(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("kind", "key", "value"),
     [
-        ("hidden_act", "gelu"),
-        ("rms_norm_eps", 1e-5),
-        ("attention_bias", True),
-        ("use_sliding_window", True),
-        ("layer_types", ["sliding_attention", "full_attention"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
-        ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
-        ("head_dim", 128),
-        ("model_type", "qwen2"),
+        ("gpt2", "model_type", "llama"),
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "layer_norm_epsilon", 1e-6),
+        ("gpt2", "n_inner", 80),
+        ("qwen3", "hidden_act", "gelu"),
+        ("qwen3", "rms_norm_eps", 1e-5),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3", "layer_types", ["sliding_attention", "full_attention"]),
+        ("qwen3", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+        (
+            "qwen3",
+            "rope_parameters",
+            {"full_attention": {"rope_type": "default", "rope_theta": 1e6}},
+        ),
+        ("qwen3", "head_dim", 128),
+        ("qwen3", "model_type", "qwen2"),
     ],
     ids=str,
 )
-def test_another_kind_of_qwen3_is_refused(
-    key: str, value: object, tmp_path: Path, raises_line: Callable[..., Any]
+def test_another_architecture_is_refused(
+    kind: str, key: str, value: object, tmp_path: Path
 ) -> None:
-    content = json.loads(hf_config_files(QWEN3[2], 256, "float32")["config.json"])
+    content = json.loads(hf_config_files(PLAIN[kind], 256, "float32")["config.json"])
     (tmp_path / "config.json").write_text(json.dumps(content | {key: value}))
     with raises_line(CheckpointError, f"{key}={value!r}", "only plain GPT-2 and Qwen3 models"):
         read_hf_config(tmp_path)
@@ -360,9 +334,7 @@ def test_another_kind_of_qwen3_is_refused(
         '{"model_type": "qwen3"}',
     ],
 )
-def test_a_damaged_config_is_refused(
-    text: str, tmp_path: Path, raises_line: Callable[..., Any]
-) -> None:
+def test_a_damaged_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with raises_line(CheckpointError, "config.json is damaged"):
         read_hf_config(tmp_path)

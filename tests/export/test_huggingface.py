@@ -20,7 +20,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from raytrain_gpt.checkpoint.catalog import Catalog
-from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.call_options import SamplingOptions
 from raytrain_gpt.config.load import resolve
 from raytrain_gpt.config.schema import Config
@@ -38,13 +37,16 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.preflight import check_init_from, sizes_of_init_from
+from tests.conftest import RunCli, raises_line
+from tests.runs import MakeConfig
+from tests.training import STATE
 
 ROOT = Path(__file__).parents[2]
 SHAPE = GPTShape(num_layers=2, num_heads=2, embd_size=32, seq_len=64, vocab_size=257)
 QWEN3 = {"architecture": "qwen3", "num_heads": 4, "num_kv_heads": 2, "mlp_size": 48}
 UNTIED = {**QWEN3, "tied_embeddings": False, "rope_theta": 500.0}
-RunCli = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
+Exported = tuple[GPT, Path]
 
 EVALUATED = {"step": 20, "val/loss": 2.5, "val/perplexity": 12.1825, "val/tokens": 4096}
 ROWS: tuple[Row, ...] = (
@@ -74,17 +76,16 @@ def write_checkpoint(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     leaves = {**shape.fields, "global_batch_tokens": 16 * shape.seq_len}
-    state = CheckpointState(
+    state = dataclasses.replace(
+        STATE,
         step=20,
         next_batch=20,
-        order_hash="ab",
         val_loss=2.5,
         tokens_seen=81_920,
         config=Config().updated(leaves | {"data_path": "/somewhere/private"}).model_dump(),
         manifest_hash="cd",
         vocab_hash=vocab_hash(encoding),
         vocab_size=encoding.n_vocab,
-        order_version=1,
         num_workers=2,
         skipped_batches=((3, 5),),
     )
@@ -99,15 +100,14 @@ def write_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
-    """A model and its export in fp32."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     directory = tmp_path_factory.mktemp("exported")
     model = write_checkpoint(Location.of(directory / "run"))
     return model, export_checkpoint(directory / "run", directory / "hf", "fp32", print)
 
 
 @pytest.fixture
-def hf(exported: tuple[GPT, Path], tmp_path: Path) -> Path:
+def hf(exported: Exported, tmp_path: Path) -> Path:
     """A copy of the export that a test may spoil."""
     for file in exported[1].iterdir():
         (tmp_path / "hf").mkdir(exist_ok=True)
@@ -121,8 +121,7 @@ def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
 
     def run(*argv: object) -> str:
         out = tmp_path / "refused" / "out"
-        code, _, errors = run_cli(*argv, *([] if "--out" in argv else ["--out", out]))
-        assert (code, errors.count("\n")) == (2, 1), errors
+        errors = run_cli.refuses(*argv, *([] if "--out" in argv else ["--out", out]))
         assert errors.startswith("error: ")
         assert not out.exists()
         assert not out.parent.exists() or not list(out.parent.iterdir())
@@ -199,7 +198,7 @@ def test_an_export_reads_from_a_disk_and_an_object_store(run_dir: Location, tmp_
     assert len(tensors["transformer.wte.weight"]) == 257
 
 
-def test_the_model_card_says_what_it_is(exported: tuple[GPT, Path]) -> None:
+def test_the_model_card_says_what_it_is(exported: Exported) -> None:
     model, out = exported
     _, front_matter, card = (out / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front_matter)["library_name"] == "transformers"
@@ -257,9 +256,7 @@ def test_texts_of_a_checkpoint_cannot_change_the_model_card(tmp_path: Path) -> N
 
 
 def test_the_model_cards_code_runs(
-    exported: tuple[GPT, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = (exported[1] / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(exported[1])
@@ -268,7 +265,7 @@ def test_the_model_cards_code_runs(
 
 
 def test_export_refuses_what_it_cannot_do(
-    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
+    exported: Exported, refused: Refused, tmp_path: Path
 ) -> None:
     run = exported[1].parent / "run"
     taken = tmp_path / "taken"
@@ -283,7 +280,7 @@ def test_export_refuses_what_it_cannot_do(
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    exported: tuple[GPT, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: Any
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = exported[1].parent / "run"
 
@@ -299,7 +296,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_directory_is_taken(exported: tuple[GPT, Path], tmp_path: Path) -> None:
+def test_an_empty_directory_is_taken(exported: Exported, tmp_path: Path) -> None:
     export_checkpoint(exported[1].parent / "run", tmp_path, "bf16", print)
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     assert (tmp_path / "config.json").is_file()
@@ -372,7 +369,7 @@ def test_a_qwen3_that_is_imported_is_exported_bit_for_bit(
 
 
 def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
-    dataset: Path, make_config: Callable[..., Config], run_cli: RunCli, tmp_path: Path
+    dataset: Path, make_config: MakeConfig, run_cli: RunCli, tmp_path: Path
 ) -> None:
     model = write_checkpoint(Location.of(tmp_path / "run"), **UNTIED)
     hf = export_checkpoint(tmp_path / "run", tmp_path / "hf", "fp32", print)
@@ -382,8 +379,7 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     change_config(hf, vocab_size=300)
     place = tmp_path / "checkpoint"
-    code, out, errors = run_cli("import", hf, "--out", place, "--seq_len", 32)
-    assert (code, errors) == (0, "")
+    out = run_cli.succeeds("import", hf, "--out", place, "--seq_len", 32)
     assert "43 rows of the embedding have no token" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fine-tune: ")]
     assert line == (
@@ -393,13 +389,12 @@ def test_a_qwen3_of_more_rows_than_ids_is_imported_sampled_and_trained_further(
     whole = GPTShape.of(resolve(None, None, {"num_heads": 4, **sizes}), 300)
     assert "num_heads" not in sizes
     assert {name: getattr(whole, name) for name in UNTIED} == UNTIED
-    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 1)
-    assert (code, out.count("To be")) == (0, 1)
+    out = run_cli.succeeds("sample", place, "--prompt", "To be", "--num_samples", 1)
+    assert out.count("To be") == 1
     (tmp_path / "text.txt").write_text("all the world's a stage\n" * 1000)
-    code, _, errors = run_cli(
+    run_cli.succeeds(
         "prepare", tmp_path / "text.txt", "--out", tmp_path / "data", "--tokenizer", place
     )
-    assert (code, errors) == (0, "")
     changes = {"data_path": str(tmp_path / "data"), "init_from": str(place), "max_steps": 2}
     summary = train(make_config(run_name="from-rows", **UNTIED, **changes), print)
     assert summary.checkpoint is not None
@@ -454,13 +449,11 @@ def test_an_imported_checkpoint_samples_and_evaluates(
     tensors["transformer.ln_f.bias"] -= 2
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     place = tmp_path / "checkpoint"
-    code, out, errors = run_cli("import", hf, "--out", place)
-    assert (code, errors) == (0, "")
+    out = run_cli.succeeds("import", hf, "--out", place)
     assert f"next: raytrain-gpt sample {place}" in out
-    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 2)
-    assert (code, out.count("To be")) == (0, 2)
-    code, _, errors = run_cli("eval", place)
-    assert (code, errors.count("\n")) == (2, 1)
+    out = run_cli.succeeds("sample", place, "--prompt", "To be", "--num_samples", 2)
+    assert out.count("To be") == 2
+    errors = run_cli.refuses("eval", place)
     assert "was imported" in errors
     assert "--data" in errors
 
@@ -476,20 +469,17 @@ def test_an_imported_checkpoint_samples_and_evaluates(
 
 
 def test_an_import_goes_to_an_object_store(
-    exported: tuple[GPT, Path], remote_dir: Location, run_cli: RunCli
+    exported: Exported, remote_dir: Location, run_cli: RunCli
 ) -> None:
     place = remote_dir / "gpt2"
-    code, _, errors = run_cli("import", exported[1], "--out", place)
-    assert (code, errors) == (0, "")
-    code, out, _ = run_cli("sample", place, "--prompt", "To be", "--num_samples", 1)
-    assert (code, out.count("To be")) == (0, 1)
-    code, _, errors = run_cli("import", exported[1], "--out", place)
-    assert code == 2
-    assert "not empty" in errors
+    run_cli.succeeds("import", exported[1], "--out", place)
+    out = run_cli.succeeds("sample", place, "--prompt", "To be", "--num_samples", 1)
+    assert out.count("To be") == 1
+    assert "not empty" in run_cli.refuses("import", exported[1], "--out", place)
 
 
 def test_a_file_of_weights_needs_to_be_told_its_heads(
-    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
+    exported: Exported, refused: Refused, tmp_path: Path
 ) -> None:
     model, out = exported
     file = out / "model.safetensors"
@@ -504,9 +494,7 @@ def test_a_file_of_weights_needs_to_be_told_its_heads(
     assert torch.equal(weights["wte.weight"][:257], model.wte.weight[:257])
 
 
-def test_the_context_can_be_cropped(
-    exported: tuple[GPT, Path], refused: Refused, tmp_path: Path
-) -> None:
+def test_the_context_can_be_cropped(exported: Exported, refused: Refused, tmp_path: Path) -> None:
     model, out = exported
     place, shape = import_weights(out, tmp_path / "checkpoint", print, seq_len=16)
     assert shape.seq_len == 16
@@ -554,11 +542,7 @@ def test_a_tokenizer_of_another_size_is_refused(
 
 
 def test_init_from_refuses_what_does_not_fit(
-    exported: tuple[GPT, Path],
-    make_config: Callable[..., Config],
-    dataset: Path,
-    tmp_path: Path,
-    raises_line: Any,
+    exported: Exported, make_config: MakeConfig, dataset: Path, tmp_path: Path
 ) -> None:
     place, _ = import_weights(exported[1], tmp_path / "checkpoint", print)
     manifest = read_manifest(dataset)
@@ -586,7 +570,7 @@ def test_init_from_refuses_what_does_not_fit(
 
 
 def test_training_starts_from_imported_weights_with_a_shorter_context(
-    exported: tuple[GPT, Path], make_config: Callable[..., Config], tmp_path: Path
+    exported: Exported, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     model, out = exported
     place, _ = import_weights(out, tmp_path / "checkpoint", print)

@@ -11,8 +11,8 @@ It sends one line for each thing as it happens:
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -23,10 +23,11 @@ from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.checkpoint.writer import CheckpointWriter
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.loop import MicroBatch, train_steps
+from raytrain_gpt.core.loop import MicroBatch
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.state import load_model, load_optimizer
 from raytrain_gpt.storage.location import Location
+from tests.training import STATE, steps
 
 EVERY_STEPS = 4
 KEEP = 2
@@ -63,19 +64,8 @@ def write_checkpoints(arguments: list[str], go: Connection, said: Connection) ->
     first_step = go_on(catalog, ranks, model, optimizer, say)
     say(f"from step={first_step}")
     saver = CheckpointWriter(catalog, args.mark, ranks, model, optimizer, KEEP)
-    for result in train_steps(
-        model,
-        optimizer,
-        made_batches(first_step),
-        first_step=first_step,
-        max_steps=args.max_steps,
-        micro_batches_per_step=1,
-        learning_rate=lambda step: 1e-3,
-        grad_clip=1.0,
-        autocast=contextlib.nullcontext,
-        seed=1337,
-        rank=0,
-    ):
+    batches = made_batches(first_step)
+    for result in steps(model, optimizer, batches, args.max_steps, first_step=first_step):
         say(f"step={result.step}")
         (writing,) = ranks.any_later(saver.writing)()
         if saver.in_flight and not writing:
@@ -124,20 +114,9 @@ def made_batches(first_step: int) -> Iterator[MicroBatch]:
 
 
 def state(step: int, ranks: Collectives) -> CheckpointState:
-    """What `state.json` has."""
-    return CheckpointState(
-        step=step,
-        next_batch=step,
-        order_hash="00",
-        val_loss=None,
-        tokens_seen=2 * SHAPE.seq_len * step,
-        config={},
-        manifest_hash="made",
-        vocab_hash="made",
-        vocab_size=SHAPE.vocab_size,
-        order_version=1,
-        num_workers=ranks.world_size,
-    )
+    tokens_seen = 2 * SHAPE.seq_len * step
+    workers = ranks.world_size
+    return replace(STATE, step=step, next_batch=step, tokens_seen=tokens_seen, num_workers=workers)
 
 
 def collected(saver: CheckpointWriter) -> str:

@@ -37,15 +37,12 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it has printed."""
         return self._log.read_text()
 
     def ends(self, within_s: float = 120) -> int:
-        """Its exit code, once it ends."""
         return self.process.wait(within_s)
 
     def prints(self, text: str) -> None:
-        """Wait until it has printed a text."""
         try:
             wait_until(lambda: text in self.output or self.process.poll() is not None, repr(text))
         except AssertionError as error:
@@ -67,11 +64,12 @@ class Command:
         self.process.wait()
 
 
+MakeGate = Callable[..., Gate]
 Start = Callable[..., Command]
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Callable[..., Gate]:
+def gate(tmp_path: Path) -> MakeGate:
     """Makes gates in this test's directory."""
 
     def make(rank: int, step: int, *, in_checkpoint: bool = False) -> Gate:

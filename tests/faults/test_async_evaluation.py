@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from raytrain_gpt.evaluate import async_evaluation
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_rows, read_samples
 from raytrain_gpt.train.launch import train
+from tests.faults.conftest import MakeGate
 from tests.runs import MakeConfig, Straight, assert_same, environment, events
 
 from .conftest import Start
@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_killed(
     straight: Straight,
     make_config: MakeConfig,
-    gate: Callable[..., Gate],
+    gate: MakeGate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     storage: Path,
@@ -73,7 +73,7 @@ def test_an_evaluation_outlives_workers_and_is_done_again_when_its_task_is_kille
 
 def test_what_a_rollback_sets_aside_is_not_evaluated(
     make_config: MakeConfig,
-    gate: Callable[..., Gate],
+    gate: MakeGate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     storage: Path,
@@ -102,7 +102,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
     )
     faults = Faults((in_the_stretch,), spiked_batches=spiked)
     _, lines = train_while(config, faults, hold)
-    assert "the checkpoint of step 30 was gone before it was evaluated" in lines
+    assert "the checkpoint of step 30 was deleted before its evaluation" in lines
     losses = evaluated(run_dir)
     assert sorted(losses) == [10, 20, 30, 40, 50]
     for checkpoint in Catalog(Location.of(run_dir)).complete():
@@ -111,10 +111,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
 
 
 def test_the_last_evaluation_is_done_by_the_next_command(
-    cluster: str,
-    make_config: MakeConfig,
-    tmp_path: Path,
-    start: Start,
+    cluster: str, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
     """Behind the last step the run is stopped, and then its driver is killed."""
     evaluating = Gate(str(tmp_path), rank=0, step=50)

@@ -46,11 +46,9 @@ class Writer:
         self.lines: list[str] = []
 
     def go(self) -> None:
-        """Let it begin."""
         self._go.send("go")
 
     def _read(self) -> Iterator[str]:
-        """What it says, to its end."""
         with contextlib.suppress(EOFError, OSError):  # in the midst of a line, if it was killed
             while True:
                 self.lines.append(self._said.recv())
@@ -65,7 +63,6 @@ class Writer:
         raise AssertionError(f"no more {kind!r} came; the lines were {self.lines}")
 
     def kill(self) -> None:
-        """SIGKILL, and read what it had said."""
         self._process.kill()
         self.ended()
 

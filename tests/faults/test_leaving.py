@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,12 +22,13 @@ from raytrain_gpt.checkpoint.catalog import Catalog
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.launch import train
 from tests import forked_worker
-from tests.conftest import ForksWorkers
-from tests.runs import Straight, assert_same, assert_same_order, command, events
+from tests.conftest import ForksWorkers, RunCli
+from tests.faults.conftest import MakeGate
+from tests.runs import MakeConfig, Straight, assert_same, assert_same_order, command, events
 
 from . import gates
 from .conftest import ROOT, Command, Start
-from .gates import WITHIN_S, Faults, Gate, wait_until
+from .gates import WITHIN_S, Faults, wait_until
 from .processes import descendants
 
 pytestmark = pytest.mark.faults
@@ -91,7 +91,6 @@ class Head:
         return done.stdout
 
     def close(self) -> None:
-        """End all its processes."""
         self.command.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -109,11 +108,7 @@ def head(
 
 @pytest.mark.fault("`ray job stop`", "saves within the job's stop time")
 def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
-    head: Head,
-    straight: Straight,
-    make_config: Callable[..., Any],
-    gate: Callable[..., Gate],
-    tmp_path: Path,
+    head: Head, straight: Straight, make_config: MakeConfig, gate: MakeGate, tmp_path: Path
 ) -> None:
     place = gate(0, 23)
     config = make_config(num_workers=2, run_name="job")
@@ -151,8 +146,8 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
 def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     head: Head,
     straight: Straight,
-    make_config: Callable[..., Any],
-    gate: Callable[..., Gate],
+    make_config: MakeConfig,
+    gate: MakeGate,
     start: Start,
     tmp_path: Path,
 ) -> None:
@@ -190,10 +185,6 @@ def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "6379"])
-def test_a_node_says_in_one_line_that_there_is_no_cluster(
-    run_cli: Callable[..., tuple[int, str, str]], address: str
-) -> None:
-    code, _, errors = run_cli("node", "--address", address, "--", "--num-cpus=1")
-    assert code == 2
+def test_a_node_says_in_one_line_that_there_is_no_cluster(run_cli: RunCli, address: str) -> None:
+    errors = run_cli.refuses("node", "--address", address, "--", "--num-cpus=1")
     assert f"no cluster answers at --address {address}" in errors
-    assert errors.count("\n") == 1

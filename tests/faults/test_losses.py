@@ -53,9 +53,7 @@ def spiked(cluster: str, make_config: MakeConfig) -> Spiked:
 
 
 @pytest.mark.fault("NaN or infinite loss", "update skipped on all ranks; rollback after ten")
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
-    spiked: Spiked,
-) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(spiked: Spiked) -> None:
     run, lines, _ = spiked
     run_dir = run.run_dir.path
     (event,) = events(run_dir, "nonfinite")
@@ -76,9 +74,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 @pytest.mark.fault("loss spikes", "logged; after ten, rollback and skipped batches")
-def test_ten_spikes_lead_back_and_their_batches_are_skipped(
-    spiked: Spiked,
-) -> None:
+def test_ten_spikes_lead_back_and_their_batches_are_skipped(spiked: Spiked) -> None:
     run, lines, config = spiked
     run_dir = run.run_dir.path
     # The two attempts: until patience ended, and from the last checkpoint before the spikes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from tests.conftest import ForksWorkers
-from tests.runs import Straight, assert_same_order, events
+from tests.faults.conftest import MakeGate
+from tests.runs import MakeConfig, Straight, assert_same_order, events
 
 from .conftest import Start
 from .gates import Faults, Gate, wait_until
@@ -63,11 +64,7 @@ def has_ended(pid: int) -> bool:
     "saves in time, loses no step, separate retry budget",
 )
 def test_two_workers_become_one_and_two_and_one_again(
-    nodes: Cluster,
-    straight: Straight,
-    make_config: Callable[..., Any],
-    gate: Callable[..., Gate],
-    start: Start,
+    nodes: Cluster, straight: Straight, make_config: MakeConfig, gate: MakeGate, start: Start
 ) -> None:
     """A node dies, another one comes, and that one is preempted."""
     dies, grows, drained = gate(1, 12), gate(0, 25), gate(0, 40)
@@ -110,11 +107,7 @@ def test_two_workers_become_one_and_two_and_one_again(
 
 @pytest.mark.fault("node lost, replaced later", "waits with a warning, then resumes")
 def test_a_run_waits_for_a_node_that_it_cannot_do_without(
-    nodes: Cluster,
-    straight: Straight,
-    make_config: Callable[..., Any],
-    gate: Callable[..., Gate],
-    start: Start,
+    nodes: Cluster, straight: Straight, make_config: MakeConfig, gate: MakeGate, start: Start
 ) -> None:
     dies = gate(0, 33)
     config = make_config(run_name="waits", num_workers=2)

@@ -93,10 +93,10 @@ def test_an_unreadable_shard_ends_the_reading_with_its_error(
 @pytest.mark.parametrize(
     ("rank", "ranges", "words"),
     [
-        (1, [], r"wanted \('val', 0, 0\), got \('val', 1, 0\)"),
-        (0, [(3, 4)], r"wanted \('train', 0, 2\), got \('train', 0, 3\)"),
-        (0, [(2, 4), (4, 6)], r"wanted \('train', 0, 6\), got \('train', 0, 4\)"),
-        (0, [(2, 4), (2, 4)], r"wanted \('train', 0, 6\), got \('train', 0, 2\)"),
+        (1, [], r"expected \('val', 0, 0\), got \('val', 1, 0\)"),
+        (0, [(3, 4)], r"expected \('train', 0, 2\), got \('train', 0, 3\)"),
+        (0, [(2, 4), (4, 6)], r"expected \('train', 0, 6\), got \('train', 0, 4\)"),
+        (0, [(2, 4), (2, 4)], r"expected \('train', 0, 6\), got \('train', 0, 2\)"),
     ],
     ids=["another rank", "a lost chunk", "a skipped chunk", "a chunk twice"],
 )

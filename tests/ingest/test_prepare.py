@@ -22,7 +22,7 @@ from raytrain_gpt.errors import DataError, StorageError
 from raytrain_gpt.ingest import prepare as prepare_module
 from raytrain_gpt.ingest.prepare import prepare
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import files, prepare_here
 from tests.s3 import S3Server
 
@@ -83,7 +83,7 @@ def test_size_and_address_decide_what_needs_ray(
 
 
 def test_a_cluster_starts_only_for_what_is_to_be_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_line: RaisesLine
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
 
@@ -157,10 +157,7 @@ cli.main(sys.argv[2:])
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_stopped_goes_on_by_the_same_command(
-    number: signal.Signals,
-    run_cli: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     (tmp_path / "in").mkdir()
@@ -186,15 +183,13 @@ def test_a_process_that_is_stopped_goes_on_by_the_same_command(
         kept = "interrupted; finished shards are kept, run the same command to continue\n"
         assert (died.returncode, died.stderr) == (130, kept)
     assert len(list((out / "unfinished").glob("*.json"))) == 3
-    code, shown, _ = run_cli(*command)
-    assert code == 0
-    assert "3 tasks before" in shown
+    assert "3 tasks before" in run_cli.succeeds(*command)
     assert read_manifest(out) == whole
     assert files(out) == files(tmp_path / "whole")
 
 
 def test_prepare_shows_what_it_made_and_is_done_once(
-    place: str, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    place: str, run_cli: RunCli, tmp_path: Path
 ) -> None:
     source = tmp_path / "lines.jsonl"
     lines = [f'{{"text": "document {i}"}}' for i in range(150)]
@@ -203,8 +198,7 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     command = ["prepare", source, "--out", out, "--val-fraction", "0.1"]
     assert "byte 3640: " in run_cli(*command)[2]
     command += ["--dedupe", "exact", "--max-bad-documents", "1"]
-    code, shown, _ = run_cli(*command)
-    assert code == 0
+    shown = run_cli.succeeds(*command)
     assert "skipping 2 duplicates among 152 documents" in shown
     assert "prepare done in" in shown
     assert "| 150 documents, " in shown
@@ -221,17 +215,12 @@ def test_prepare_shows_what_it_made_and_is_done_once(
     assert run_cli("data", "verify", out)[0] == 0
 
 
-def test_prepare_separates_stories(
-    place: str, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_prepare_separates_stories(place: str, run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n\n".join(f"story {i}\n\n." for i in range(150)))
     out = tmp_path / "out"
     command = ["prepare", tmp_path / "a.txt", "--out", out, "--document-separator"]
-    code, _, errors = run_cli(*command, "")
-    assert (code, errors.count("\n")) == (2, 1)
-    assert "document_separator is empty" in errors
-    code, shown, _ = run_cli(*command, "\n\n\n")
-    assert code == 0
+    assert "document_separator is empty" in run_cli.refuses(*command, "")
+    shown = run_cli.succeeds(*command, "\n\n\n")
     train, val = re.findall(r"tokens in (\d+) documents", shown)
     assert int(train) + int(val) == 150
     local = prepare_here([str(tmp_path / "a.txt")], tmp_path / "local", "bytes",
@@ -240,7 +229,7 @@ def test_prepare_separates_stories(
 
 
 def test_a_full_disk_is_one_line_and_no_dataset(
-    place: str, small_disk: Callable[[str], Path], raises_line: RaisesLine
+    place: str, small_disk: Callable[[str], Path]
 ) -> None:
     out = small_disk("2m") / "out"
     with raises_line(DataError, "no space left for shards", "finished shards are kept"):
@@ -257,7 +246,7 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> Iterator[Location]:
 
 
 def test_tasks_read_from_and_write_to_an_object_store(
-    place: str, bucket: Location, run_cli: Callable[..., tuple[int, str, str]], tmp_path: Path
+    place: str, bucket: Location, run_cli: RunCli, tmp_path: Path
 ) -> None:
     for i in range(3):
         text = "".join(f'{{"text": "document {i} {j}"}}\n' for j in range(100))
@@ -272,20 +261,13 @@ def test_tasks_read_from_and_write_to_an_object_store(
         content = (bucket / "out" / shard.path).read_bytes()
         assert content == (tmp_path / "out" / shard.path).read_bytes()
     out = bucket / "by-command"
-    code, shown, _ = run_cli("prepare", bucket / "sources", "--out", out)
-    assert code == 0
-    assert f"--data_path {out}" in shown
+    assert f"--data_path {out}" in run_cli.succeeds("prepare", bucket / "sources", "--out", out)
     assert run_cli("data", "verify", out)[0] == 0
     assert "already prepared" in run_cli("prepare", bucket / "sources", "--out", out)[1]
 
 
 def test_a_store_out_of_reach_ends_tasks_in_one_line(
-    place: str,
-    s3: S3Server,
-    bucket: Location,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    raises_line: RaisesLine,
+    place: str, s3: S3Server, bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "a.txt"
     source.write_text("a line\n" * 1000)
@@ -297,7 +279,7 @@ def test_a_store_out_of_reach_ends_tasks_in_one_line(
         return run_tasks(*args)
 
     monkeypatch.setattr(prepare_module, "_run_tasks", stop_then_run)
-    with raises_line(StorageError, str(out), "retry_for_s=0.5", "same command goes on"):
+    with raises_line(StorageError, str(out), "retry_for_s=0.5", "run the same command to resume"):
         prepare([str(source)], out, "bytes", log=print)
     s3.start()
     monkeypatch.undo()

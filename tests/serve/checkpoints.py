@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from raytrain_gpt.checkpoint.catalog import CHECKPOINTS_DIR, Catalog
-from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.gpt2 import GPT2
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
 from raytrain_gpt.storage.location import Location
+from tests.training import STATE
 
 SEQ_LEN = 128
 RUN_NAME = "small"
@@ -49,18 +50,15 @@ def write_checkpoint(
     entries = {
         MODEL_FILE: draft.add(MODEL_FILE, lambda path: save_file(dict(model.state_dict()), path))
     }
-    state = CheckpointState(
+    state = replace(
+        STATE,
         step=step,
         next_batch=step,
-        order_hash="00",
         val_loss=val_loss,
         tokens_seen=step * config.train.global_batch_tokens,
         config=config.model_dump(mode="json"),
         manifest_hash=manifest_hash,
         vocab_hash=vocab_hash(tokenizer),
-        vocab_size=tokenizer.n_vocab,
-        order_version=1,
-        num_workers=1,
     )
     texts = {TOKENIZER_FILE: tokenizer_json(tokenizer)}
     return draft.commit(state, entries, texts).path

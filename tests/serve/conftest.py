@@ -78,7 +78,6 @@ class Server:
         return found
 
     def terminate(self) -> None:
-        """SIGTERM, once."""
         self._started = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
 

@@ -14,7 +14,7 @@ from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.serve.follow import FIRST_PAUSE_S, LONGEST_PAUSE_S, Follower
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.serve.checkpoints import flip_last_byte, write_checkpoint, write_damaged
 
 
@@ -136,9 +136,7 @@ def test_a_run_that_is_gone_changes_nothing(followed: Followed) -> None:
     assert followed.loaded == followed.said == []
 
 
-def test_a_replica_starts_with_the_best_that_is_not_damaged(
-    tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_a_replica_starts_with_the_best_that_is_not_damaged(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     good = [write_checkpoint(run_dir, 10, 3.0), write_checkpoint(run_dir, 20, 2.5)]
     write_damaged(run_dir, 30, 2.0)

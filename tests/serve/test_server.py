@@ -13,7 +13,7 @@ from raytrain_gpt.serve.app import build_app
 from raytrain_gpt.serve.engine import Engine
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
 from raytrain_gpt.serve.server import check_can_listen
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 
 @pytest.fixture
@@ -25,22 +25,18 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_named(raises_line: RaisesLine, taken: int) -> None:
+def test_a_port_that_is_taken_is_named(taken: int) -> None:
     with raises_line(ConfigError, f"127.0.0.1 port {taken}", "already in use", "--port"):
         check_can_listen(ServeOptions(port=taken))
 
 
-def test_a_host_that_no_machine_can_have_is_named(
-    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_no_machine_can_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "some-key")
     with raises_line(ConfigError, "cannot listen on aaaa", "label", "--host"):
         check_can_listen(ServeOptions(host="a" * 64))
 
 
-def test_others_may_reach_it_only_with_a_key(
-    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_may_reach_it_only_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::", "192.0.2.1", "a-machine"):
         with raises_line(ConfigError, f"host={host}", KEY_VARIABLE):
@@ -54,7 +50,7 @@ def test_others_may_reach_it_only_with_a_key(
 
 
 def test_replicas_answer_nobody_without_the_key_that_they_should_have(
-    raises_line: RaisesLine, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert not ServeOptions().needs_key
@@ -78,8 +74,6 @@ def test_replicas_answer_nobody_without_the_key_that_they_should_have(
         ({"num_replicas": 0}, "num_replicas=0"),
     ],
 )
-def test_options_out_of_range_are_refused(
-    raises_line: RaisesLine, values: dict[str, int], word: str
-) -> None:
+def test_options_out_of_range_are_refused(values: dict[str, int], word: str) -> None:
     with raises_line(ConfigError, word):
         ServeOptions(**values)

@@ -31,7 +31,7 @@ from raytrain_gpt.storage.lease import (
     live_holder,
 )
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.s3 import S3Server
 
 FAST = LeaseTimes(heartbeat_s=0.05, expiry_s=0.2, settle_s=0.0)
@@ -79,7 +79,6 @@ class Process:
         self.pid = self._process.pid
 
     def line(self) -> str:
-        """The next line it prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
@@ -108,7 +107,6 @@ class Process:
         assert self._process.wait(WAIT_S) == 0
 
     def close(self) -> None:
-        """End it whatever it does."""
         self._process.kill()
         self._process.communicate()
 
@@ -140,7 +138,7 @@ def location(tmp_path: Path) -> Location:
 
 
 @pytest.fixture
-def refused(raises_line: RaisesLine) -> Refused:
+def refused() -> Refused:
     """Checks that a lease is refused in one line with these words."""
 
     def check(location: Location, *words: str, **options: Any) -> None:
@@ -204,7 +202,7 @@ def test_a_copy_of_a_held_lease_is_watched_and_taken(
     )
     lines: list[str] = []
     with hold_lease(Location.of(copied / LEASE_FILE), "run copy", lines.append, FAST):
-        assert "taking over in 0 s unless it shows signs of life" in lines[0]
+        assert "taking over in 0 s unless it renews its lease" in lines[0]
         holder.go_on()
         holder.wait()
 
@@ -229,7 +227,7 @@ def test_a_process_of_this_host_is_refused_at_once(
     location: Location, start: Start, refused: Refused
 ) -> None:
     holder = start(location)
-    words = ["run x is in use", f"process {holder.pid} on", " UTC); stop that one first"]
+    words = ["run x is in use", f"process {holder.pid} on", " UTC); stop that process first"]
     refused(location, *words)
     assert f"process {holder.pid} on" in str(live_holder(location))
     holder.go_on()
@@ -264,7 +262,7 @@ def test_a_killed_process_needs_no_hand(location: Location, start: Start, collec
         assert f"process {os.getpid()} on" in str(live_holder(location))
     (line,) = lines
     assert line.startswith(f"run x was held by process {holder.pid} on")
-    assert line.endswith("which is gone; taking over")
+    assert line.endswith("which is dead; taking over")
 
 
 def test_a_process_number_that_was_given_again_is_not_the_holder(location: Location) -> None:
@@ -328,7 +326,7 @@ def test_a_process_elsewhere_that_beats_is_not_disturbed(
         LeaseTimes(expiry_s=WATCHED_S),
     )
     refused(location, words, log=lines.append, times=times)
-    assert "taking over in 6 s unless it shows signs of life" in lines[0]
+    assert "taking over in 6 s unless it renews its lease" in lines[0]
     assert f"process {holder.pid} on elsewhere" in str(live_holder(location))
 
 
@@ -439,13 +437,13 @@ def removed_with_its_directory(location: Location) -> None:
 
 @pytest.mark.parametrize("change", [replaced, removed, removed_with_its_directory])
 def test_a_lost_lease_is_noticed_and_left_alone(
-    location: Location, change: Callable[[Location], None], raises_line: RaisesLine
+    location: Location, change: Callable[[Location], None]
 ) -> None:
     with hold_lease(location, "run x", pytest.fail, FAST) as lease:
         with lease_module._guarded(location):  # else a beat may write over the change
             change(location)
         assert lease.lost.wait(WAIT_S)
-        with raises_line(ClusterError, "run x was taken over", str(location)):
+        with raises_line(ClusterError, "lost the lease on run x: ", str(location)):
             lease.check()
     assert location.exists() == (change is replaced)
     assert location.parent.exists() == (change is not removed_with_its_directory)
@@ -490,7 +488,7 @@ def test_a_lease_that_cannot_be_removed_is_told_and_hides_no_error(
     with pytest.raises(KeyError), hold_lease(location, "run x", lines.append):
         raise KeyError
     assert len(lines) == 1
-    assert f"could not remove {location}" in lines[0]
+    assert f"cannot remove {location}" in lines[0]
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(
@@ -509,7 +507,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     assert not lines
 
 
-def test_a_lease_that_cannot_be_read_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_lease_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with raises_line(ClusterError, f"cannot read {tmp_path}", "Is a directory"):
         live_holder(Location.of(tmp_path))
 

@@ -250,7 +250,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(
     fill(cache, range(5))
     assert kept(cache) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"cannot keep row groups in {cache.directory}: Not a directory" in caplog.text
+    assert f"cannot cache row groups in {cache.directory}: Not a directory" in caplog.text
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(

@@ -16,7 +16,7 @@ from raytrain_gpt.data.shards import Manifest
 from raytrain_gpt.data.verify import check_shards
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.storage.location import Location
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.data.shard_tools import write_dataset
 from tests.s3 import S3Server
 
@@ -110,7 +110,7 @@ def test_what_is_on_a_disk_is_not_kept(manifest: Manifest, tmp_path: Path, cache
 
 
 def test_a_damaged_row_group_is_named_and_not_kept(
-    remote_dir: Location, manifest: Manifest, tmp_path: Path, cache: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, tmp_path: Path, cache: Path
 ) -> None:
     shard = tmp_path / "d" / "train-00000.parquet"
     chunk = pq.read_metadata(shard).row_group(6).column(0)
@@ -125,7 +125,7 @@ def test_a_damaged_row_group_is_named_and_not_kept(
 
 
 def test_an_id_beyond_the_vocabulary_is_not_kept(
-    remote_dir: Location, manifest: Manifest, cache: Path, tmp_path: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, cache: Path, tmp_path: Path
 ) -> None:
     table = pa.table({"tokens": np.array([0] * 70 + [257] + [0] * 259, np.uint16)})
     pq.write_table(table, tmp_path / "other.parquet", row_group_size=33)
@@ -136,7 +136,7 @@ def test_an_id_beyond_the_vocabulary_is_not_kept(
 
 
 def test_the_shards_of_a_store_are_checked(
-    remote_dir: Location, manifest: Manifest, tmp_path: Path, raises_line: RaisesLine
+    remote_dir: Location, manifest: Manifest, tmp_path: Path
 ) -> None:
     check_shards(remote_dir, manifest, content=True)
     (remote_dir / "train-00003.parquet").remove()

@@ -9,6 +9,7 @@ import pytest
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.sweep.history import HISTORY_FILE, History
+from tests.conftest import raises_line
 
 REPORT = {
     **{"objective": 2.5, "tokens_seen": 10, "tokens_per_s": 1.0, "elapsed_s": 1.0, "run_dir": "r"},
@@ -46,7 +47,7 @@ def test_events_come_back(history: History, tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_line_is_named(
-    history: History, tmp_path: Path, before: bytes, after: bytes, raises_line
+    history: History, tmp_path: Path, before: bytes, after: bytes
 ) -> None:
     file = tmp_path / HISTORY_FILE
     lines = file.read_bytes().splitlines(keepends=True)

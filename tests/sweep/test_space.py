@@ -25,6 +25,7 @@ from raytrain_gpt.sweep.space import (
     parse_domain,
     with_expressions,
 )
+from tests.conftest import raises_line
 
 FRACTIONS = st.floats(0, 1)
 
@@ -63,7 +64,7 @@ def test_a_value_becomes_what_its_field_has(name: str, raw: Any, value: Any) -> 
     ],
 )
 def test_a_value_that_its_field_cannot_have_is_one_line(
-    name: str, raw: Any, words: list[str], raises_line
+    name: str, raw: Any, words: list[str]
 ) -> None:
     with raises_line(ConfigError, *words):
         field_value(name, raw)
@@ -124,9 +125,7 @@ def test_a_domain_is_written_back_as_it_is_read(name: str, raw: Any, argument: A
         ("min_lr", {"expression": None}, ["None", "is not an expression"]),
     ],
 )
-def test_a_domain_that_is_not_one_is_one_line(
-    name: str, raw: Any, words: list[str], raises_line
-) -> None:
+def test_a_domain_that_is_not_one_is_one_line(name: str, raw: Any, words: list[str]) -> None:
     with raises_line(ConfigError, *words):
         parse_domain(name, raw)
 
@@ -192,9 +191,7 @@ def test_an_expression_is_arithmetic(text: str, value: float) -> None:
         *("max(1)(2)", "(min)(1, 2) @ 3", "peak_lr[0]"),
     ],
 )
-def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(
-    text: str, raises_line
-) -> None:
+def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(text: str) -> None:
     with raises_line(ConfigError, "is not an expression", "+ - * /", "sqrt"):
         parse_domain("min_lr", {"expression": text})
 
@@ -229,9 +226,7 @@ def recursion_limit() -> Iterator[None]:
         ("compile + 1", ["uses compile=True", "not a number"]),
     ],
 )
-def test_an_expression_without_a_value_is_one_line(
-    text: str, words: list[str], raises_line
-) -> None:
+def test_an_expression_without_a_value_is_one_line(text: str, words: list[str]) -> None:
     values = {"max_steps": 100, "schedule": "cosine", "compile": True, "min": 1e400}
     with raises_line(ConfigError, repr(text), *words):
         Expression(expression=text).value(values)
@@ -294,14 +289,12 @@ def test_a_whole_number_is_rounded() -> None:
         ({"min_lr": "peak_lr / 2", "peak_lr": "min_lr * 2"}, ["cycle", "min_lr", "peak_lr"]),
     ],
 )
-def test_a_circle_of_expressions_is_one_line(
-    texts: dict[str, str], words: list[str], raises_line
-) -> None:
+def test_a_circle_of_expressions_is_one_line(texts: dict[str, str], words: list[str]) -> None:
     space = {name: Expression(expression=text) for name, text in texts.items()}
     with raises_line(ConfigError, *words):
         expression_order(space)
 
 
-def test_a_value_that_its_field_cannot_have_is_refused_when_it_is_worked_out(raises_line) -> None:
+def test_a_value_that_its_field_cannot_have_is_refused_when_it_is_worked_out() -> None:
     with raises_line(ConfigError, "peak_lr=-0.9", "greater than 0"):
         with_expressions({"peak_lr": Expression(expression="dropout - 1")}, {"dropout": 0.1})

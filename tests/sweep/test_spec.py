@@ -22,6 +22,7 @@ from raytrain_gpt.sweep.spec import (
     Sweep,
     load_sweep,
 )
+from tests.conftest import raises_line
 
 FILE: dict[str, Any] = {
     "base": {"preset": "quickstart"},
@@ -130,9 +131,7 @@ def test_flags_win_over_the_file(load: Load) -> None:
         ({"max_steps": "9"}, ["max_steps is set by the sweep; set budget_tokens"]),
     ],
 )
-def test_a_wrong_flag_is_one_line(
-    load: Load, flags: dict[str, str], words: list[str], raises_line
-) -> None:
+def test_a_wrong_flag_is_one_line(load: Load, flags: dict[str, str], words: list[str]) -> None:
     with raises_line(ConfigError, *words):
         load(flags)
 
@@ -198,16 +197,14 @@ def test_a_wrong_flag_is_one_line(
         ),
     ],
 )
-def test_a_wrong_file_is_one_line(
-    load: Load, changes: dict[str, Any], words: list[str], raises_line
-) -> None:
+def test_a_wrong_file_is_one_line(load: Load, changes: dict[str, Any], words: list[str]) -> None:
     with raises_line(ConfigError, *words):
         load(**changes)
 
 
 @pytest.mark.parametrize("name", SET_BY_SWEEP)
 @pytest.mark.parametrize("place", ["overrides", "space"])
-def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, raises_line) -> None:
+def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str) -> None:
     value = FIELDS[name][1].default
     entry = {name: value if place == "overrides" else {"grid": [value]}}
     with raises_line(ConfigError, f"{name} is set by the sweep; {SET_BY_SWEEP[name]}"):
@@ -227,7 +224,7 @@ def test_what_the_sweep_decides_is_not_set(load: Load, place: str, name: str, ra
     ],
 )
 def test_resources_places_and_the_measure_are_the_same_in_all_trials(
-    load: Load, name: str, values: list[Any], raises_line
+    load: Load, name: str, values: list[Any]
 ) -> None:
     with raises_line(ConfigError, f"{name} cannot vary between trials; move it"):
         load(space={name: {"grid": values}})
@@ -272,7 +269,7 @@ def test_numbers_of_trials_that_fit_the_space(
     ],
 )
 def test_numbers_of_trials_that_do_not_fit_the_space(
-    load: Load, space: Any, num_trials: int | None, searcher: str, words: list[str], raises_line
+    load: Load, space: Any, num_trials: int | None, searcher: str, words: list[str]
 ) -> None:
     with raises_line(ConfigError, *words):
         load(space=space, num_trials=num_trials, searcher=searcher)
@@ -308,7 +305,7 @@ def test_numbers_of_trials_that_do_not_fit_the_space(
     ],
 )
 def test_a_scheduler_that_does_not_fit_is_one_line(
-    load: Load, scheduler: Any, words: list[str], raises_line
+    load: Load, scheduler: Any, words: list[str]
 ) -> None:
     with raises_line(ConfigError, *words):
         load(space=DRAWN, num_trials=4, scheduler=scheduler)
@@ -337,7 +334,7 @@ def test_a_scheduler_that_does_not_fit_is_one_line(
     ],
 )
 def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
-    load: Load, changes: dict[str, Any], words: list[str], raises_line
+    load: Load, changes: dict[str, Any], words: list[str]
 ) -> None:
     changes = {"space": DRAWN, "num_trials": 4, **changes}
     with raises_line(ConfigError, *words):
@@ -353,24 +350,22 @@ def test_pbt_changes_only_what_may_change_in_the_middle_of_a_trial(
         ("- a", ["has no keys"]),
         ("1: 2", ["unknown key 1"]),
         (f"{yaml.safe_dump(FILE)}\n1: 2", ["unknown key 1"]),
-        ("a: [", ["is not YAML"]),
+        ("a: [", ["is not valid YAML"]),
         (
             "base: {preset: a}\nbase: {preset: b}",
-            ["broken.yaml", "key base is given twice", "line 2"],
+            ["broken.yaml", "duplicate key base", "line 2"],
         ),
-        ("a: !!python/object/apply:os.getcwd []", ["is not YAML", "python/object"]),
+        ("a: !!python/object/apply:os.getcwd []", ["is not valid YAML", "python/object"]),
     ],
 )
-def test_what_is_no_sweep_file_is_one_line(
-    tmp_path: Path, text: str, words: list[str], raises_line
-) -> None:
+def test_what_is_no_sweep_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text, "utf-8")
     with raises_line(ConfigError, *words):
         load_sweep(path, {})
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, raises_line) -> None:
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with raises_line(ConfigError, "cannot read sweep", "no.yaml", "No such file"):
         load_sweep(tmp_path / "no.yaml", {})
 

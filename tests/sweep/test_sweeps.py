@@ -24,6 +24,7 @@ from raytrain_gpt.sweep.tune import run_sweep
 from raytrain_gpt.tracking.run_files import Row, read_rows
 from raytrain_gpt.train.worker import train_worker
 from raytrain_gpt.train.worker_group import WorkerSpec
+from tests.conftest import RunCli
 from tests.faults.gates import wait_until
 from tests.runs import command, environment
 
@@ -43,7 +44,6 @@ def breaks_at_one_rate(spec: WorkerSpec) -> None:
 
 
 def steps_of(run_dir: str) -> list[int]:
-    """Steps that a run's metrics have."""
     return [row["step"] for row in read_rows(Path(run_dir)) if "train/loss" in row]
 
 
@@ -55,7 +55,7 @@ def running(run_dir: str) -> tuple[float, float]:
 
 
 def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
-    make_sweep: MakeSweep, tmp_path: Path, run_cli: Callable[..., Any]
+    make_sweep: MakeSweep, tmp_path: Path, run_cli: RunCli
 ) -> None:
     from mlflow import MlflowClient  # here: it takes seconds
 
@@ -145,7 +145,7 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
 
 @pytest.mark.timeout(900)  # four commands, six trials one after the other
 def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
-    write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: Callable[..., Any]
+    write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
     """One trial at a time, so that the order of reports, which halving depends on, is the same."""
     file = write_sweep(
@@ -198,9 +198,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     assert {state for _, state, *_ in results("whole")} == {"finished", "stopped"}
 
     before = (tmp_path / "runs" / "killed" / "results.csv").read_text()
-    code, output, _ = run_cli("tune", file, "--resume")
-    assert code == 0
-    assert "has already ended" in output
+    assert "has already ended" in run_cli.succeeds("tune", file, "--resume")
     assert (tmp_path / "runs" / "killed" / "results.csv").read_text() == before
 
 

@@ -22,6 +22,7 @@ from raytrain_gpt.sweep.trial_plan import (
     tied_values,
     trial_config,
 )
+from tests.conftest import raises_line
 
 from .conftest import sweep_of
 
@@ -225,14 +226,14 @@ def test_values_tied_to_a_trial_follow_its_own() -> None:
     ],
 )
 def test_a_trial_that_is_not_possible_is_one_line(
-    space: dict[str, Any], changes: dict[str, Any], words: list[str], raises_line
+    space: dict[str, Any], changes: dict[str, Any], words: list[str]
 ) -> None:
     sweep = sweep_of(space, **changes)
     with raises_line(ConfigError, *words):
         check_sweep(sweep, num_workers=1)
 
 
-def test_every_batch_divides_over_the_workers(raises_line) -> None:
+def test_every_batch_divides_over_the_workers() -> None:
     sweep = sweep_of({"global_batch_tokens": BATCHES})
     assert len(check_sweep(sweep, num_workers=1)) == 2
     with raises_line(ConfigError, "a trial with global_batch_tokens=1,024", "3 workers × 8"):
@@ -255,7 +256,7 @@ def test_every_batch_divides_over_the_workers(raises_line) -> None:
     ],
 )
 def test_what_optuna_may_come_to_is_tried_out_before(
-    space: dict[str, Any], words: list[str], raises_line
+    space: dict[str, Any], words: list[str]
 ) -> None:
     with raises_line(ConfigError, "a trial with", *words):
         check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1)
@@ -275,7 +276,7 @@ def test_a_large_space_is_tried_out_in_part() -> None:
     assert check_sweep(sweep_of(space, searcher="optuna", num_trials=2), num_workers=1) == []
 
 
-def test_what_pbt_may_come_to_is_tried_out_before(raises_line) -> None:
+def test_what_pbt_may_come_to_is_tried_out_before() -> None:
     space = {"peak_lr": {"uniform": [1e-4, 1e-2]}}
     sweep = sweep_of(space, num_trials=2, scheduler=PBT, overrides={"min_lr": 3e-4})
     assert all(trial["peak_lr"] > 3e-4 for trial in planned_trials(sweep))

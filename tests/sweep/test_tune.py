@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from raytrain_gpt.sweep.spec import Sweep
 from raytrain_gpt.sweep.sweep_run import ParentRun, SweepRun, SweepSummary
 from raytrain_gpt.sweep.trial_plan import base_config
 from raytrain_gpt.sweep.tune import BASE_FILE, SWEEP_FILE, check_known, to_yaml
+from tests.conftest import RunCli, raises_line
 
 from .conftest import sweep_of
 
@@ -32,9 +32,7 @@ def started(tmp_path: Path) -> Sweep:
     return sweep
 
 
-def test_a_sweep_goes_on_as_it_was_and_not_as_another(
-    started: Sweep, tmp_path: Path, raises_line
-) -> None:
+def test_a_sweep_goes_on_as_it_was_and_not_as_another(started: Sweep, tmp_path: Path) -> None:
     directory = Location.of(tmp_path)
     check_known(started, base_config(started), directory, resume=True)
     with raises_line(ConfigError, "already exists in", "--resume"):
@@ -49,7 +47,7 @@ def test_a_sweep_goes_on_as_it_was_and_not_as_another(
     "content", [b"", b"- 1", b"a: [", b"a: 1\na: 2", b"\xff", b"a: &a [*a]", None]
 )
 def test_a_damaged_file_of_a_started_sweep_is_one_line(
-    started: Sweep, tmp_path: Path, name: str, content: bytes | None, raises_line
+    started: Sweep, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     if content is None:
         (tmp_path / BASE_FILE).unlink()
@@ -101,7 +99,7 @@ def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(
     way_out: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    run_cli: Callable[..., Any],
+    run_cli: RunCli,
 ) -> None:
     monkeypatch.setattr(
         tune, "run_sweep", lambda *_, **__: ended_sweep(tmp_path, states, **changes)
@@ -121,7 +119,7 @@ def test_a_sweep_with_failed_trials_fails_and_offers_no_best_configuration(
 
 
 @pytest.mark.parametrize("state", ["failed", "diverged"])
-def test_a_sweep_without_a_result_says_why(state: str, tmp_path: Path, raises_line) -> None:
+def test_a_sweep_without_a_result_says_why(state: str, tmp_path: Path) -> None:
     words = "3 of 3 trials" if state == "failed" else "all trials of sweep small diverged"
     with raises_line(TrainingFailed, words):
         ended_sweep(tmp_path, [state] * 3)

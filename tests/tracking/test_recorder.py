@@ -40,7 +40,6 @@ def spec(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: An
 
 
 def recorder(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> Recorder:
-    """One that writes files only."""
     return Recorder(spec(run_dir, step, attempt, **changed))
 
 
@@ -71,7 +70,7 @@ def test_every_row_is_written_and_some_are_said(tmp_path: Path) -> None:
         ["step 10/40", "epoch 0"],
         ["step 40/40", "epoch 0"],
         ["step 40/40", "val loss 3.0000"],
-        ["step 40/40", "checkpoint written in 2.0 s, training stood still 10 ms"],
+        ["step 40/40", "checkpoint written in 2.0 s, training blocked for 10 ms"],
     ]
 
 

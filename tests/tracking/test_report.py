@@ -22,7 +22,7 @@ from raytrain_gpt.tracking.report import MAX_SAMPLE_SETS, RunHistory, write_comp
 from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, Row
 from raytrain_gpt.tracking.step_time import KINDS, StepTimeBreakdown
 from raytrain_gpt.tracking.sync import RunSync
-from tests.checkpoint.test_catalog import STATE
+from tests.training import STATE
 
 PROMPT = "<b>def</b> "
 VOID = {"meta", "link", "br", "hr", "img", "input"}

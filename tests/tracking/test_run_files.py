@@ -201,7 +201,7 @@ def test_a_push_that_failed_is_made_up_for(bucket: Location, s3: S3Server) -> No
     RunFiles(sync.work_dir, 1, []).add_rows([train_row(2)])
     s3.stop()
     try:
-        with pytest.raises(StorageError, match="out of reach"):
+        with pytest.raises(StorageError, match="storage unreachable"):
             sync.push()
     finally:
         s3.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from raytrain_gpt.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from raytrain_gpt.tracking.runs import find_run, runs_command
 from raytrain_gpt.tracking.summary import run_facts
 from raytrain_gpt.tracking.sync import RunSync
-from tests.conftest import RaisesLine
+from tests.conftest import RunCli, raises_line
 from tests.serve.checkpoints import write_checkpoint
 
 
@@ -37,7 +36,7 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> 
 
 
 def test_a_misspelt_run_is_answered_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., tuple[int, str, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs = Location.of(tmp_path) / "runs"
@@ -125,6 +124,6 @@ def test_checkpoints_are_shown_for_people_and_for_programs(tmp_path: Path) -> No
     assert all(isinstance(row["size_bytes"], int) for row in rows)
 
 
-def test_a_storage_that_is_not_there_is_one_line(tmp_path: Path, raises_line: RaisesLine) -> None:
+def test_a_storage_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with raises_line(CheckpointError, "no runs", "nowhere does not exist", "--storage_path"):
         runs_command("list", [], Location.of(tmp_path / "nowhere"), False, print)

@@ -26,7 +26,7 @@ from raytrain_gpt.tracking.mlflow_run import (
 )
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.tracking.trackers import MLflow, plottable_values
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 Track = Callable[..., MLflow]
 
@@ -133,9 +133,7 @@ def test_an_export_is_logged_with_its_run(
     assert "has no run of run; not logging the export" in lines[1]
 
 
-def test_the_database_beside_a_run_keeps_artifacts_beside_itself(
-    tmp_path: Path, raises_line: RaisesLine
-) -> None:
+def test_the_database_beside_a_run_keeps_artifacts_beside_itself(tmp_path: Path) -> None:
     """The database may have come with the run, so its artifacts must not lead elsewhere."""
     config = Config().updated({"storage_path": str(tmp_path), "experiment": "tests"})
     place, model, lines = Location.of(tmp_path / "run"), tmp_path / "model", list[str]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
+from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, Straight, steps, weights
 
@@ -30,7 +30,7 @@ def losses(run: RunSummary, above: int = 0) -> list[list[Any]]:
 
 
 def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
-    make_config: MakeConfig, straight: Straight, storage: Path, run_cli: Callable[..., Any]
+    make_config: MakeConfig, straight: Straight, storage: Path, run_cli: RunCli
 ) -> None:
     parent = storage / "parent"
     shutil.copytree(straight(0).run_dir.path, parent)
@@ -58,7 +58,7 @@ def test_with_unchanged_settings_it_has_its_parents_later_weights_without_it(
 
 
 def test_a_run_that_is_there_branches_from_nothing_new(
-    make_config: MakeConfig, straight: Straight, raises_line: Any
+    make_config: MakeConfig, straight: Straight
 ) -> None:
     newest = straight(0).checkpoint
     for max_steps in (50, 60):  # finished, and to be extended
@@ -114,18 +114,17 @@ def test_it_goes_on_with_other_data_at_its_place(
         ),
         (CheckpointError, {"branch_from": "nobody@20"}, ["has checkpoints of steps none"]),
         (CheckpointError, {"branch_from": "strait-0@20"}, ["did you mean straight-0?"]),
-        (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32; a branch keeps it"]),
+        (ConfigError, {"embd_size": 64}, ["embd_size=64", "has 32 and a branch cannot change it"]),
         (ConfigError, {"optimizer": "muon"}, ["optimizer=muon", "has adamw"]),
         (ConfigError, {"global_batch_tokens": 24 * 32}, ["global_batch_tokens=768", "has 384"]),
         (ConfigError, {"max_steps": 20}, ["has trained 20 steps; set max_steps above 20"]),
-        (ConfigError, {"init_from": "x"}, ["branch_from=straight-0@20", "set one of them to null"]),
+        (ConfigError, {"init_from": "x"}, ["branch_from=straight-0@20", "set one to null"]),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_no_checkpoint(
     make_config: MakeConfig,
     straight: Straight,
     storage: Path,
-    raises_line: Any,
     kind: type[Exception],
     changes: dict[str, Any],
     words: list[str],

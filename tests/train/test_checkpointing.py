@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from raytrain_gpt.checkpoint.catalog import Catalog, Checkpoint
 from raytrain_gpt.checkpoint.collectives import Collectives
@@ -29,13 +27,12 @@ from raytrain_gpt.train.model_setup import TrainingSetup, files_on_machine, set_
 from raytrain_gpt.train.step_log import Position
 from tests.checkpoint.test_catalog import write
 from tests.runs import MakeConfig
+from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
 
 
 class FakeRecorder:
-    """Writes down events."""
-
     def __init__(self) -> None:
         self.events: list[tuple[int, str, dict[str, Any]]] = []
 
@@ -190,21 +187,6 @@ def test_whoever_lost_the_run_s_name_writes_no_more(
     assert reports == []
 
 
-class ThreadRanks:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self._barrier, self._values = rank, barrier, values
-
-    def all_gather_json(self, value: Any, kind: Any) -> list[Any]:
-        adapter = TypeAdapter(kind)
-        self._values[self.rank] = adapter.dump_json(value)
-        self._barrier.wait(60)
-        found = [adapter.validate_json(text) for text in self._values]
-        self._barrier.wait(60)
-        return found
-
-
 def test_the_ranks_of_a_machine_fetch_a_checkpoint_once(
     bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,10 +199,8 @@ def test_the_ranks_of_a_machine_fetch_a_checkpoint_once(
         download(self, target)
 
     monkeypatch.setattr(Location, "download", counted)
-    barrier, values = threading.Barrier(3), [None] * 3
 
-    def read(checkpoint: Checkpoint, rank: int) -> tuple[Path, bytes]:
-        ranks: Any = ThreadRanks(rank, barrier, values)
+    def read(checkpoint: Checkpoint, ranks: Any) -> tuple[Path, bytes]:
         with files_on_machine(checkpoint, ranks) as directory:
             return directory, (directory / MODEL_FILE).read_bytes()
 
@@ -228,7 +208,7 @@ def test_the_ranks_of_a_machine_fetch_a_checkpoint_once(
         write(Catalog(storage), 20)
         (checkpoint,) = Catalog(storage).complete()
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(partial(read, checkpoint), range(3)))
+            found = list(pool.map(partial(read, checkpoint), thread_ranks(3)))
         assert len(set(found)) == 1
         assert found[0][0].exists() == checkpoint.path.is_local
     assert fetched.count(MODEL_FILE) == 1

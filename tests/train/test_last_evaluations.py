@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,9 @@ class AttemptEnd:
         )
 
 
+EndOf = Callable[..., AttemptEnd]
+
+
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How recorders were closed; calls are done at once."""
@@ -72,46 +77,38 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def config(make_config: MakeConfig) -> FittedConfig:
-    return decided(
-        FittedConfig,
-        make_config(num_workers=1, keep_checkpoints=2, eval_mode="async"),
-        use_gpu=False,
-    )
+def end_of(make_config: MakeConfig, tmp_path: Path) -> EndOf:
+    changed = make_config(num_workers=1, keep_checkpoints=2, eval_mode="async")
+    config = decided(FittedConfig, changed, use_gpu=False)
+    return partial(AttemptEnd, config, Location.of(tmp_path))
 
 
-def test_nothing_is_waited_for_where_all_is_evaluated(
-    config: FittedConfig, tmp_path: Path, closed: list[str]
-) -> None:
-    end = AttemptEnd(config, Location.of(tmp_path), due=False, failing=False)
+def test_nothing_is_waited_for_where_all_is_evaluated(end_of: EndOf, closed: list[str]) -> None:
+    end = end_of(due=False, failing=False)
     assert end.finish() is False
     assert (closed, end.lines) == ([], [])
     # What was kept for its evaluation alone is removed.
     assert [c.state.step for c in Catalog(end.output.run_dir).complete()] == [40, 50]
 
 
-def test_the_last_evaluation_is_waited_for(
-    config: FittedConfig, tmp_path: Path, closed: list[str]
-) -> None:
-    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=False)
+def test_the_last_evaluation_is_waited_for(end_of: EndOf, closed: list[str]) -> None:
+    end = end_of(due=True, failing=False)
     assert end.finish() is True
     assert closed == ["FINISHED"]
     assert end.lines[0] == "training finished; waiting for the evaluation of step 50"
 
 
 def test_an_evaluation_that_fails_is_missing_and_the_next_command_tries_it_again(
-    config: FittedConfig, tmp_path: Path, closed: list[str]
+    end_of: EndOf, closed: list[str]
 ) -> None:
-    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
-    with pytest.raises(
-        TrainingFailed, match="step 50 is not evaluated; run the same command to try"
-    ):
-        end.finish()
+    words = "step 50 is not evaluated; run the same command to try"
+    with pytest.raises(TrainingFailed, match=words):
+        end_of(due=True, failing=True).finish()
     assert closed == ["FINISHED"]
 
 
-def test_a_signal_ends_the_wait(config: FittedConfig, tmp_path: Path, closed: list[str]) -> None:
-    end = AttemptEnd(config, Location.of(tmp_path), due=True, failing=True)
+def test_a_signal_ends_the_wait(end_of: EndOf, closed: list[str]) -> None:
+    end = end_of(due=True, failing=True)
     end.stop.set()
     with pytest.raises(Interrupted, match="run the same command to evaluate step 50"):
         end.finish()

@@ -24,6 +24,7 @@ from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train import local_mode
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.worker import Worker, train_worker
+from tests.conftest import raises_line
 from tests.faults.gates import Faults, Gate, command, gated, wait_until
 from tests.runs import MakeConfig, Straight, assert_same, events, steps
 
@@ -159,7 +160,7 @@ def test_a_run_whose_name_another_process_took_ends(make_config: MakeConfig) -> 
         (spec.run_dir / LEASE_FILE).write_text("{}")
         train_worker(spec)
 
-    with pytest.raises(ClusterError, match="run local-taken was taken over"):
+    with pytest.raises(ClusterError, match="lost the lease on run local-taken"):
         train(config, print, takes)
 
 
@@ -232,7 +233,7 @@ def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
 
 
 def test_some_variables_of_torchrun_are_one_line(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, raises_line: Callable[..., Any]
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every process would take itself for the only one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -255,7 +256,7 @@ def test_what_torchrun_cannot_do_is_one_line_of_one_rank(
 
 
 def test_a_given_cluster_is_one_line(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, raises_line: Callable[..., Any]
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     with raises_line(Exception, "RAY_ADDRESS=127.0.0.1:6379", "unset RAY_ADDRESS"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,6 +24,7 @@ from raytrain_gpt.train.memory_fit import (
 )
 from raytrain_gpt.train.memory_search import USABLE_FRACTION, MemoryFit
 from tests.checkpoint.test_catalog import state
+from tests.conftest import raises_line
 from tests.runs import MakeConfig, restarted_from, weights
 
 VOCAB_SIZE = 257
@@ -81,9 +80,7 @@ def test_numbers_stay_and_nobody_is_asked() -> None:
     fewer = fit_memory(larger, 4, 1, lines.append)
     assert fewer.config.train.micro_batch_sequences == 6
     assert (fewer.worker_sequences, fewer.micro_batches_per_step) == (6, 1)
-    assert lines == [
-        "micro_batch_sequences 8 -> 6: it divides the 6 sequences that a worker has in a step"
-    ]
+    assert lines == ["micro_batch_sequences 8 -> 6, to divide the 6 sequences per worker and step"]
 
 
 def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
@@ -102,9 +99,7 @@ def test_the_memory_of_a_node_is_shared_by_its_workers() -> None:
     assert math.isinf(limit(2, Node(8, 0)))
 
 
-def test_much_memory_needs_no_recomputing_and_little_is_one_line(
-    raises_line: Callable[..., Any],
-) -> None:
+def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
     lines: list[str] = []
     there = nodes(Node(8, 0, 64e9))
 
@@ -135,7 +130,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line(
     ],
 )
 def test_little_memory_is_answered_with_what_would_fit(
-    changes: dict[str, object], limit_bytes: float, way: str, raises_line: Callable[..., Any]
+    changes: dict[str, object], limit_bytes: float, way: str
 ) -> None:
     """On a node whose memory gives this limit to each of two workers."""
     plenty, given = nodes(Node(8, 0, 1e12)), config(**changes)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from raytrain_gpt.tracking.summary import RunSummary
 from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
 from tests.runs import MakeConfig, assert_same_order, evaluations, flags, restarted_from, steps
 
@@ -60,9 +60,7 @@ def test_two_workers_go_on_with_a_mixture_in_its_order(
     assert [last[name] for name in names] == pytest.approx([expected[n] for n in names], abs=1e-4)
 
 
-def test_every_dataset_has_its_share_and_its_loss(
-    one: RunSummary, run_cli: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_every_dataset_has_its_share_and_its_loss(one: RunSummary, run_cli: RunCli) -> None:
     rows = steps(one.run_dir)
     assert len(rows) == 200
     tokens = [{name: row[f"data/tokens/{name}"] for name in SHARES} for row in rows]
@@ -77,20 +75,15 @@ def test_every_dataset_has_its_share_and_its_loss(
     assert evaluated["val/loss"] == pytest.approx(sum(losses[n] * SHARES[n] for n in SHARES))
     assert sum(evaluated[f"val/tokens/{name}"] for name in SHARES) == evaluated["val/tokens"]
 
-    code, out, _ = run_cli("eval", one.run_dir.path, "--json")
-    assert code == 0
+    out = run_cli.succeeds("eval", one.run_dir.path, "--json")
     alone = json.loads(out.splitlines()[-1])
     assert alone["val/loss"] == pytest.approx(evaluated["val/loss"], abs=1e-4)
     assert alone["val/loss/signs"] == pytest.approx(losses["signs"], abs=1e-4)
 
 
 def test_a_mixture_that_changed_is_refused_on_resume(
-    one: RunSummary,
-    make_config: MakeConfig,
-    data_path: str,
-    run_cli: Callable[..., tuple[int, str, str]],
+    one: RunSummary, make_config: MakeConfig, data_path: str, run_cli: RunCli
 ) -> None:
     changed = {**RUN, "data_path": data_path.replace("=0.7", "=0.6"), "max_steps": 210}
-    code, _, err = run_cli("train", *flags(make_config(run_name="mix", **changed)))
-    assert code == 2
+    err = run_cli.refuses("train", *flags(make_config(run_name="mix", **changed)))
     assert "changed data (manifest hash)" in err

@@ -12,7 +12,7 @@ from raytrain_gpt.errors import CheckpointError, ClusterError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.preflight import absolute_paths, check_disk, sizes_of_init_from
 from tests.checkpoint.test_catalog import write
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 
 
 @pytest.mark.parametrize("storage", ["runs", "elsewhere"])
@@ -50,11 +50,7 @@ def test_a_path_in_init_from_is_no_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("max_steps", "said"), [(1, "1 checkpoint of"), (3, "3 checkpoints of")])
 def test_a_disk_without_room_says_how_many_checkpoints_need_it(
-    max_steps: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    raises_line: RaisesLine,
+    max_steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Location, "free_bytes", lambda _: 1000)
     config = Config().updated({"max_steps": max_steps, "checkpoint_every_steps": 1})

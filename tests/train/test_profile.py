@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import torch
 
 from raytrain_gpt.config.sections import STEPS_BEFORE_PROFILE, OptimSection
 from raytrain_gpt.core.gpt2 import GPT2
-from raytrain_gpt.core.loop import MicroBatch, StepResult, train_steps
+from raytrain_gpt.core.loop import MicroBatch, StepResult
 from raytrain_gpt.core.model import GPT, GPTShape
 from raytrain_gpt.core.optim import build_optimizer
 from raytrain_gpt.tracking.run_files import read_rows
@@ -21,6 +20,7 @@ from raytrain_gpt.tracking.step_time import STEP_SPAN, StepTimeBreakdown
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.profile import OnProfile, Profile, StepProfile
 from tests.runs import MakeConfig, Straight, weights
+from tests.training import steps
 
 CPU = torch.device("cpu")
 MAX_STEPS = 10
@@ -52,19 +52,8 @@ def trained(profile_steps: int, take: OnProfile) -> Iterator[tuple[StepResult, G
     model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
     profile = StepProfile(profile_steps, 0, MAX_STEPS, CPU, take)
-    results = train_steps(
-        model,
-        build_optimizer(model, OptimSection()),
-        profile.mark_data_wait(tokens()),
-        first_step=0,
-        max_steps=MAX_STEPS,
-        micro_batches_per_step=2,
-        learning_rate=lambda step: 1e-3,
-        grad_clip=1.0,
-        autocast=contextlib.nullcontext,
-        seed=1,
-        rank=0,
-    )
+    optimizer, batches = build_optimizer(model, OptimSection()), profile.mark_data_wait(tokens())
+    results = steps(model, optimizer, batches, MAX_STEPS, micro_batches_per_step=2, seed=1)
     for result in profile.record_steps(results):
         yield result, model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from raytrain_gpt.train import worker as worker_module
 from raytrain_gpt.train.launch import train
 from raytrain_gpt.train.provenance import RunProvenance
 from raytrain_gpt.train.step_log import StepLog
+from tests.conftest import RunCli, raises_line
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, gated
 from tests.runs import MakeConfig
 
 pytestmark = pytest.mark.slow
 
-RunCli = Callable[..., tuple[int, str, str]]
 Given = dict[int, list[int]]
 """Step -> ids of its sequences, in the order of the batch."""
 
@@ -127,8 +127,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     had = {
         step: {one.id for one in data.step(step) if PLANTED in one.text} for step in range(1, 61)
     }
-    code, out, errors = run_cli("data", "find", PLANTED, run.run_dir, "--json")
-    assert (code, errors) == (0, "")
+    out = run_cli.succeeds("data", "find", PLANTED, run.run_dir, "--json")
     answer = json.loads(out.splitlines()[-1])
     found = {one["step"]: {s["id"] for s in one["sequences"]} for one in answer["steps"]}
     assert found == {step: ids for step, ids in had.items() if ids}
@@ -142,8 +141,7 @@ def test_the_command_shows_and_tells(
 ) -> None:
     train(make_config(run_name="shown", data_path=str(stories), **SMALL_DATA), print)
     argv = ("data", "at", "shown", "--storage_path", storage)
-    code, out, _ = run_cli(*argv, "--step", 3, "--worker", 0, "--documents", "--json")
-    assert code == 0
+    out = run_cli.succeeds(*argv, "--step", 3, "--worker", 0, "--documents", "--json")
     lines = [line for line in out.splitlines() if line.startswith("sequence ")]
     answer = json.loads(out.splitlines()[-1])
     assert (answer["step"], len(answer["sequences"]), len(lines)) == (3, 12, 12)
@@ -159,23 +157,18 @@ def test_the_command_shows_and_tells(
         ("--step", 3, "--batch", 2): "data at takes --step N or --batch N",
     }
     for more, words in cases.items():
-        code, _, errors = run_cli(*argv, *more)
-        assert code == 2
-        assert words in errors
-        assert errors.count("\n") == 1
+        assert words in run_cli.refuses(*argv, *more)
     for argv, words in (
         (("data", "find", "one"), "required: RUN; see: raytrain-gpt data find --help"),
         (("data", "show", "a", "b"), "unknown argument b of raytrain-gpt data show"),
         (("data", "find", "", "shown", "--storage_path", storage), "the text to find is empty"),
         (("data", "at", "nobody", "--step", 1, "--storage_path", storage), "no run nobody"),
     ):
-        code, _, errors = run_cli(*argv)
-        assert code == 2
-        assert words in errors
+        assert words in run_cli.refuses(*argv)
 
 
 def test_other_data_in_the_place_of_the_runs_is_refused(
-    make_config: MakeConfig, tmp_path: Path, raises_line: Any
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """Else the steps would be told wrong."""
     from raytrain_gpt.errors import DataError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,14 @@ from raytrain_gpt.errors import CheckpointError
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.train.resume import SKIPPED_FILE, Rollback, check_changes, keep_start
 from tests.checkpoint.test_catalog import names, state, steps, write
+from tests.conftest import raises_line
+from tests.runs import MakeConfig
 
 Made = tuple[Config, Manifest, Checkpoint]
 
 
 @pytest.fixture
-def made(make_config: Callable[..., Config]) -> Made:
+def made(make_config: MakeConfig) -> Made:
     """A configuration, its data and a checkpoint of both."""
     config = make_config(run_name="drift", num_workers=2)
     manifest = read_manifest(Location.of(config.data.data_path))
@@ -58,7 +59,7 @@ def made(make_config: Callable[..., Config]) -> Made:
     ],
 )
 def test_changed_maths_is_refused_with_the_key_and_both_values(
-    made: Made, leaf: str, value: Any, raises_line: Callable[..., Any]
+    made: Made, leaf: str, value: Any
 ) -> None:
     config, manifest, checkpoint = made
     assert leaf not in SAFE_ON_RESUME
@@ -68,9 +69,7 @@ def test_changed_maths_is_refused_with_the_key_and_both_values(
 
 
 @pytest.mark.fault("data or tokenizer changed", "refused by hash")
-def test_changed_data_and_tokenizer_are_refused(
-    made: Made, raises_line: Callable[..., Any]
-) -> None:
+def test_changed_data_and_tokenizer_are_refused(made: Made) -> None:
     config, manifest, checkpoint = made
     other = replace(checkpoint, state=replace(checkpoint.state, manifest_hash="ab" * 32))
     with raises_line(CheckpointError, "data (manifest hash) abababababab ->"):
@@ -80,7 +79,7 @@ def test_changed_data_and_tokenizer_are_refused(
         check_changes(config, manifest, other, pytest.fail)
 
 
-def test_all_that_is_wrong_is_said_at_once(made: Made, raises_line: Callable[..., Any]) -> None:
+def test_all_that_is_wrong_is_said_at_once(made: Made) -> None:
     config, manifest, checkpoint = made
     changed = config.updated({"seed": 1, "seq_len": 16, "max_steps": 60})
     with raises_line(CheckpointError, "seed 1337 -> 1", "seq_len 32 -> 16"):
@@ -141,7 +140,7 @@ def test_a_rate_that_rises_again_is_told(
     [("micro_batch_sequences", 1), ("compile", True), ("activation_checkpointing", "full")],
 )
 def test_what_decides_exact_sums_may_change_only_without_them(
-    made: Made, leaf: str, value: Any, raises_line: Callable[..., Any]
+    made: Made, leaf: str, value: Any
 ) -> None:
     config, manifest, checkpoint = made
     check_changes(config.updated({leaf: value}), manifest, checkpoint, [].append)
@@ -190,7 +189,7 @@ def started(made: Made, run_dir: Path, name: str, value: str | None) -> Checkpoi
 @pytest.mark.parametrize("name", ["init_from", "branch_from"])
 @pytest.mark.parametrize("own", [None, A_POINT])
 def test_a_run_keeps_the_start_that_it_had(
-    made: Made, tmp_path: Path, name: str, own: str | None, raises_line: Callable[..., Any]
+    made: Made, tmp_path: Path, name: str, own: str | None
 ) -> None:
     checkpoint = started(made, tmp_path / "drift", name, own)
     for same in (None, own):

@@ -14,7 +14,7 @@ from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import METRICS_FILE
 from raytrain_gpt.train.run_output import RunOutput
 from tests.checkpoint.test_catalog import state, write
-from tests.conftest import RaisesLine
+from tests.conftest import raises_line
 from tests.runs import MakeConfig
 
 
@@ -38,7 +38,7 @@ def test_the_configuration_can_be_used_again(output: RunOutput, config: FittedCo
 
 @pytest.mark.parametrize("name", ["config.yaml", "log.txt", "report.html"])
 def test_files_that_no_run_wrote_are_never_replaced(
-    output: RunOutput, config: FittedConfig, raises_line: RaisesLine, name: str
+    output: RunOutput, config: FittedConfig, name: str
 ) -> None:
     output.check_is_ours()
     (output.sync.work_dir / name).write_text("chapter: one")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from raytrain_gpt.export.huggingface import export_checkpoint
 from raytrain_gpt.storage.location import Location
 from raytrain_gpt.tracking.run_files import read_samples
 from raytrain_gpt.train.launch import train
+from tests.conftest import RunCli
 from tests.data.shard_tools import prepare_here
 from tests.faults.gates import Faults, Gate, gated, wait_until
 from tests.runs import (
+    MakeConfig,
     Straight,
     assert_same,
     assert_same_order,
@@ -69,7 +70,7 @@ def test_validation_is_the_same_at_every_world_size(straight: Straight) -> None:
     "num_workers", [0, *(pytest.param(workers, marks=ON_RAY) for workers in (1, 2, 3))]
 )
 def test_a_resumed_run_ends_with_the_same_bits(
-    straight: Straight, make_config: Callable[..., object], storage: Path, num_workers: int
+    straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
 ) -> None:
     whole = straight(num_workers)
     name = f"resumed-{num_workers}"
@@ -85,7 +86,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 @ON_RAY
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_world_size_goes_on_in_the_same_order(
-    straight: Straight, make_config: Callable[..., object], storage: Path, num_workers: int
+    straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
 ) -> None:
     """From 2 workers, in the middle of a window."""
     name = f"fewer-{num_workers}"
@@ -98,7 +99,7 @@ def test_another_world_size_goes_on_in_the_same_order(
 
 @pytest.mark.fault("checkpoint truncated or one bit flipped")
 def test_damaged_checkpoints_are_skipped_with_a_line_each(
-    straight: Straight, make_config: Callable[..., object], storage: Path
+    straight: Straight, make_config: MakeConfig, storage: Path
 ) -> None:
     copy = restarted_from(straight(0), 50, storage, "damaged")
     newest = Catalog(copy).complete()
@@ -119,9 +120,7 @@ def test_damaged_checkpoints_are_skipped_with_a_line_each(
 
 @pytest.mark.fault("MLflow down or slow")
 @pytest.mark.models
-def test_trackers_show_one_curve_after_a_resume(
-    make_config: Callable[..., object], storage: Path
-) -> None:
+def test_trackers_show_one_curve_after_a_resume(make_config: MakeConfig, storage: Path) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -155,7 +154,7 @@ def test_trackers_show_one_curve_after_a_resume(
 
 @pytest.mark.fault("name of a finished run", "reported with both ways out")
 def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
-    straight: Straight, make_config: Callable[..., object], storage: Path
+    straight: Straight, make_config: MakeConfig, storage: Path
 ) -> None:
     restarted_from(straight(0), 50, storage, "extended")
     assert train(make_config(run_name="extended"), print).already_finished
@@ -165,9 +164,7 @@ def test_a_finished_run_says_so_and_a_larger_max_steps_extends_it(
 
 
 @pytest.mark.models
-def test_a_compiled_run_evaluates_and_samples(
-    make_config: Callable[..., object], tmp_path: Path
-) -> None:
+def test_a_compiled_run_evaluates_and_samples(make_config: MakeConfig, tmp_path: Path) -> None:
     hellaswag = tmp_path / "hellaswag.jsonl"
     example = {"ctx": "To be or", "endings": ["not to be.", "to be?", "a", "b c d"], "label": 0}
     hellaswag.write_text(json.dumps(example) + "\n")
@@ -179,7 +176,7 @@ def test_a_compiled_run_evaluates_and_samples(
 
 
 def test_weights_of_a_checkpoint_start_a_new_run(
-    straight: Straight, make_config: Callable[..., object]
+    straight: Straight, make_config: MakeConfig
 ) -> None:
     source = straight(0)
     config = make_config(run_name="from-weights", init_from=str(source.run_dir), max_steps=2)
@@ -189,7 +186,7 @@ def test_weights_of_a_checkpoint_start_a_new_run(
 
 
 def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
-    straight: Straight, run_cli: Callable[..., tuple[int, str, str]]
+    straight: Straight, run_cli: RunCli
 ) -> None:
     run_dir = straight(0).run_dir
     code, out, _ = run_cli("eval", run_dir / "checkpoints" / "step=00000050", "--json")
@@ -200,9 +197,7 @@ def test_eval_of_a_checkpoint_equals_the_evaluation_in_training(
     assert abs(measured["val/loss"] - in_training["val/loss"]) < 1e-5
 
 
-def test_runs_and_samples_can_be_shown(
-    straight: Straight, storage: Path, run_cli: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_runs_and_samples_can_be_shown(straight: Straight, storage: Path, run_cli: RunCli) -> None:
     run_dir = straight(0).run_dir
     _, out, _ = run_cli("runs", "list", "--storage_path", storage, "--json")
     runs = {run["run"]: run for run in json.loads(out.splitlines()[-1])["runs"]}
@@ -244,7 +239,7 @@ def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
 @pytest.mark.fault("worker killed between checkpoints")
 @ON_RAY
 def test_a_killed_worker_costs_time_but_no_step(
-    straight: Straight, make_config: Callable[..., object], storage: Path, tmp_path: Path
+    straight: Straight, make_config: MakeConfig, storage: Path, tmp_path: Path
 ) -> None:
     gate = Gate(str(tmp_path), rank=1, step=35)
     config = make_config(num_workers=2, run_name="killed")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.schema import Config
@@ -23,25 +21,10 @@ from raytrain_gpt.ingest.ray_dataset import IngestSpec, rank_rows
 from raytrain_gpt.tracking.run_files import Row
 from raytrain_gpt.train.step_log import StepLog
 from tests.runs import MakeConfig
+from tests.training import thread_ranks
 
 CPU = torch.device("cpu")
 SKIPPED = ((4, 6),)
-WAIT_S = 30.0
-
-
-class ThreadCollectives:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self.world_size = rank, len(values)
-        self._barrier, self._values = barrier, values
-
-    def all_gather_rows(self, row: Tensor) -> Tensor:
-        self._values[self.rank] = row
-        self._barrier.wait(WAIT_S)
-        rows = torch.stack(list(self._values))
-        self._barrier.wait(WAIT_S)
-        return rows
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +153,15 @@ def test_bad_steps_in_a_row_end_the_log_with_the_batches_they_read(config: Confi
 
 def test_all_ranks_report_the_same_means(config: Config) -> None:
     spec = ingest(config, world_size=2)
-    barrier, values = threading.Barrier(2), [None, None]
 
-    def run(rank: int) -> list[Row]:
-        collectives = ThreadCollectives(rank, barrier, values)
-        log = make_log(config, feed(spec, rank, batches=2), collectives)
+    def run(ranks: Any) -> list[Row]:
+        log = make_log(config, feed(spec, ranks.rank, batches=2), ranks)
         for step in (1, 2):
-            log.add(result(step, loss=2.0 + rank, norm=math.inf if step == 2 else 1.0))
+            log.add(result(step, loss=2.0 + ranks.rank, norm=math.inf if step == 2 else 1.0))
         return log.flush()
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
+        found = list(pool.map(run, thread_ranks(2)))
     columns = ("step", "train/loss", "data/order_hash", "skipped_on_ranks")
     rows = [[{c: row.get(c) for c in columns} for row in own] for own in found]
     assert rows[0] == rows[1]

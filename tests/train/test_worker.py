@@ -23,8 +23,6 @@ from raytrain_gpt.train.worker import (
 
 
 class FakeWorker:
-    """Writes down what the loop asks for."""
-
     def __init__(self, spec: Any) -> None:
         self.done: list[str] = spec.done
         self._spec = spec
