@@ -230,7 +230,8 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
     assert "pass_through" in first
     assert "[rank 0]" in first
-    assert "in all_gather_rows" in first  # of the log, at the other rank
+    # The other rank waits in the log's collective, or in Ray's, which comes every few seconds.
+    assert any(f"in {call}" in first for call in ("all_gather_rows", "get_preemption_info"))
     assert "[rank 0] does not respond (process" in second
     assert "[rank 1] thread" in second
     assert any("no progress for 25 s" in line for line in lines)

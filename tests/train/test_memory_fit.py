@@ -35,6 +35,7 @@ def config(**values: object) -> FittedConfig:
         "num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": 32,
         "global_batch_tokens": 24 * 32, "micro_batch_sequences": "auto",
         "activation_checkpointing": "auto",
+        "precision": "fp32",  # `auto` depends on the CPU
     }  # fmt: skip
     return decided(
         FittedConfig, Config().updated(sizes),
