@@ -193,11 +193,10 @@ def test_packages_that_are_imported_are_installed_with_this_one() -> None:
         installed_with(canonicalize_name(needed.name), frozenset(needed.extras), seen)
     distributions = {name for name, _ in seen}
     imported = {name.split(".")[0] for module in MODULES for name in imports(module)}
+    providers = packages_distributions()
     missing = {
         package
         for package in imported - {*sys.stdlib_module_names, "raytrain_gpt"}
-        if distributions.isdisjoint(
-            map(canonicalize_name, packages_distributions().get(package, ()))
-        )
+        if distributions.isdisjoint(map(canonicalize_name, providers.get(package, ())))
     }
     assert missing == {"IPython"}  # imported in notebooks only
