@@ -17,7 +17,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# What shares one Ray cluster, and what is too slow for `make test`.
+# Markers of tests that share one Ray cluster, and of tests too slow for `make test`.
 SHARED := ray or sweeps or models or faults
 SLOW := slow or sweeps or tools or models or serve or faults or cluster
 
@@ -61,7 +61,7 @@ wheel: $(INSTALLED)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	cp constraints.txt dist/
 
-# Two at a time, the longest first; what each prints comes when it ends.
+# Two at a time, the longest first; each prints its output when it ends.
 check: $(INSTALLED)
 	@echo "two targets at a time; each prints its output when it ends"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target checks

@@ -1,4 +1,4 @@
-# The environment of every shell on a node, and so of Ray and its runs. Sourced by ~/.bashrc.
+# Environment of every shell on a node, and so of Ray and its runs. Sourced by ~/.bashrc.
 export PATH="$HOME/raytrain-gpt/bin:$PATH"
 # Ray refuses calls without the token of ~/.ray/auth_token.
 export RAY_AUTH_MODE=token

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `raytrain-gpt node` on a spot machine: spot-node.sh aws|gcp FLAGS OF RAYTRAIN-GPT NODE.
-# As soon as the cloud gives notice (AWS two minutes before, GCP half a minute), the node is told to shut down.
+# Sends the node SIGTERM when the cloud gives notice (AWS 2 min ahead, GCP 30 s).
 set -u
 cloud=$1
 shift
@@ -22,7 +22,7 @@ notice() {
 
 raytrain-gpt node "$@" &
 node=$!
-trap 'kill -TERM $node' TERM INT # asked by hand, or at the machine's shutdown
+trap 'kill -TERM $node' TERM INT # sent by hand, or at the machine's shutdown
 while kill -0 $node 2> /dev/null; do
   if notice; then
     echo "$cloud takes this machine away"
@@ -33,7 +33,7 @@ while kill -0 $node 2> /dev/null; do
 done
 wait $node
 code=$?
-while kill -0 $node 2> /dev/null; do # the wait was ended by a signal
+while kill -0 $node 2> /dev/null; do # a signal ended the wait
   wait $node
   code=$?
 done
