@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,10 +115,10 @@ def _text_documents(path: Location, bad: BadDocuments, separator: str | None) ->
 
 
 def _undivided(path: Location) -> Iterator[tuple[int, bytes]]:
-    if (compression := _compression(path)) is None:
+    if _compression(path) is None:
         yield 0, path.read_bytes()
     else:
-        with _opened(path, compression) as file:
+        with _opened(path) as file:
             yield 0, file.read()
 
 
@@ -125,7 +126,7 @@ def _split(path: Location, separator: str) -> Iterator[tuple[int, bytes]]:
     """Yield (position, content) between separators, stripped of newlines; holds one document at a time."""
     mark = separator.encode("utf-8", "surrogateescape")  # a flag that is not UTF-8 has surrogates
     held, start, looked, is_end = bytearray(), 0, 0, False  # `held` starts at byte `start`
-    with _opened(path, _compression(path)) as file:
+    with _opened(path) as file:
         while not is_end:
             if (stop := held.find(mark, looked)) < 0:
                 looked = max(0, len(held) - len(mark) + 1)
@@ -145,7 +146,8 @@ def _compression(path: Location) -> str | None:
     return COMPRESSIONS.get(Path(path.name).suffix)
 
 
-def _opened(path: Location, compression: str | None) -> BinaryIO | io.BufferedReader:
+def _opened(path: Location) -> BinaryIO | io.BufferedReader:
+    compression = _compression(path)
     with failure_as(DataError, f"cannot read {path}"):
         if path.is_local and compression is None:
             return path.path.open("rb")
@@ -193,7 +195,7 @@ def _kind(value: object) -> str:
 def _starts_array(path: Location) -> bool:
     """Whether a JSON file is one array, not JSON lines (an array in a line would have no fields)."""
     try:
-        with _opened(path, _compression(path)) as file:
+        with _opened(path) as file:
             while (first := file.read(1)).isspace():
                 pass
             return first == b"["
@@ -203,15 +205,13 @@ def _starts_array(path: Location) -> bool:
 
 def _jsonl_documents(piece: SourcePiece, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     path, position = piece.location, 0
-    compression = _compression(path)
+    # The length of compressed text is unknown until its end.
+    stop = math.inf if _compression(path) else piece.stop
     try:
-        with _opened(path, compression) as file:
+        with _opened(path) as file:
             if piece.start:
                 position = _next_line(file, piece)
-            # The length of compressed text is unknown until its end.
-            while (position < piece.stop or compression) and (
-                line := file.readline(MAX_LINE_BYTES)
-            ):
+            while position < stop and (line := file.readline(MAX_LINE_BYTES)):
                 start, position = position, position + len(line)
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                     bad.add(path, f"byte {start}", f"a line of {MAX_LINE_BYTES} bytes or more")
@@ -245,7 +245,7 @@ def _next_line(file: BinaryIO | io.BufferedReader, piece: SourcePiece) -> int:
 
 def _array_documents(path: Location, text_field: str, bad: BadDocuments) -> Iterator[Document]:
     try:
-        with _opened(path, _compression(path)) as binary, io.TextIOWrapper(binary, "utf-8") as file:
+        with _opened(path) as binary, io.TextIOWrapper(binary, "utf-8") as file:
             for number, element in enumerate(array_elements(file, MAX_LINE_BYTES)):
                 try:
                     text = text_in(element, text_field)

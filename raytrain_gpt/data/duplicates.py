@@ -78,9 +78,8 @@ def find_duplicates(
             selected = list(pool.map(select, files, starts[:-1].tolist()))
             hashes = np.concatenate([hashes for hashes, _ in selected])
             documents = np.concatenate([documents for _, documents in selected])
-            order = np.lexsort(
-                (hashes["low"], hashes["high"])
-            )  # stable: equal hashes stay in source order
+            # Stable: equal hashes stay in source order.
+            order = np.lexsort((hashes["low"], hashes["high"]))
             hashes, documents = hashes[order], documents[order]
             is_duplicate[documents[1:][hashes[1:] == hashes[:-1]]] = True
     return np.split(is_duplicate, starts[1:-1])

@@ -131,15 +131,13 @@ def _check_size(path: Location, size: int, num_ids: int, expected: int) -> None:
 def id_column(schema: pa.Schema, text_field: str) -> str | None:
     """Return the token id column of a parquet file, or None without one."""
     columns = [text_field] if text_field in schema.names else COLUMNS
-    return next((c for c in columns if c in schema.names and _is_id_list(schema, c)), None)
+    present = [column for column in columns if column in schema.names]
+    return next((column for column in present if _is_id_list(schema.field(column).type)), None)
 
 
-def _is_id_list(schema: pa.Schema, column: str) -> bool:
-    kind = schema.field(column).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(
-        (is_list or pa.types.is_fixed_size_list(kind)) and pa.types.is_integer(kind.value_type)
-    )
+def _is_id_list(kind: pa.DataType) -> bool:
+    checks = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(check(kind) for check in checks) and bool(pa.types.is_integer(kind.value_type))
 
 
 def read_ids(piece: SourcePiece, encoding: tiktoken.Encoding) -> Iterator[IdChunk]:

@@ -12,6 +12,7 @@ versions write different bytes), the previous one is saved as `manifest-before.j
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import defaultdict
@@ -158,24 +159,19 @@ def start(
 
 
 def _another_dataset(directory: Location, hub_commits: list[str] | None = None) -> DataError:
-    what, fix = (
-        f"{directory} already contains another dataset",
-        "choose a different --out or remove it",
-    )
+    of, pin = "", ""
     if hub_commits:
-        return DataError(
-            f"{what}, of {', '.join(hub_commits)}; name that commit in the source, {fix}"
-        )
-    return DataError(f"{what}; {fix}")
+        of, pin = f", of {', '.join(hub_commits)}", "name that commit in the source, "
+    return DataError(
+        f"{directory} already contains another dataset{of}; {pin}choose a different --out or remove it"
+    )
 
 
 def _repair_tokenizer(directory: Location, tokenizer: str, log: Log | None) -> None:
     file = directory / TOKENIZER_FILE
-    try:
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if file.read_text() == tokenizer:
             return
-    except (FileNotFoundError, UnicodeDecodeError):
-        pass
     file.write_text(tokenizer)
     if log:
         log(f"{file} was missing or damaged and has been rewritten")

@@ -19,15 +19,7 @@ from raytrain_gpt.data.duplicates import only_first
 from raytrain_gpt.data.imports import read_ids
 from raytrain_gpt.data.shards import ROW_GROUP_TOKENS
 from raytrain_gpt.data.sources import find_pieces
-from raytrain_gpt.data.split import (
-    VAL_FRACTION,
-    SplitRule,
-    are_named_for_splits,
-    fraction_rule,
-    head_rule,
-    id_rule,
-    is_named_val,
-)
+from raytrain_gpt.data.split import SplitRule, id_rule, is_named_val, text_rule
 from raytrain_gpt.data.tokenizer import vocab_hash
 from raytrain_gpt.errors import DataError
 from raytrain_gpt.format import Log, count
@@ -150,12 +142,8 @@ def make_plan(
     elif is_import:
         read_chunks = partial(read_ids, encoding=encoding)
         rule = id_rule(pieces, read_chunks, encoding.eot_token, val_fraction, val_tokens)
-    elif val_tokens is not None:
-        rule = head_rule(pieces, read, encoding, val_tokens, log)
-    elif val_fraction is None and are_named_for_splits(pieces):
-        rule = SplitRule(by_name=True)
     else:
-        rule = fraction_rule(pieces, read, VAL_FRACTION if val_fraction is None else val_fraction)
+        rule = text_rule(pieces, read, encoding, val_fraction, val_tokens, log)
     if log and rule.by_name:
         files = {piece.location for piece in pieces}
         named = sorted({piece.location.name for piece in pieces if is_named_val(piece.name)})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.lib.stride_tricks import sliding_window_view
 
 from raytrain_gpt.data.order import Ids
 from raytrain_gpt.data.shards import Manifest, Shard, Split, read_row_group
@@ -71,7 +71,8 @@ def read_sequences(
         rows = order[start:stop]
         first_id = int(ends[unit] - sequences[unit])
         group_rows = ids[rows] - first_id
-        tokens[rows] = _overlapping_rows(group, seq_len)[group_rows]
+        # (sequences, seq_len + 1): a row's last token is the next row's first.
+        tokens[rows] = sliding_window_view(group, seq_len + 1)[::seq_len][group_rows]
         delivered[rows] = first_id + group_rows
     return tokens, delivered
 
@@ -91,12 +92,3 @@ def _ahead(
     finally:
         # Do not wait: after an error or a signal, a pending request may take long.
         threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _overlapping_rows(group: Tokens, seq_len: int) -> NDArray[np.unsignedinteger]:
-    """View a row group as (sequences, seq_len + 1); a row's last token is the next row's first."""
-    rows = (len(group) - 1) // seq_len
-    step = group.strides[0]
-    return np.lib.stride_tricks.as_strided(
-        group, (rows, seq_len + 1), (seq_len * step, step), writeable=False
-    )

@@ -51,7 +51,6 @@ _MAX_ROW_GROUPS = 2**24
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
-
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -180,7 +179,7 @@ class ShardWriter:
         size = self._row_group_tokens
         end = len(tokens) // size * size if full_only else len(tokens)
         for start in range(0, end, size):
-            group = tokens[start : min(start + size, end)].astype(self._dtype, copy=False)
+            group = tokens[start : start + size].astype(self._dtype, copy=False)
             self._writer.write_table(pa.table({COLUMN: group}, schema=self._writer.schema))
         self._buffer, self._buffered = [tokens[end:]], len(tokens) - end
 

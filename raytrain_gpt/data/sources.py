@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -138,8 +138,9 @@ def _local_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iter
     elif root.is_file():
         paths, root = [root], root.parent
     else:
-        root = _fixed_prefix(source)
-        paths = _files(root, [*Path(source).parts[len(root.parts) :]], set())
+        fixed, pattern = _cut_at_wildcard(Path(source).parts)
+        root = Path(*fixed)
+        paths = _files(root, pattern, set())
     # The first name of each file; the others are links to it.
     files = sorted({path.resolve(): path for path in sorted(paths, reverse=True)}.values())
     if not files:
@@ -205,10 +206,8 @@ def _web_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterat
 def _stored_pieces(source: str, text_field: str, suffixes: _SuffixFilter) -> Iterator[SourcePiece]:
     """Yield the chunks of a file, directory or glob in a store, named as on a disk."""
     scheme, _, key = source.partition("://")
-    names = [name for name in key.split("/") if name]
-    num_fixed = next((i for i, name in enumerate(names) if glob.has_magic(name)), len(names))
-    root = Location.of_source(f"{scheme}://{'/'.join(names[:num_fixed])}").pinned()
-    pattern = names[num_fixed:]
+    fixed, pattern = _cut_at_wildcard([name for name in key.split("/") if name])
+    root = Location.of_source(f"{scheme}://{'/'.join(fixed)}").pinned()
     if not pattern and root.is_file():
         yield from _file_pieces(root, root.size_bytes(), root.name, text_field)
         return
@@ -234,11 +233,10 @@ def _matches(names: list[str], pattern: list[str]) -> bool:
     return _matches_name(names[0], first) and _matches(names[1:], rest)
 
 
-def _fixed_prefix(pattern: str) -> Path:
-    """Return the directory of a glob above its first wildcard."""
-    names = Path(pattern).parts
-    num_fixed = next((i for i, name in enumerate(names) if glob.has_magic(name)), len(names) - 1)
-    return Path(*names[:num_fixed])
+def _cut_at_wildcard(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cut the components of a path before its first wildcard."""
+    at = next((i for i, name in enumerate(names) if glob.has_magic(name)), len(names))
+    return list(names[:at]), list(names[at:])
 
 
 def _file_pieces(path: Location, size: int, name: str, text_field: str) -> Iterator[SourcePiece]:

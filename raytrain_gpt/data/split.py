@@ -100,8 +100,23 @@ def document_hash(name: str, position: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def fraction_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) -> SplitRule:
-    """Make the rule for a fraction: exact for few documents, by hash for many."""
+def text_rule(
+    pieces: list[SourcePiece],
+    read: ReadDocuments,
+    encoding: tiktoken.Encoding,
+    val_fraction: float | None,
+    val_tokens: int | None,
+    log: Log | None = None,
+) -> SplitRule:
+    """Make the rule for text: by option, else by file names, else by VAL_FRACTION.
+
+    A fraction is exact for few documents, and by hash for many.
+    """
+    if val_tokens is not None:
+        return _head_rule(pieces, read, encoding, val_tokens, log)
+    if val_fraction is None and _are_named_for_splits(pieces):
+        return SplitRule(by_name=True)
+    fraction = VAL_FRACTION if val_fraction is None else val_fraction
     enough = max(TAIL_SPLIT_DOCUMENTS, int(_EXACT_VAL_DOCUMENTS / fraction))
     hashes = []
     for piece in pieces:
@@ -137,9 +152,8 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
         if left < size:
             break
         left -= size
-    for document in read(pieces[at]):
-        if document.position == position:
-            text = document.text.encode("utf-8", "replace")
+    cut = next(document for document in read(pieces[at]) if document.position == position)
+    text = cut.text.encode("utf-8", "replace")
     is_first = (at, position) == next((i, p) for i, p, size in sizes if size)
     offset = text.rfind(b"\n", 0, left) + 1
     if offset == 0 and is_first:
@@ -152,12 +166,12 @@ def _tail_rule(pieces: list[SourcePiece], read: ReadDocuments, fraction: float) 
     return SplitRule(cut_piece=at, cut_position=position, cut_offset=offset)
 
 
-def head_rule(
+def _head_rule(
     pieces: list[SourcePiece],
     read: ReadDocuments,
     encoding: tiktoken.Encoding,
     val_tokens: int,
-    log: Log | None = None,
+    log: Log | None,
 ) -> SplitRule:
     """Hold out the first documents with `val_tokens` tokens in total; `log` reports the counting."""
     if log:
@@ -256,7 +270,7 @@ def is_named_val(name: str) -> bool:
     return _VAL_NAME.search(name) is not None
 
 
-def are_named_for_splits(pieces: list[SourcePiece]) -> bool:
+def _are_named_for_splits(pieces: list[SourcePiece]) -> bool:
     """Whether every text file is named for one split, and each split has a file.
 
     Stricter than for token ids, since ordinary text files often have `test` in their names.

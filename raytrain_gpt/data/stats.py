@@ -61,10 +61,8 @@ class SplitStats:
 
     def histogram(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Count documents and tokens in length bins [edges[i], edges[i + 1]), int64 (bins,) each."""
-        at = np.searchsorted(edges, self.lengths, "right") - 1
-        documents, tokens = np.zeros((2, len(edges) - 1), np.int64)
-        np.add.at(documents, at, self.documents)
-        np.add.at(tokens, at, self.documents * self.lengths)
+        documents, _ = np.histogram(self.lengths, edges, weights=self.documents)
+        tokens, _ = np.histogram(self.lengths, edges, weights=self.documents * self.lengths)
         return documents, tokens
 
 

@@ -13,7 +13,7 @@ import torch: without it the reading tasks start in half the time.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,6 @@ class IngestSpec:
         return round(self.config.data.data_cache_gb * 1e9)
 
     def order(self) -> BatchOrder:
-        """The training order."""
         return self.data.order(self.config.batch_sequences, self.seq_len, self.config.train.seed)
 
     def eval_ids(self) -> Ids:
@@ -114,17 +113,14 @@ def ingest_dataset(spec: IngestSpec, num_batches: int) -> ray.data.Dataset:
 
 
 def num_readers(world_size: int) -> int:
-    """Number of chunks read concurrently."""
     return max(MIN_READERS, world_size // RANKS_PER_READER)
 
 
 def _read_chunk(table: pa.Table, spec: IngestSpec) -> pa.Table:
-    read = ReadRange(*(table[field.name][0].as_py() for field in fields(ReadRange)))
-    return read_rows(spec, read, range(spec.world_size))
+    return read_rows(spec, ReadRange(**table.to_pylist()[0]), range(spec.world_size))
 
 
 def read_rows(spec: IngestSpec, read: ReadRange, ranks: range) -> pa.Table:
-    """Read a range for some ranks."""
     if read.split == "val":
         return rank_rows(spec, "val", 0, spec.eval_ids(), ranks)
     order = spec.order()
