@@ -39,12 +39,10 @@ class Resources:
 
     @property
     def cpus(self) -> float:
-        """Total CPUs."""
         return sum(node.cpus for node in self.nodes)
 
     @property
     def gpus(self) -> int:
-        """Total GPUs."""
         return int(sum(node.gpus for node in self.nodes))
 
     def room_for(self, cpus: int, gpus: float) -> int:

@@ -46,11 +46,10 @@ def connect(num_cpus_needed: int, log: Log) -> Resources:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    ours = False
     with _sigterm_is_ours():
-        if not ray.is_initialized() and not _join_given_cluster(quiet, log):
+        ours = not ray.is_initialized() and not _join_given_cluster(quiet, log)
+        if ours:
             start_own_cluster(max(os.cpu_count() or 1, num_cpus_needed), **quiet)
-            ours = True
     keep_token_private()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

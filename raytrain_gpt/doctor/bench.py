@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,13 +18,13 @@ from raytrain_gpt.checkpoint.collectives import Collectives
 from raytrain_gpt.config.resolved import RunPlan
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.core.device import device_name, peak_flops, seed_everything, synchronize
-from raytrain_gpt.core.loop import MicroBatch, train_steps, warm_up_ddp_buckets
+from raytrain_gpt.core.loop import train_steps, warm_up_ddp_buckets
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.core.optim import learning_rate
 from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.format import count, duration, size
 from raytrain_gpt.ingest.feed import RankChunk, TrainFeed
-from raytrain_gpt.train.model_setup import TrainingSetup, exact_sum, set_up_training
+from raytrain_gpt.train.model_setup import exact_sum, set_up_training
 
 BENCH_S = 10.0
 """Target duration of the timed steps, unless MIN_STEPS take longer."""
@@ -63,37 +61,52 @@ def time_steps(
         chunks: This rank's chunks, cycled.
         group: Group that reduces gradients, or None for the default group.
     """
-    rank, train = dist.get_rank(), plan.config.train
+    rank, train, optim = dist.get_rank(), plan.config.train, plan.config.optim
     seed_everything(train.seed, rank)
     config = plan.config.updated({"init_from": None})  # all weights take the same time
     setup = set_up_training(config, data, None, device, Collectives(rank, 1), group)
     feed = TrainFeed(itertools.cycle(chunks), train.micro_batch_sequences, device).micro_batches()
     warm_up_ddp_buckets(setup.model, next(feed), setup.autocast)
-    seconds = partial(_seconds, setup, feed, plan, group)
-    micro_batches = plan.micro_batches_per_step
+
+    def seconds(num_steps: int, micro_batches: int) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in train_steps(
+            setup.model,
+            setup.optimizer,
+            feed,
+            first_step=0,
+            max_steps=num_steps,
+            micro_batches_per_step=micro_batches,
+            learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
+            grad_clip=optim.grad_clip,
+            autocast=setup.autocast,
+            seed=train.seed,
+            rank=rank,
+            loss_scale=setup.loss_scale,
+            exact=exact_sum(setup.raw_model, train, micro_batches, group),
+        ):
+            pass
+        synchronize(device)
+        return time.perf_counter() - started
+
     seconds(1, 1)  # compiles, and fills caches
-    one_s = _slowest(seconds(1, 1))
-    several, steps = plan_of_timing(micro_batches, one_s)
+    slowest_s = torch.tensor(seconds(1, 1), dtype=torch.float64)
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    micro_batches = plan.micro_batches_per_step
+    several, steps = plan_of_timing(micro_batches, float(slowest_s))
     step_time_s = seconds(steps, several) / steps
     if several < micro_batches:
         one_s = seconds(MIN_STEPS, 1) / MIN_STEPS
         step_time_s = full_step_s(one_s, step_time_s, several, micro_batches)
-    cuda = device.type == "cuda"
     return BenchFacts(
-        step_time_s=_slowest(step_time_s),
+        step_time_s=step_time_s,
         timed_micro_batches=several,
         micro_batches=micro_batches,
         timed_steps=steps,
         peak_flops=peak_flops(device_name(device), setup.precision),
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if cuda else 0,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
-
-
-def _slowest(seconds: float) -> float:
-    """Return the largest of all ranks' values."""
-    largest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
 
 
 def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
@@ -108,38 +121,6 @@ def plan_of_timing(micro_batches: int, one_s: float) -> tuple[int, int]:
 def full_step_s(one_s: float, several_s: float, several: int, micro_batches: int) -> float:
     """Extrapolate the time of a full step from steps of one and of several micro-batches."""
     return one_s + (micro_batches - 1) * (several_s - one_s) / (several - 1)
-
-
-def _seconds(
-    setup: TrainingSetup,
-    feed: Iterator[MicroBatch],
-    plan: RunPlan,
-    group: dist.ProcessGroup | None,
-    num_steps: int,
-    micro_batches: int,
-) -> float:
-    """Time steps of `micro_batches` each."""
-    train, optim = plan.config.train, plan.config.optim
-    synchronize(setup.device)
-    started = time.perf_counter()
-    for _ in train_steps(
-        setup.model,
-        setup.optimizer,
-        feed,
-        first_step=0,
-        max_steps=num_steps,
-        micro_batches_per_step=micro_batches,
-        learning_rate=lambda step: learning_rate(step, optim, train.max_steps),
-        grad_clip=optim.grad_clip,
-        autocast=setup.autocast,
-        seed=train.seed,
-        rank=dist.get_rank(),
-        loss_scale=setup.loss_scale,
-        exact=exact_sum(setup.raw_model, train, micro_batches, group),
-    ):
-        pass
-    synchronize(setup.device)
-    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ class Check:
 
     @property
     def line(self) -> str:
-        """Console line."""
         return f"{self.status} {self.name}: {' '.join(self.text.split())}"
 
 

@@ -41,7 +41,6 @@ from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.doctor import node_probe, rank_findings, rank_probe
 from raytrain_gpt.doctor.bench import Forecast, describe, forecast
 from raytrain_gpt.doctor.check import Check, Failed, Skipped, named_check
-from raytrain_gpt.doctor.node_probe import ask_nodes, judge_token
 from raytrain_gpt.doctor.rank_probe import GroupFacts
 from raytrain_gpt.errors import ClusterError, RaytrainGptError
 from raytrain_gpt.format import Log, amount, count, size
@@ -92,11 +91,9 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
         return all(check.status != "FAIL" for check in self.checks)
 
     def failed(self, name: str) -> bool:
-        """Return whether a check failed."""
         return any(check.name == name and check.status == "FAIL" for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
@@ -193,7 +190,7 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
             probe = stack.enter_context(storage_probe(storage, storage))
         except RaytrainGptError as error:
             driver_error = str(error)
-        nodes = ask_nodes(config, probe, data, use_gpu)
+        nodes = node_probe.ask_nodes(config, probe, data, use_gpu)
     exam.add(node_probe.judge_answers(nodes))
     there = [node for node in nodes if not node.error]
     if not there:
@@ -204,7 +201,7 @@ def _look_at_nodes(exam: Examination, resources: Resources, data_check: Check) -
     if data is not None:
         data_check = node_probe.judge_data(there, config.data.data_path, data_check.text)
     exam.add(
-        judge_token(head, there, resources.ours),
+        node_probe.judge_token(head, there, resources.ours),
         node_probe.judge_versions(there, node_probe.local_versions()),
         node_probe.judge_clocks(there),
         node_probe.judge_storage(there, str(storage), driver_error),
@@ -237,7 +234,6 @@ def _look_at_ranks(exam: Examination, config: FittedConfig, world_size: int, ben
 
 @named_check("bench")
 def _bench(exam: Examination, config: FittedConfig, group: GroupFacts) -> str:
-    """Forecast the run's duration."""
     if group.bench is None and (group.sequences is None or not group.has_devices):
         raise Skipped("needs data, and a device for each rank")
     if group.bench is None or exam.data is None:

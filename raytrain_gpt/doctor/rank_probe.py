@@ -94,11 +94,7 @@ class RankIds:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Facts of all ranks in rank order, or None for stages that were not reached.
-
-    Attributes:
-        error: Error that ended the group, or empty.
-    """
+    """Facts of all ranks in rank order, None for stages not reached, and the error that ended the group."""
 
     world_size: int
     use_gpu: bool
@@ -116,16 +112,6 @@ class GroupFacts:
         return self.devices is not None and (separate_gpus or not self.use_gpu)
 
 
-@dataclass(frozen=True)
-class RankSpec:
-    """Input of every rank; `results` takes (stage, facts of all ranks)."""
-
-    config: FittedConfig
-    ingest: IngestSpec | None
-    plan: RunPlan | None
-    results: Queue
-
-
 def ask_ranks(
     config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
 ) -> GroupFacts:
@@ -136,7 +122,7 @@ def ask_ranks(
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             probe_rank,
-            RankSpec(config, ingest, plan, results),
+            (config, ingest, plan, results),
             config.cluster,
             world_size,
             name="doctor",
@@ -154,16 +140,17 @@ def ask_ranks(
     )
 
 
-def probe_rank(spec: RankSpec) -> None:
+def probe_rank(spec: tuple[FittedConfig, IngestSpec | None, RunPlan | None, Queue]) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
+    config, ingest, plan, results = spec
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
-    torch.set_num_threads(spec.config.cluster.cpus_per_worker)
+    rank, use_gpu = context.get_world_rank(), config.cluster.use_gpu
+    torch.set_num_threads(config.cluster.cpus_per_worker)
 
     def share(stage: str, facts: T) -> list[T]:
         of_all_ranks = all_gather_values(facts, type(facts))
         if rank == 0:
-            spec.results.put((stage, of_all_ranks))
+            results.put((stage, of_all_ranks))
         return of_all_ranks
 
     devices = share("devices", _device(rank, use_gpu))
@@ -174,16 +161,16 @@ def probe_rank(spec: RankSpec) -> None:
         group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
     if usable and context.get_world_size() > 1:
         share("all_reduce", time_all_reduce(device, group))
-    if spec.ingest is None:
+    if ingest is None:
         return
     tables = ray.train.get_dataset_shard("train").iter_batches(
         batch_size=1, batch_format="pyarrow", prefetch_batches=1
     )
-    val, *chunks = rank_chunks(tables, spec.ingest, rank)
+    val, *chunks = rank_chunks(tables, ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
-    if spec.plan is not None and usable:
-        share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
+    if plan is not None and usable:
+        share("bench", time_steps(plan, ingest.data, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:

@@ -66,8 +66,6 @@ class Estimate:
 
     Attributes:
         num_parameters: Counts a tied embedding once, with its padding.
-        memory: Memory of one device.
-        fits: Whether the device has enough memory.
         remedy: Cheapest changes that would make it fit, or None if it fits or no change is enough.
         largest: One entry per GPT-2 size, empty without a device.
         train_s: Time of all steps, without evaluations, checkpoints and restarts.

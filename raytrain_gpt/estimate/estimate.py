@@ -122,7 +122,6 @@ def _device(text: str, log: Log) -> GpuSpec:
 
 
 def lines(config: Config, run: Estimate) -> list[str]:
-    """Format the run."""
     m, train, seq_len = config.model, config.train, config.data.seq_len
     num_checkpoints = train.keep_checkpoints + 2  # the best one, and one being written
     epochs = ""
