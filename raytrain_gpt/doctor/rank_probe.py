@@ -94,7 +94,11 @@ class RankIds:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Facts of all ranks in rank order, None for stages not reached, and the error that ended the group."""
+    """Facts of all ranks in rank order, or None for stages that were not reached.
+
+    Attributes:
+        error: Error that ended the group, or empty.
+    """
 
     world_size: int
     use_gpu: bool
@@ -112,6 +116,16 @@ class GroupFacts:
         return self.devices is not None and (separate_gpus or not self.use_gpu)
 
 
+@dataclass(frozen=True)
+class RankSpec:
+    """Input of every rank; `results` takes (stage, facts of all ranks)."""
+
+    config: FittedConfig
+    ingest: IngestSpec | None
+    plan: RunPlan | None
+    results: Queue
+
+
 def ask_ranks(
     config: FittedConfig, world_size: int, ingest: IngestSpec | None, plan: RunPlan | None
 ) -> GroupFacts:
@@ -122,7 +136,7 @@ def ask_ranks(
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-doctor-") as directory:
         trainer = worker_group(
             probe_rank,
-            (config, ingest, plan, results),
+            RankSpec(config, ingest, plan, results),
             config.cluster,
             world_size,
             name="doctor",
@@ -140,17 +154,16 @@ def ask_ranks(
     )
 
 
-def probe_rank(spec: tuple[FittedConfig, IngestSpec | None, RunPlan | None, Queue]) -> None:
+def probe_rank(spec: RankSpec) -> None:
     """Run all stages on one rank (Ray Train's `train_loop_per_worker`)."""
-    config, ingest, plan, results = spec
     context = ray.train.get_context()
-    rank, use_gpu = context.get_world_rank(), config.cluster.use_gpu
-    torch.set_num_threads(config.cluster.cpus_per_worker)
+    rank, use_gpu = context.get_world_rank(), spec.config.cluster.use_gpu
+    torch.set_num_threads(spec.config.cluster.cpus_per_worker)
 
     def share(stage: str, facts: T) -> list[T]:
         of_all_ranks = all_gather_values(facts, type(facts))
         if rank == 0:
-            results.put((stage, of_all_ranks))
+            spec.results.put((stage, of_all_ranks))
         return of_all_ranks
 
     devices = share("devices", _device(rank, use_gpu))
@@ -161,16 +174,16 @@ def probe_rank(spec: tuple[FittedConfig, IngestSpec | None, RunPlan | None, Queu
         group = new_group("gradients", "nccl", timedelta(seconds=GROUP_TIMEOUT_S))
     if usable and context.get_world_size() > 1:
         share("all_reduce", time_all_reduce(device, group))
-    if ingest is None:
+    if spec.ingest is None:
         return
     tables = ray.train.get_dataset_shard("train").iter_batches(
         batch_size=1, batch_format="pyarrow", prefetch_batches=1
     )
-    val, *chunks = rank_chunks(tables, ingest, rank)
+    val, *chunks = rank_chunks(tables, spec.ingest, rank)
     train = {chunk.first + i: ids for chunk in chunks for i, ids in enumerate(chunk.ids)}
     share("sequences", RankIds(val.ids[0], train))
-    if plan is not None and usable:
-        share("bench", time_steps(plan, ingest.data, chunks, device, group))
+    if spec.plan is not None and usable:
+        share("bench", time_steps(spec.plan, spec.ingest.data, chunks, device, group))
 
 
 def _device(rank: int, use_gpu: bool) -> DeviceFacts:
