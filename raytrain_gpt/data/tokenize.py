@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +27,6 @@ from raytrain_gpt.data.prepare_plan import Plan
 from raytrain_gpt.data.shards import SPLITS, ShardWriter, Split
 from raytrain_gpt.data.tokenizer import bytes_per_id, encode_document, read_tokenizer, token_dtype
 from raytrain_gpt.storage.location import Location, LocationLike
-
-_Run = tuple[Split, NDArray[np.integer[Any]], int, int]
-"""Split, token ids, bytes of their text, and number of documents that end in them."""
 
 
 def _documents(plan: Plan, task: int, bad: BadDocuments) -> Iterator[tuple[int, Document]]:
@@ -71,11 +69,11 @@ def run_task(
             runs = _imported(plan, task, encoding)
         else:
             runs = _encoded(plan, task, encoding, bad, left_out)
-        for split, tokens, text_bytes, num_documents in runs:
-            if split not in writers:
-                path = directory / f"{split}-{task:05d}.parquet"
-                writers[split] = ShardWriter(path, dtype, plan.row_group_tokens)
-            writers[split].add(tokens, text_bytes, num_documents)
+        for run in runs:
+            if run.split not in writers:
+                path = directory / f"{run.split}-{task:05d}.parquet"
+                writers[run.split] = ShardWriter(path, dtype, plan.row_group_tokens)
+            writers[run.split].add(run.tokens, run.text_bytes, run.num_documents)
         shards = [writers[split].close(split) for split in SPLITS if split in writers]
     except BaseException:
         for writer in writers.values():
@@ -85,22 +83,32 @@ def run_task(
     return write_result(directory, task, shards, bad, num_duplicates)
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """Token ids of a split, the bytes of their text and the number of documents that end in them."""
+
+    split: Split
+    tokens: NDArray[np.integer[Any]]
+    text_bytes: int
+    num_documents: int
+
+
 def _encoded(
     plan: Plan,
     task: int,
     encoding: tiktoken.Encoding,
     bad: BadDocuments,
     left_out: NDArray[np.bool_] | None,
-) -> Iterator[_Run]:
+) -> Iterator[_Tokens]:
     for number, (i, document) in enumerate(_documents(plan, task, bad)):
         if left_out is not None and left_out[number]:
             continue
         for split, text in plan.split.parts(i, plan.pieces[i].name, document):
             tokens = encode_document(encoding, text)
-            yield split, tokens, len(text.encode("utf-8", "replace")), 1
+            yield _Tokens(split, tokens, len(text.encode("utf-8", "replace")), 1)
 
 
-def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Run]:
+def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_Tokens]:
     """Yield a task's token ids; ids after the last `eot` of a file also count as a document."""
     eot = encoding.eot_token
     num_bytes = bytes_per_id(encoding, encoding.max_token_value + 1).astype(np.uint16)
@@ -109,12 +117,12 @@ def _imported(plan: Plan, task: int, encoding: tiktoken.Encoding) -> Iterator[_R
         for chunk in read_ids(piece, encoding):
             for split, ids in plan.split.id_parts(i, piece.name, chunk, eot):
                 ended = int(np.count_nonzero(ids == eot))
-                yield split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended
-                last = split, ids
+                last = _Tokens(split, ids, int(num_bytes[ids].sum(dtype=np.int64)), ended)
+                yield last
         following = [(other.location, other.start) for other in plan.pieces[i + 1 : i + 2]]
         is_files_last = (piece.location, piece.stop) not in following
-        if is_files_last and last is not None and last[1][-1] != eot:
-            yield last[0], last[1][:0], 0, 1
+        if is_files_last and last is not None and last.tokens[-1] != eot:
+            yield _Tokens(last.split, last.tokens[:0], 0, 1)
 
 
 @lru_cache(maxsize=1)

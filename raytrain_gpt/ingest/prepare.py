@@ -58,12 +58,14 @@ def prepare(
     An interrupted preparation, or a dataset that lost files, is completed.
 
     Args:
-        sources: As in `data/sources`.
+        sources: Files, directories or globs, local, in an object store or on the HF hub; web
+            addresses of files; or `stdlib`.
         directory: The dataset; every task needs write access to it.
         tokenizer: `bytes` or a tiktoken encoding.
         in_process: Run without Ray, which is the default below SMALL_BYTES of text unless RAY_ADDRESS
             names a cluster. A private cluster stops after the tasks.
-        options: Arguments of `make_plan`.
+        options: Passed to `make_plan`: text_field, text_suffixes, document_separator, val,
+            val_fraction, val_tokens, shard_tokens, dedupe, max_bad_documents.
 
     Raises:
         DataError: a source, the tokenizer or the directory cannot be used.
@@ -94,6 +96,7 @@ def prepare(
 def _run_tasks(
     directory: Location, plan: Plan, max_bad: int, run: Mapper, log: Log
 ) -> list[dict[str, Any]]:
+    """Run all tasks and log their progress."""
     rows: list[Row] = [{"task": task} for task in range(len(plan.tasks))]
     fixed: dict[str, Any] = {"directory": directory, "plan": plan, "max_bad": max_bad}
     if plan.dedupe:
@@ -161,6 +164,7 @@ class _Progress:
         self._started = self._shown = time.monotonic()
 
     def add(self, task: int, documents: int, tokens: int = 0) -> None:
+        """Count a finished task."""
         amounts = {"bytes": self._task_bytes[task], "documents": documents, "tokens": tokens}
         self._done.update(amounts)
         if task not in self._done_before:
@@ -175,6 +179,7 @@ class _Progress:
         self._log(f"{self._what} {done / total:4.0%} | {self._amounts(seconds)}{eta}")
 
     def end(self) -> None:
+        """Log the totals."""
         seconds = max(1e-3, time.monotonic() - self._started)
         before = f", {count(len(self._done_before), 'task')} before" if self._done_before else ""
         self._log(f"{self._what} done in {duration(seconds)}{before} | {self._amounts(seconds)}")
