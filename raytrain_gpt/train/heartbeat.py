@@ -121,7 +121,6 @@ class RecorderClient:
 
 
 def _stacks() -> str:
-    """Stacks of all other threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
