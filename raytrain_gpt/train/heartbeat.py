@@ -54,9 +54,9 @@ class RecorderClient:
         """Count a unit of work, as proof that this rank does not hang."""
         self._progress += 1
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def call(self, method: str, *args: Any) -> None:
         """Call a method of the recorder without waiting."""
-        self._wait_for_last_call = self._recorder.send(method, *args, **kwargs)
+        self._wait_for_last_call = self._recorder.send(method, *args)
 
     def log(self, line: str) -> None:
         """Print a line with this rank."""
