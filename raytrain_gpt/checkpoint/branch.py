@@ -59,10 +59,8 @@ class Branch:
     @property
     def line(self) -> str:
         """Log line."""
-        changes = (
-            ", ".join(f"{name} {change}" for name, change in self.changed.items()) or "nothing"
-        )
-        return f"branched from {self.checkpoint} at step {self.step}, changed: {changes}"
+        changes = [f"{name} {change}" for name, change in self.changed.items()] or ["nothing"]
+        return f"branched from {self.checkpoint} at step {self.step}, changed: {', '.join(changes)}"
 
 
 def read_branch(directory: Location) -> Branch | None:

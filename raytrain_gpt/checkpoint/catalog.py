@@ -133,10 +133,8 @@ class Checkpoint:
         """Rows of metrics.jsonl since the previous checkpoint, unless damaged, and its evaluation's."""
         rows = [self.evaluated_row] if self.evaluated_row else []
         with contextlib.suppress(OSError, CheckpointError):
-            content, entry = (
-                (self.path / ROWS_FILE).read_bytes(),
-                read_hashes(self.path).get(ROWS_FILE),
-            )
+            content = (self.path / ROWS_FILE).read_bytes()
+            entry = read_hashes(self.path).get(ROWS_FILE)
             if entry and entry.sha256 == hashlib.sha256(content).hexdigest():
                 rows = parse_rows(content)[0] + rows
         return rows

@@ -21,21 +21,14 @@ MAX_JSON_BYTES = 64 * 2**20
 T = TypeVar("T")
 
 
-def _numbers(array: NDArray[Any]) -> list[int]:
-    return array.tolist()  # type: ignore[no-any-return]
-
-
-def _int64(numbers: list[int]) -> NDArray[np.int64]:
-    return np.array(numbers, np.int64)
-
-
-def _uint32(numbers: list[int]) -> NDArray[np.uint32]:
-    return np.array(numbers, np.uint32)
-
-
-Int64Array = Annotated[NDArray[np.int64], PlainValidator(_int64), PlainSerializer(_numbers)]
+_AS_LIST = PlainSerializer(lambda array: array.tolist())
+Int64Array = Annotated[
+    NDArray[np.int64], PlainValidator(lambda numbers: np.array(numbers, np.int64)), _AS_LIST
+]
 """int64 array that travels as JSON."""
-Uint32Array = Annotated[NDArray[np.uint32], PlainValidator(_uint32), PlainSerializer(_numbers)]
+Uint32Array = Annotated[
+    NDArray[np.uint32], PlainValidator(lambda numbers: np.array(numbers, np.uint32)), _AS_LIST
+]
 """uint32 array that travels as JSON."""
 
 

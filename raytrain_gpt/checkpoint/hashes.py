@@ -12,9 +12,8 @@ from raytrain_gpt.parsing import parse_json
 from raytrain_gpt.storage.location import Location
 
 HASHES_FILE = "hashes.json"
-_FileName = Annotated[
-    str, Field(pattern=r"^\w[\w.-]{0,99}$")
-]  # files are downloaded to these names
+# Files are downloaded to these names.
+_FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
 
 
 @dataclass(frozen=True)

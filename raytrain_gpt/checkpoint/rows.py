@@ -13,15 +13,8 @@ from raytrain_gpt.parsing import parse_json
 _TEXTS = {"event", "session", "device", "precision", "tokenizer", "trace", "data/order_hash"}
 _TEXTS |= {"source"}
 _COUNTS = {"step", "attempt", "num_workers", "lost_steps", "to_step", "first_batch", "stop_batch"}
-_COUNTS |= {
-    "num_parameters",
-    "train_tokens",
-    "first_step",
-    "num_steps",
-    "data/tokens_seen",
-    "val/tokens",
-}
-_COUNTS |= {"hellaswag/examples", "hellaswag/cut"}
+_COUNTS |= {"num_parameters", "train_tokens", "first_step", "num_steps"}
+_COUNTS |= {"data/tokens_seen", "val/tokens", "hellaswag/examples", "hellaswag/cut"}
 _SECONDS = {"time", "lost_s", "perf/checkpoint_write_s"}
 _NUMBERS = {"loss", "loss_zscore", "grad_norm", "grad_norm_zscore"}
 """Numbers, as all other keys with a slash are."""

@@ -124,9 +124,8 @@ class CheckpointWriter:
         started = time.perf_counter()
         draft = self._catalog.draft(state.step, self._mark)
         # A failed rank joins all exchanges, because the other ranks wait for it.
-        outcomes = self._exchanged(
-            _outcome_of(lambda: self._add_files(draft)), dict[str, FileEntry]
-        )
+        own = _outcome_of(lambda: self._add_files(draft))
+        outcomes = self._exchanged(own, dict[str, FileEntry])
         failure = next((files for files in outcomes if isinstance(files, Exception)), None)
 
         def commit() -> Location:
@@ -151,7 +150,8 @@ class CheckpointWriter:
 
     def _exchanged(self, outcome: Any, kind: Any) -> list[Any]:
         """Exchange outcomes; returns every rank's outcome or exception."""
-        sent = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
+        failed = isinstance(outcome, Exception)
+        sent = Failure(type(outcome).__name__, str(outcome)) if failed else outcome
         received = self._ranks.all_gather_json(sent, kind | Failure)
         received[self._ranks.rank] = outcome  # with its traceback
         return [each.error() if isinstance(each, Failure) else each for each in received]
@@ -169,11 +169,6 @@ class Failure:
 
     type_name: str
     text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """Convert an exception."""
-        return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
         """Rebuild an exception of `errors`, or return a RuntimeError that names the type."""

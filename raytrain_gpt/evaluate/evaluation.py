@@ -21,7 +21,7 @@ from raytrain_gpt.core.loop import Autocast, MicroBatch
 from raytrain_gpt.core.model import GPT
 from raytrain_gpt.data.tokenizer import bytes_per_id, decode_tokens
 from raytrain_gpt.evaluate.hellaswag import NUM_ENDINGS, Choices, choice_metrics, ending_losses
-from raytrain_gpt.evaluate.validation_loss import eval_result, evaluation_sums, mixed_sums
+from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics, mixed_sums
 from raytrain_gpt.format import Log, count
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ class Evaluation:
         ]
         sums = self._collectives.all_reduce_sum(torch.stack(own))  # (datasets, 4)
         weights = torch.tensor([float(weight) for weight in feed.data.weights]).double()
-        metrics = eval_result(mixed_sums(sums, weights)).metrics()
+        metrics = loss_metrics(mixed_sums(sums, weights))
         if feed.data.is_mixed:
             for name, part in zip(feed.data.names, sums, strict=True):
-                alone = eval_result(part)
-                metrics |= {f"val/loss/{name}": alone.loss, f"val/tokens/{name}": alone.tokens}
+                alone = loss_metrics(part)
+                metrics[f"val/loss/{name}"] = alone["val/loss"]
+                metrics[f"val/tokens/{name}"] = alone["val/tokens"]
         return metrics
 
     def _scored(

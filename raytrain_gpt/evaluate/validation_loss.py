@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,50 +13,14 @@ from raytrain_gpt.core.loss import IGNORE_INDEX
 from raytrain_gpt.core.model import GPT
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Summed losses of an evaluation, and the metrics derived from them.
-
-    Attributes:
-        nats: Summed loss of all targets.
-        text_nats: Summed loss of the targets with text, so without `eot`.
-        text_bytes: Bytes of that text.
-    """
-
-    nats: float
-    tokens: int
-    text_nats: float
-    text_bytes: int
-
-    @property
-    def loss(self) -> float:
-        """Loss in nats per token."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss), or infinity on overflow."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Loss in bits per byte of text: comparable across tokenizers."""
-        return self.text_nats / math.log(2) / max(1, self.text_bytes)
-
-    def metrics(self) -> dict[str, float | int]:
-        return {
-            "val/loss": self.loss,
-            "val/perplexity": self.perplexity,
-            "val/bits_per_byte": self.bits_per_byte,
-            "val/tokens": self.tokens,
-        }
-
-
 @torch.no_grad()
 def evaluation_sums(
     model: GPT, micro_batches: Iterable[MicroBatch], token_bytes: Tensor, autocast: Autocast
 ) -> Tensor:
-    """Return this rank's sums in the order of `EvalResult`'s fields: float64 (4,) on the CPU.
+    """Return this rank's sums: float64 (4,) on the CPU.
+
+    They are the loss of all targets in nats, their number, the loss of the targets with text (so without
+    `eot`), and the bytes of that text.
 
     Args:
         model: Unwrapped: no collective runs, so ranks may have different numbers of batches.
@@ -77,10 +40,19 @@ def evaluation_sums(
     return (torch.stack(sums).cpu().double() * 2**20).round().sum(0) / 2**20
 
 
-def eval_result(sums: Tensor) -> EvalResult:
-    """Convert sums over all ranks, float64 (4,)."""
+def loss_metrics(sums: Tensor) -> dict[str, float | int]:
+    """Return the metrics of `evaluation_sums` over all ranks.
+
+    Perplexity is infinite on overflow; bits per byte are comparable across tokenizers.
+    """
     nats, tokens, text_nats, text_bytes = sums.tolist()
-    return EvalResult(nats, round(tokens), text_nats, round(text_bytes))
+    loss = nats / round(tokens)
+    return {
+        "val/loss": loss,
+        "val/perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "val/bits_per_byte": text_nats / math.log(2) / max(1, round(text_bytes)),
+        "val/tokens": round(tokens),
+    }
 
 
 def mixed_sums(sums: Tensor, weights: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 import ray.train
@@ -123,7 +122,19 @@ class Attempt:
         """
         self.recorder = ActorRecorder(self.recorder_spec)
         self.spec = replace(self.spec, recorder=self.recorder)
-        error = self._fit_and_watch(self._trainer())
+        config = self.spec.plan.config
+        steps_left = config.train.max_steps - resume_step(self.spec.resumed)
+        trainer = worker_group(
+            self.train_loop,
+            self.spec,
+            config.cluster,
+            self.spec.plan.world_size,
+            name=f"{self.spec.attempt:03d}",
+            directory=self.spec.run_dir / "ray",
+            dataset=ingest_dataset(self.spec.ingest, steps_left),
+            torch_config=TorchConfig(timeout_s=TORCH_TIMEOUT_S),
+        )
+        error = self._fit_and_watch(trainer)
         kill_controllers()
         remove_orphaned_groups()
         outcome = None
@@ -131,21 +142,7 @@ class Attempt:
             outcome = self.recorder.ask("outcome")
         return classify_end(outcome, error, stopping=self.stop.is_set(), hung=self._hung)
 
-    def _trainer(self) -> ray.train.torch.TorchTrainer:
-        config, ingest = self.spec.plan.config, self.spec.ingest
-        steps_done = resume_step(self.spec.resumed)
-        return worker_group(
-            self.train_loop,
-            self.spec,
-            config.cluster,
-            self.spec.plan.world_size,
-            name=f"{self.spec.attempt:03d}",
-            directory=self.spec.run_dir / "ray",
-            dataset=ingest_dataset(ingest, config.train.max_steps - steps_done),
-            torch_config=TorchConfig(timeout_s=TORCH_TIMEOUT_S),
-        )
-
-    def _fit_and_watch(self, trainer: Any) -> Exception | None:
+    def _fit_and_watch(self, trainer: ray.train.torch.TorchTrainer) -> Exception | None:
         thread, raised = start_fit(trainer)
         try:
             while thread.is_alive():
@@ -154,14 +151,10 @@ class Attempt:
                 if self.evaluations is not None:
                     self.evaluations.hand_over(self.recorder, self.log)
                 if self.stop.is_set() and not self._asked_to_stop:
-                    self._asked_to_stop = True
                     if not self.recorder.ask("is_training"):
                         self._kill_ranks()
                         return None
-                    self.log(
-                        "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without "
-                        "saving)"
-                    )
+                    self._say_stopping()
                     self.recorder.send("command", "stop")
                 self._watch()
         except ray.exceptions.RayActorError as error:
@@ -169,6 +162,12 @@ class Attempt:
             thread.join(TORCH_TIMEOUT_S)
             raised.append(error)
         return raised[0] if raised and not self._controller_hung else None
+
+    def _say_stopping(self) -> None:
+        self._asked_to_stop = True
+        self.log(
+            "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without saving)"
+        )
 
     def _take(self, news: str | Row) -> None:
         if isinstance(news, str):
@@ -223,7 +222,6 @@ class Attempt:
             kill_controllers()
 
     def _watch_end(self, since_left_s: float) -> None:
-        """Kill a Ray Train controller that hangs after its workers have saved and exited."""
         if since_left_s >= END_TIMEOUT_S and not self._controller_hung:
             self._controller_hung = True
             self.log(
@@ -248,7 +246,6 @@ class Attempt:
             path.write_text("\n".join(texts) + "\n", "utf-8")
 
     def _kill_ranks(self) -> None:
-        """Kill all workers immediately."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         ranks: dict[int, RankState] = self.recorder.ask("ranks")
         for state in ranks.values():

@@ -102,14 +102,11 @@ class Checkpointing:
         if not self._spec.plan.config.cluster.is_local:
             self._report_to_ray(saved.path, saved.state)
         self._blocked_since(started)
-        self._recorder.event(
-            saved.state.step,
-            "checkpoint",
-            **{
-                "perf/checkpoint_blocked_s": round(self._blocked_s, 4),
-                "perf/checkpoint_write_s": round(saved.write_s, 3),
-            },
-        )
+        times = {
+            "perf/checkpoint_blocked_s": round(self._blocked_s, 4),
+            "perf/checkpoint_write_s": round(saved.write_s, 3),
+        }
+        self._recorder.event(saved.state.step, "checkpoint", **times)
         self._blocked_s = 0.0
 
     def _blocked_since(self, started: float) -> None:

@@ -54,9 +54,9 @@ class RecorderClient:
         """Count a unit of work, as proof that this rank does not hang."""
         self._progress += 1
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def call(self, method: str, *args: Any) -> None:
         """Call a method of the recorder without waiting."""
-        self._wait_for_last_call = self._recorder.send(method, *args, **kwargs)
+        self._wait_for_last_call = self._recorder.send(method, *args)
 
     def log(self, line: str) -> None:
         """Print a line with this rank."""
@@ -121,7 +121,6 @@ class RecorderClient:
 
 
 def _stacks() -> str:
-    """Stacks of all other threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))

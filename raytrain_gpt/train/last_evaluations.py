@@ -14,6 +14,7 @@ from raytrain_gpt.errors import Interrupted, RaytrainGptError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
 from raytrain_gpt.storage.lease import Lease
 from raytrain_gpt.tracking.recorder_handle import ActorRecorder, RecorderHandle
+from raytrain_gpt.tracking.run_files import read_rows
 from raytrain_gpt.train.run_output import RunOutput
 
 POLL_S = 0.5
@@ -38,7 +39,7 @@ def await_evaluations(
         TrainingFailed: an evaluation or the recorder failed; the next command retries.
     """
     catalog = Catalog(output.run_dir)
-    written = {row["step"] for row in output.rows() if "val/loss" in row}
+    written = {row["step"] for row in read_rows(output.sync.work_dir) if "val/loss" in row}
     complete = catalog.complete()
     due = _steps(evaluations.due())
     waited = bool(due) or any(c.evaluated_row and c.state.step not in written for c in complete)

@@ -104,13 +104,8 @@ def train_locally(
     return summary
 
 
-@dataclass(frozen=True)
-class _Orders:
-    attempt: AttemptSpec
-    choices: Choices | None
-
-
-_ORDERS: TypeAdapter[_Orders | None] = TypeAdapter(_Orders | None)
+_Orders = tuple[AttemptSpec, Choices | None] | None
+_ORDERS: TypeAdapter[_Orders] = TypeAdapter(_Orders)
 
 
 @dataclass
@@ -165,7 +160,7 @@ class LaunchRanks:
     def broadcast_spec(self, spec: WorkerSpec | None) -> None:
         """Send the other ranks their spec; None makes them exit."""
         if self.world_size > 1:
-            sent = None if spec is None else _Orders(spec, spec.hellaswag)
+            sent = None if spec is None else (spec, spec.hellaswag)
             text = as_bytes(_ORDERS.dump_json(sent))
             dist.broadcast(torch.tensor([len(text)]), 0, group=self._group)
             dist.broadcast(text, 0, group=self._group)
@@ -182,17 +177,13 @@ class LaunchRanks:
             self.init_group()
         while (orders := self._received(signals)) is not None:
             signals.defer()
-            attempt = vars(orders.attempt)
-            recorder = ConsoleRecorder(log)
-            train_loop(
-                WorkerSpec(
-                    **attempt, hellaswag=orders.choices, recorder=recorder, stop=signals.stop
-                )
-            )
+            attempt, choices = orders
+            spec = WorkerSpec(**vars(attempt), hellaswag=choices)
+            train_loop(replace(spec, recorder=ConsoleRecorder(log), stop=signals.stop))
         dist.destroy_process_group()
         sys.exit(Interrupted.exit_code if signals.stop.is_set() else 0)
 
-    def _received(self, signals: StopSignals) -> _Orders | None:
+    def _received(self, signals: StopSignals) -> _Orders:
         size = torch.zeros(1, dtype=torch.int64)
         with signals.left_alone():
             dist.broadcast(size, 0, group=self._group)
@@ -214,9 +205,6 @@ class LocalRun(Run):
         """CPUs, GPUs and memory of this machine."""
         memory_bytes = estimate_available_memory()  # Ray's estimate; respects a container's limit
         return Resources((Node(self._cpus, torch.cuda.device_count(), memory_bytes),), ours=True)
-
-    def _put_choices(self) -> Any:
-        return self._read_choices()
 
     def _check_storage(self) -> None:
         with storage_probe(self.run_dir, self.run_dir.parent):
@@ -277,11 +265,7 @@ class LocalAttempt(Attempt):
                 if self.lease.lost.is_set():
                     self.stop.set()
                 if self.stop.is_set() and not self._asked_to_stop:
-                    self._asked_to_stop = True
-                    self.log(
-                        "stopping: saving a checkpoint first (press Ctrl+C twice more to stop without "
-                        "saving)"
-                    )
+                    self._say_stopping()
         except Exception:
             self.stop.set()
             raise

@@ -71,7 +71,6 @@ def fit_memory(
     """Plan a run whose micro-batches fit the memory of its workers.
 
     Args:
-        resources: Returns the currently available resources.
         stop: Set by a signal; ends a probe.
         is_trial: Belongs to a sweep, whose trials share the nodes.
 
@@ -183,7 +182,6 @@ def _probe_gpu(
 
 
 def _fit_gpu(config: FittedConfig, world_size: int, vocab_size: int) -> Decision:
-    """Largest fit for this process's GPU."""
     check_compiler(config, on_gpu=True, where=f"node {socket.gethostname()}")
     device = torch.device("cuda")
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -216,11 +214,6 @@ def _decide(
     measured: MeasureBytes | None = None,
     most_workers: float = math.inf,
 ) -> Decision:
-    """Return the largest fit and its memory against the limit.
-
-    Raises:
-        ClusterError: not even one sequence fits; names the cheapest change that would help.
-    """
     limit_bytes = limit_of(search.config, search.world_size)
     fit = search.largest(limit_bytes, measured)
     if fit is not None:

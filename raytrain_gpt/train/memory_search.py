@@ -164,9 +164,6 @@ class MemorySearch:
 
         The order is: a smaller micro-batch, recomputed activations, sharding, more workers, fewer workers
         (which share less), fewer blocks.
-
-        Args:
-            limit_of: Bytes that a worker may use.
         """
         world_size, train = self.world_size, self.config.train
         micro = {"micro_batch_sequences": 1 if train.exact else "auto"}

@@ -65,10 +65,7 @@ def set_up_training(
     ranks: Collectives,
     group: dist.ProcessGroup | None = None,
 ) -> TrainingSetup:
-    """Set up a new run or one that resumes from a checkpoint; all ranks call it.
-
-    Args:
-        group: See `prepare_model`.
+    """Set up a new run or one that resumes; all ranks call it. For `group` see `prepare_model`.
 
     Raises:
         CheckpointError: the checkpoint is damaged.

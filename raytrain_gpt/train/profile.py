@@ -106,7 +106,10 @@ class StepProfile:
             done_at = time.perf_counter()
         outcome: Profile | Exception
         try:
-            trace = _trace(profiler)
+            with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
+                path = Path(directory, "trace.json.gz")
+                profiler.export_chrome_trace(str(path))
+                trace = path.read_bytes()
             use = time_use(json.loads(gzip.decompress(trace)), self.steps.start)
             outcome = Profile(use, trace)
         except Exception as error:  # a failed profile must not stop the run
@@ -114,10 +117,3 @@ class StepProfile:
         take(outcome, time.perf_counter() - done_at)
         yield result
         yield from results
-
-
-def _trace(profiler: profile) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
-        path = Path(directory, "trace.json.gz")
-        profiler.export_chrome_trace(str(path))
-        return path.read_bytes()

@@ -53,10 +53,6 @@ class RunOutput:
         Location.of(self.sync.work_dir / CONFIG_FILE).write_text(config.to_yaml())
         self.sync.push()
 
-    def rows(self) -> list[Row]:
-        """Rows of metrics.jsonl."""
-        return read_rows(self.sync.work_dir)
-
     def recorder_spec(
         self, config: FittedConfig, step: int, checkpoints: list[Checkpoint], attempt: Row | None
     ) -> RecorderSpec:
@@ -82,7 +78,7 @@ class RunOutput:
 
     def last_steps(self, step: int, saved_rows: list[Row], number: int) -> list[Row]:
         """Rows of up to `number` steps before a step, including rows of dead recorders."""
-        rows = merge_rows(self.rows(), saved_rows, step)
+        rows = merge_rows(read_rows(self.sync.work_dir), saved_rows, step)
         return [row for row in rows if "train/loss" in row][-number:]
 
     def write_report(self) -> None:
@@ -99,7 +95,6 @@ class RunOutput:
         and rewrites it in place, so a kill at the wrong moment makes the name unusable.
         """
         names = (self.run_dir / "ray").names()
-        recorded: list[int] = [
-            row["attempt"] for row in self.rows() if row.get("event") == "attempt"
-        ]
+        rows = read_rows(self.sync.work_dir)
+        recorded: list[int] = [row["attempt"] for row in rows if row.get("event") == "attempt"]
         return max([newest, *recorded, *(int(name) for name in names if name.isdigit())]) + 1

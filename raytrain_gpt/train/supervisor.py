@@ -41,7 +41,7 @@ from raytrain_gpt.data.mixture import Mixture
 from raytrain_gpt.data.tokenizer import read_tokenizer
 from raytrain_gpt.errors import Interrupted, StorageError, TrainingFailed
 from raytrain_gpt.evaluate.async_evaluation import AsyncEvaluation
-from raytrain_gpt.evaluate.hellaswag import Choices, read_choices
+from raytrain_gpt.evaluate.hellaswag import read_choices
 from raytrain_gpt.format import Log, amount, count
 from raytrain_gpt.ingest.ray_dataset import IngestSpec
 from raytrain_gpt.storage.lease import LEASE_FILE, Lease, hold_lease
@@ -169,15 +169,12 @@ class Run:
         return wait_for_workers(self.config, self.world_size, self.resources, self._pause, self.log)
 
     def _put_choices(self) -> Any:
-        """Reference to HellaSwag, read here so that nodes need not share its file, or None."""
-        choices = self._read_choices()
-        return None if choices is None else ray.put(choices)
-
-    def _read_choices(self) -> Choices | None:
+        """HellaSwag, on a cluster Ray's reference to it, so that nodes need not share its file, or None."""
         path = self.config.eval.hellaswag_path
         if path is None:
             return None
-        return read_choices(self.config, path, read_tokenizer(self.data.first.directory))
+        choices = read_choices(self.config, path, read_tokenizer(self.data.first.directory))
+        return choices if self.config.cluster.is_local else ray.put(choices)
 
     def _announce(self, ingest: IngestSpec) -> None:
         self.log(f"configuration {self.run_dir / CONFIG_FILE}")

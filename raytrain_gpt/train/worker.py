@@ -184,14 +184,10 @@ class Worker:
         """Exact sums need one kind of device, thread count and software version for the entire run."""
         here = numerics_environment(self.setup.device, self.setup.precision)
         resumed = self.spec.resumed
-        before = (
-            resumed.state.numerics_environment
-            if resumed and resumed.state.numerics_environment
-            else here
-        )
+        before = (resumed.state.numerics_environment if resumed else None) or here
         environments = self.collectives.all_gather_json(here, dict[str, str])
-        changes = [environment_changes(before, environment) for environment in environments]
-        for rank, changed in enumerate(changes):
+        for rank, environment in enumerate(environments):
+            changed = environment_changes(before, environment)
             if changed and self.collectives.rank == 0:
                 self.recorder.log(
                     f"exact does not hold from step {self.step}: {changed} on rank {rank}; weights are no "
