@@ -28,8 +28,6 @@ from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
-    """Options of `estimate`."""
-
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
@@ -76,8 +74,6 @@ def estimate(options: EstimateFlags) -> None:
 
 
 class TrainOptions(ProgressOptions, ConfigOptions):
-    """Options of `train`."""
-
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
 
@@ -107,8 +103,6 @@ def train(options: TrainOptions) -> None:
 
 
 class TuneOptions(ProgressOptions):
-    """Options of `tune`."""
-
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/."""
     resume: bool = False
@@ -158,8 +152,6 @@ def tune(options: TuneOptions) -> None:
 
 
 class ReportOptions(StorageOptions):
-    """Options of `runs report`."""
-
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
     """Names or directories of runs."""
 
