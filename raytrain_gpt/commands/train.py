@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -45,11 +45,6 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
 
-    def again_with(self, changes: dict[str, Any]) -> str:
-        """The same command with changed fields."""
-        flags = self.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
-        return command_line("estimate", flags | self.fields | changes)
-
 
 @command("estimate", EstimateFlags, SECTIONS)
 def estimate(options: EstimateFlags) -> None:
@@ -69,7 +64,9 @@ def estimate(options: EstimateFlags) -> None:
     if result.fits is not False:
         say(f"next: {options.train_command()}")
     elif result.remedy is not None:
-        say(f"next: {options.again_with(result.remedy.changes)}")
+        flags = options.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
+        changed = flags | options.fields | result.remedy.changes
+        say(f"next: {command_line('estimate', changed)}")
     options.say_json(result.as_json())
 
 
