@@ -44,7 +44,6 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     axes.grid(color="#e3e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=SOFT, labelcolor=INK)
     return figure, axes
 
 
