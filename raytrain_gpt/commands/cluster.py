@@ -12,8 +12,6 @@ from raytrain_gpt.config.call_options import Options
 
 
 class DoctorOptions(JsonOptions, ConfigOptions):
-    """Options of `doctor`."""
-
     bench: bool = False
     """Time a few steps; print tokens/s and the time to max_steps."""
     tokenizer: Annotated[str | None, Metavar("NAME")] = None
@@ -38,8 +36,6 @@ def doctor(options: DoctorOptions) -> None:
 
 
 class NodeOptions(Options):
-    """Options of `node`."""
-
     address: Annotated[str, Metavar("HOST:PORT")]
     """Address of the head, as printed by `ray start`."""
     grace_s: float = 60.0

@@ -15,8 +15,6 @@ _TYPES = {"bool", "float", "int", "null", "str"}
 
 
 class CompletionOptions(Options):
-    """Options of `completion`."""
-
     shell: Annotated[Literal["bash", "zsh", "fish"], Metavar(positional=True)]
     """Shell that reads the script."""
 

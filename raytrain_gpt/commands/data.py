@@ -55,22 +55,16 @@ class PrepareOptions(ProgressOptions):
 
 
 class DatasetOptions(JsonOptions):
-    """Options of a command that reads a dataset."""
-
     directory: Annotated[str, Metavar("DIR", positional=True)]
     """A dataset: directory or s3://bucket/prefix."""
 
 
 class StatsOptions(DatasetOptions):
-    """Options of `data stats`."""
-
     png: Annotated[str | None, Metavar("FILE")] = None
     """Plot of the document lengths (default: document_lengths.png in DIR)."""
 
 
 class AtOptions(RunOptions):
-    """Options of `data at`."""
-
     step: int | None = Field(None, ge=1)
     """Step to show (default: none)."""
     batch: int | None = Field(None, ge=0)
@@ -84,8 +78,6 @@ class AtOptions(RunOptions):
 
 
 class FindOptions(StorageOptions):
-    """Options of `data find`."""
-
     text: Annotated[str, Metavar("TEXT", positional=True)]
     """Text to find in documents."""
     run: Annotated[str, Metavar("RUN", positional=True)]

@@ -46,8 +46,6 @@ class Metavar:
 
 
 class CheckpointOptions(Options):
-    """Options of a command that uses a checkpoint."""
-
     checkpoint: Annotated[str, Metavar("CHECKPOINT", positional=True)]
     """Path or s3:// URL of a checkpoint or run, or the name of a run in ./runs; a run means its best
     checkpoint, or its newest if none was evaluated."""
@@ -61,8 +59,6 @@ class CheckpointOptions(Options):
 
 
 class JsonOptions(Options):
-    """Options of a command with JSON output."""
-
     as_json: bool = Field(False, alias="json")
     """Print one JSON object last."""
 
@@ -73,28 +69,21 @@ class JsonOptions(Options):
 
 
 class StorageOptions(JsonOptions):
-    """Options of a command that reads runs."""
-
     storage_path: str = "runs"
     """Directory or s3:// URL of all runs."""
 
 
 class RunOptions(StorageOptions):
-    """Options of a command that shows one run."""
-
     run: Annotated[str, Metavar("RUN", positional=True)]
     """Name or directory of a run."""
 
 
 class ProgressOptions(Options):
-    """Options of a command that prints its progress."""
-
     quiet: bool = False
     """Print only errors and the end."""
 
     @property
     def log(self) -> Log:
-        """Logger of progress lines."""
         return (lambda line: None) if self.quiet else say
 
 
@@ -154,22 +143,21 @@ class Command(Generic[OptionsT]):
     """Its docstring is the help."""
 
     def add_parser(self, commands: Any) -> argparse.ArgumentParser:
-        """Add the command to the subparsers."""
         parser = _add_parser(commands, self.name, self.run.__doc__ or "")
         if self.groups:  # a usage line with all fields would fill a page
             file = " FILE" * ("file" in self.options.model_fields)
             parser.usage = f"%(prog)s{file} [options] [--FIELD VALUE ...]"
         for name, field in self.options.model_fields.items():
             if not field.exclude:
-                _add(parser, field.alias or name, field, is_switch=field.annotation is bool)
+                _add(parser, field.alias or name, field)
         parser.set_defaults(command=self)
-        preset = None
+        preset: Mapping[str, Any] = {}
         if self.groups and issubclass(self.options, ConfigOptions):
             preset = load_preset(DEFAULT_PRESET).field_values()
         for title, fields in self.groups.items():
             group = parser.add_argument_group(title)
             for name, field in fields.items():
-                _add(group, name, field, show_default=preset is not None, preset=preset)
+                _add(group, name, field, preset)
         return parser
 
     def __call__(self, args: argparse.Namespace) -> None:
@@ -201,10 +189,12 @@ class CommandGroup:
         parsers = [parser, *(action.add_parser(subparsers) for action in self.actions)]
         for action in self.actions:
             for name, field in action.options.model_fields.items():
+                if _mark(field).positional:
+                    continue
                 flag = field.alias or name
                 for one in parsers:
-                    if not _is_positional(field) and f"--{flag}" not in one._option_string_actions:
-                        _add(one, flag, field, is_switch=field.annotation is bool, is_hidden=True)
+                    if f"--{flag}" not in one._option_string_actions:
+                        _add(one, flag, field, is_hidden=True)
 
 
 def _add_parser(commands: Any, name: str, doc: str) -> argparse.ArgumentParser:
@@ -230,33 +220,31 @@ def _add(
     group: Any,
     name: str,
     field: FieldInfo,
-    *,
-    is_switch: bool = False,
-    is_hidden: bool = False,
-    show_default: bool = True,
     preset: Mapping[str, Any] | None = None,
+    is_hidden: bool = False,
 ) -> None:
     """Add a flag, absent from the parsed arguments unless set, or a positional argument.
 
     Args:
-        preset: Values of the default preset, shown instead of the fields' defaults.
+        preset: Defaults to show for fields of a file, which are never switches or required; None for
+            options of the command itself.
     """
     text = (field.description or "").rstrip(".").replace("%", "%%")
     mark = _mark(field)
-    kind = mark.text if mark and mark.text else _kind(field.annotation)
+    kind = mark.text or _kind(field.annotation)
     how: dict[str, Any] = {"metavar": kind}
-    if mark and mark.positional:
+    if mark.positional:
         if typing.get_origin(field.annotation) is list:
             how |= {"nargs": "+"} if field.is_required() else {"nargs": "*", "default": []}
         group.add_argument(name, help=text, **how)
         return
-    if is_switch:
+    if preset is None and field.annotation is bool:
         how = {"action": "store_true"}
     elif "default:" in text:  # the description states the default
         how["metavar"] = kind.removesuffix("|null")
-    elif show_default and field.is_required():
+    elif preset is None and field.is_required():
         how["required"] = True
-    elif show_default:
+    elif preset is None or name in preset:
         value = field.default if preset is None else preset[name]
         text += f" (default: {json.dumps(value)}".replace('"', "")
         if value != field.default:
@@ -266,13 +254,8 @@ def _add(
     group.add_argument(f"--{name}", help=shown, default=argparse.SUPPRESS, **how)
 
 
-def _mark(field: FieldInfo) -> Metavar | None:
-    return next((one for one in field.metadata if isinstance(one, Metavar)), None)
-
-
-def _is_positional(field: FieldInfo) -> bool:
-    mark = _mark(field)
-    return mark is not None and mark.positional
+def _mark(field: FieldInfo) -> Metavar:
+    return next((one for one in field.metadata if isinstance(one, Metavar)), Metavar())
 
 
 def _kind(annotation: Any) -> str:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class EvalOptions(JsonOptions, CheckpointOptions):
-    """Options of `eval`."""
-
     data: Annotated[str | None, Metavar("DIR")] = None
     """Dataset (default: the training run's)."""
     eval_tokens: int | None = Field(None, ge=1)
@@ -28,8 +26,6 @@ class EvalOptions(JsonOptions, CheckpointOptions):
 
 
 class SampleOptions(SamplingOptions, CheckpointOptions):
-    """Options of `sample`."""
-
     prompt: Annotated[str | None, Metavar("TEXT")] = None
     """Text to continue (default: the lines of --batch)."""
     batch: Annotated[str | None, Metavar("FILE")] = None
@@ -120,8 +116,6 @@ def serve(options: ServeCheckpointOptions) -> None:
 
 
 class ExportOptions(CheckpointOptions):
-    """Options of `export`."""
-
     out: Annotated[str, Metavar("DIR|FILE")]
     """New local directory; for gguf a new local file ending in .gguf, or a directory for RUN_NAME.gguf."""
     format: Literal["hf", "gguf"] = "hf"
@@ -131,8 +125,6 @@ class ExportOptions(CheckpointOptions):
 
 
 class ImportOptions(Options):
-    """Options of `import`."""
-
     source: Annotated[str, Metavar("DIR_OR_FILE", positional=True)]
     """Hugging Face directory, or a file of GPT-2 weights (.safetensors, .bin, .pt)."""
     out: Annotated[str, Metavar("CHECKPOINT")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -28,8 +28,6 @@ from raytrain_gpt.sweep.spec import SET_BY_SWEEP, SWEEP_FLAGS, Sweep, load_sweep
 
 
 class EstimateFlags(JsonOptions, ConfigOptions):
-    """Options of `estimate`."""
-
     probe: bool = False
     """Time a few real steps on the cluster that train would use."""
     device: Annotated[str | None, Metavar("NAME")] = None
@@ -46,11 +44,6 @@ class EstimateFlags(JsonOptions, ConfigOptions):
     """Price of one on-demand device per hour (default: no price)."""
     spot_price_per_hour: float | None = Field(None, ge=0, lt=1e9)
     """Price of one spot device per hour (default: no price)."""
-
-    def again_with(self, changes: dict[str, Any]) -> str:
-        """The same command with changed fields."""
-        flags = self.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
-        return command_line("estimate", flags | self.fields | changes)
 
 
 @command("estimate", EstimateFlags, SECTIONS)
@@ -71,13 +64,13 @@ def estimate(options: EstimateFlags) -> None:
     if result.fits is not False:
         say(f"next: {options.train_command()}")
     elif result.remedy is not None:
-        say(f"next: {options.again_with(result.remedy.changes)}")
+        flags = options.model_dump(exclude={"as_json", "probe"}, exclude_none=True)
+        changed = flags | options.fields | result.remedy.changes
+        say(f"next: {command_line('estimate', changed)}")
     options.say_json(result.as_json())
 
 
 class TrainOptions(ProgressOptions, ConfigOptions):
-    """Options of `train`."""
-
     dry_run: bool = False
     """Print the resolved configuration, run size and whether the data exists, then exit."""
 
@@ -107,8 +100,6 @@ def train(options: TrainOptions) -> None:
 
 
 class TuneOptions(ProgressOptions):
-    """Options of `tune`."""
-
     file: Annotated[Path, Metavar("FILE", positional=True)]
     """Sweep file, as in tune_configs/."""
     resume: bool = False
@@ -158,8 +149,6 @@ def tune(options: TuneOptions) -> None:
 
 
 class ReportOptions(StorageOptions):
-    """Options of `runs report`."""
-
     runs: Annotated[list[str], Metavar("RUN", positional=True)]
     """Names or directories of runs."""
 

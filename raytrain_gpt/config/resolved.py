@@ -21,8 +21,6 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 class SizedCluster(ClusterSection):
-    """Workers and CPUs requested from Ray."""
-
     num_workers: int
     cpus_per_worker: int
 
@@ -33,8 +31,6 @@ class SizedCluster(ClusterSection):
 
 
 class FittedCluster(SizedCluster):
-    """Workers, CPUs and GPUs requested from Ray, resolved for a cluster."""
-
     use_gpu: bool
 
     @property
@@ -49,27 +45,19 @@ class FittedCluster(SizedCluster):
 
 
 class SizedConfig(Config):
-    """Configuration with the number and CPUs of workers resolved."""
-
     cluster: SizedCluster
 
 
 class FittedConfig(SizedConfig):
-    """Configuration resolved for a cluster."""
-
     cluster: FittedCluster
 
 
 class ResolvedTrain(TrainSection):
-    """Steps, batch and arithmetic, resolved for a device's memory."""
-
     micro_batch_sequences: int
     activation_checkpointing: ActivationCheckpointing
 
 
 class ResolvedConfig(FittedConfig):
-    """Configuration without `auto` in cluster and memory fields."""
-
     train: ResolvedTrain
 
 

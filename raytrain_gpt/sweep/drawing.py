@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from raytrain_gpt.config.schema import FIELDS
 from raytrain_gpt.format import amount
+from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.trials import value_text
 
 INK, SOFT, PALE = "#1b1f24", "#5b6672", "#b4bcc4"
@@ -43,7 +44,6 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     axes.grid(color="#e3e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=SOFT, labelcolor=INK)
     return figure, axes
 
 
@@ -78,31 +78,24 @@ def legend(figure: Figure, entries: Sequence[tuple[str, LineStyle]], title: str 
     )  # fmt: skip
 
 
-def mark_edge(axes: Axes, x: float, **look: Any) -> None:
-    look = {"zorder": 3, **look, "transform": axes.get_xaxis_transform(), "clip_on": False}
-    axes.plot(x, 1, gid="edge", **look)
-
-
-def name_edge(axes: Axes, marks: Iterable[tuple[float, str]]) -> None:
-    """Write the names of (x, name) marks above the upper edge, at most _MAX_EDGE_NAMES together."""
-    groups: list[tuple[float, list[str]]] = []
+def mark_edge(axes: Axes, marks: Sequence[tuple[float, str, LineStyle]]) -> None:
+    """Draw (x, name, style) marks at the upper edge, with at most _MAX_EDGE_NAMES names together."""
+    at_edge: LineStyle = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 3}
+    for x, _, look in marks:
+        axes.plot(x, 1, gid="edge", **look, **at_edge)
     axes.get_xlim()  # applies the pending limits to the transforms
-    for x, name in sorted(marks):
+    groups: list[tuple[float, list[str]]] = []
+    for x, name in sorted((x, name) for x, name, _ in marks):
         at = axes.transLimits.transform(axes.transScale.transform((x, 1)))[0]
         if groups and at - groups[-1][0] < _MIN_TICK_DISTANCE:
             groups[-1][1].append(name)
         else:
             groups.append((at, [name]))
-    above: LineStyle = {
-        "ha": "center",
-        "va": "bottom",
-        "fontsize": 8,
-        "textcoords": "offset points",
-    }
+    above: LineStyle = {"ha": "center", "va": "bottom", "fontsize": 8, "transform": axes.transAxes}
     for at, names in groups:
         more = len(names) - _MAX_EDGE_NAMES
         text = "\n".join(names[:_MAX_EDGE_NAMES] + [f"+{more}"] * (more > 0))
-        axes.annotate(text, (at, 1), (0, 6), "axes fraction", gid="edge name", **above)
+        axes.text(at, 1.02, text, gid="edge name", **above)
     if groups:
         lines = min(max(len(names) for _, names in groups), _MAX_EDGE_NAMES + 1)
         axes.set_title(axes.get_title(), pad=10 + 10 * lines)
@@ -112,10 +105,6 @@ def in_order(values: Iterable[Any]) -> list[Any]:
     """Return the distinct values: sorted if they are numbers, else in order of appearance."""
     distinct = list(dict.fromkeys(values))
     return sorted(distinct) if all(map(is_number, distinct)) else distinct
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def value_label(value: Any) -> str:

@@ -32,12 +32,9 @@ class History:
 
     def __init__(self, directory: Location) -> None:
         self._file = directory / HISTORY_FILE
-        self.events: list[Event] = []
-        if self._file.is_file():
-            self.events = [
-                self._event(number, line)
-                for number, line in enumerate(self._file.read_bytes().splitlines(), 1)
-            ]
+        content = self._file.read_bytes() if self._file.is_file() else b""
+        lines = enumerate(content.splitlines(), 1)
+        self.events = [self._event(number, line) for number, line in lines]
 
     def _event(self, number: int, line: bytes) -> Event:
         try:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from raytrain_gpt.sweep import drawing
 from raytrain_gpt.sweep.drawing import INK, MARKERS, OBJECTIVES, PALE, SOFT, LineStyle, value_label
+from raytrain_gpt.sweep.space import is_number
 from raytrain_gpt.sweep.trials import Trial, best_trial, compared_tokens, ranking
 
 MAX_DISCRETE_VALUES = 12
@@ -81,6 +82,7 @@ def loss_figure(
     limit = _loss_limit(trials, budget_tokens)
     lowest: dict[Any, dict[float, float]] = {value: {} for value in looks}
     above: list[Trial] = []
+    marks: list[tuple[float, str, LineStyle]] = []
     for trial in trials:
         value, x, score = trial.values.get(line_field), place[trial.values[x_field]], trial.score
         is_full = _full_score(trial, budget_tokens) is not None
@@ -90,8 +92,8 @@ def loss_figure(
             if is_full:
                 lowest[value][x] = min(score, lowest[value].get(x, math.inf))
         elif score is not None or trial.diverged or trial.state == "failed":
-            drawing.mark_edge(axes, x, **point)
             above.append(trial)
+            marks.append((x, trial.name, point))
     # If a further field varies freely, neighbors on the axis are not neighbors in the space.
     further = [name for name in searched if name not in (x_field, line_field)]
     if not further or x_field in discrete_fields(trials, [x_field]):
@@ -113,7 +115,7 @@ def loss_figure(
     axes.set_xlabel(drawing.field_label(x_field))
     axes.set_ylabel(drawing.objective_label(objective, budget_tokens))
     axes.set_title(f"Final {OBJECTIVES[objective][0]} by {x_field}")
-    drawing.name_edge(axes, ((place[trial.values[x_field]], trial.name) for trial in above))
+    drawing.mark_edge(axes, marks)
     drawing.legend(figure, entries)
     return figure
 
@@ -143,30 +145,26 @@ def curves_figure(
     looks = drawing.line_styles(groups)
     limit, best = _curves_limit(drawn, budget_tokens), best_trial(trials, budget_tokens)
     entries: list[tuple[str, LineStyle]] = []
-    above: list[tuple[float, str]] = []
+    marks: list[tuple[float, str, LineStyle]] = []
     for rank, trial in enumerate(drawn):
         tokens, values = _curve(trial)
         is_above = not values[-1] <= limit  # also if not finite
-        if is_above:
-            above.append((tokens[-1], trial.name))
+        end: LineStyle = {"color": PALE, "marker": "."}
         if rank >= MAX_NAMED_CURVES:
-            pale: LineStyle = {"color": PALE, "linewidth": 1, "marker": ".", "zorder": 1}
-            axes.plot(tokens, values, gid=f"trial {trial.name}", **pale)
-            if is_above:
-                drawing.mark_edge(axes, tokens[-1], **pale | {"zorder": 3})
-            continue
-        is_best, is_full = trial is best, trial.state == "finished"
-        line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
-        line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
-        axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
-        end = {"color": line["color"], "marker": MARKERS[rank]} | ({} if is_full else _HOLLOW)
-        if is_above:
-            drawing.mark_edge(axes, tokens[-1], **end)
+            axes.plot(tokens, values, gid=f"trial {trial.name}", linewidth=1, zorder=1, **end)
         else:
-            axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
-        names = ", ".join(value_label(trial.values[n]) for n in (x_field, line_field) if n)
-        text = f"{trial.name}: {names}\n{_outcome(trial, budget_tokens)}{', best' * is_best}"
-        entries.append((text, line | end | {"alpha": 1.0}))
+            is_best, is_full = trial is best, trial.state == "finished"
+            line = looks[groups[rank]] | {"linewidth": 3.4 if is_best else 1.5}
+            line |= {"marker": "", "alpha": 1.0 if is_full else 0.5}
+            axes.plot(tokens, values, gid=f"trial {trial.name}", **line)
+            end = {"color": line["color"], "marker": MARKERS[rank]} | ({} if is_full else _HOLLOW)
+            if not is_above:
+                axes.plot(tokens[-1], values[-1], zorder=3, gid="end", **end)
+            names = ", ".join(value_label(trial.values[n]) for n in (x_field, line_field) if n)
+            text = f"{trial.name}: {names}\n{_outcome(trial, budget_tokens)}{', best' * is_best}"
+            entries.append((text, line | end | {"alpha": 1.0}))
+        if is_above:
+            marks.append((tokens[-1], trial.name, end))
     if len(drawn) > MAX_NAMED_CURVES:
         entries.append((f"other trials: {len(drawn) - MAX_NAMED_CURVES}", {"color": PALE}))
     shown = [v for trial in drawn for v in _curve(trial)[1] if v <= limit]
@@ -177,7 +175,7 @@ def curves_figure(
     axes.set_xlabel("tokens seen")
     axes.set_ylabel(drawing.objective_label(objective))
     axes.set_title("Learning curves")
-    drawing.name_edge(axes, above)
+    drawing.mark_edge(axes, marks)
     drawing.legend(figure, entries, f"trial: {', '.join(n for n in (x_field, line_field) if n)}")
     return figure
 
@@ -254,7 +252,7 @@ def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
     fields = []
     for name in names:
         values = drawing.in_order(trial.values[name] for trial in trials)
-        repeated = len(values) < len(trials) or not all(map(drawing.is_number, values))
+        repeated = len(values) < len(trials) or not all(map(is_number, values))
         if repeated and len(values) <= MAX_DISCRETE_VALUES:
             fields.append(name)
     return fields
@@ -262,7 +260,7 @@ def discrete_fields(trials: Sequence[Trial], names: Sequence[str]) -> list[str]:
 
 def _x_and_line(trials: Sequence[Trial], names: Sequence[str]) -> tuple[str, str]:
     """Return the field of the x axis, and the one with a curve (or row) per value, or ""."""
-    numbers = [n for n in names if all(drawing.is_number(trial.values[n]) for trial in trials)]
+    numbers = [n for n in names if all(is_number(trial.values[n]) for trial in trials)]
     x_field = "peak_lr" if "peak_lr" in numbers else [*numbers, *names][0]
     others = discrete_fields(trials, [name for name in names if name != x_field])
     batch = "global_batch_tokens"

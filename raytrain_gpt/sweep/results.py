@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from raytrain_gpt.config.schema import Config
 from raytrain_gpt.format import amount, count, cut, duration, table
-from raytrain_gpt.sweep.space import Domain, Grid
+from raytrain_gpt.sweep.space import Domain, Grid, is_number
 from raytrain_gpt.sweep.spec import sweep_title
 from raytrain_gpt.sweep.trials import State, Trial, best_trial, ranking, value_text
 
@@ -24,13 +24,7 @@ RESULTS_FILE, BEST_FILE = "results.csv", "best.yaml"
 MAX_PROGRESS_ROWS = 20
 
 _MAX_ERROR_CHARS = 160
-_PROGRESS_ORDER: tuple[State, ...] = (
-    "running",
-    "finished",
-    "stopped",
-    "diverged",
-    "failed",
-)
+_STATES: tuple[State, ...] = get_args(State)  # in the order of a trial's life
 
 
 def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> list[str]:
@@ -44,7 +38,7 @@ def plan_table(planned: Sequence[dict[str, Any]], max_steps: Sequence[int]) -> l
 def progress_table(trials: Sequence[Trial], objective: str, budget_tokens: int) -> str:
     """Format the state of a sweep: counts, then at most MAX_PROGRESS_ROWS trials, running ones first."""
     started = [t for t in ranking(trials, budget_tokens) if t.state != "pending"]
-    started.sort(key=lambda trial: _PROGRESS_ORDER.index(trial.state))
+    started.sort(key=lambda trial: _STATES.index(trial.state))
     shown, hidden = started[:MAX_PROGRESS_ROWS], started[MAX_PROGRESS_ROWS:]
     best = best_trial(trials, budget_tokens)
     lines = [f"{count(len(trials), 'trial')}: {_counts(trials)}" + _best_text(best, objective)]
@@ -91,10 +85,9 @@ def edge_lines(best: Trial, space: Mapping[str, Domain]) -> list[str]:
     for name, domain in space.items():
         if not isinstance(domain, Grid) or name == "seed" or len(domain.grid) < 3:
             continue
-        numbers = [v for v in domain.grid if isinstance(v, int | float) and not isinstance(v, bool)]
         value = best.values[name]
-        if len(numbers) == len(domain.grid) and value in (min(numbers), max(numbers)):
-            end, side = ("lowest", "below") if value == min(numbers) else ("highest", "above")
+        if all(map(is_number, domain.grid)) and value in (min(domain.grid), max(domain.grid)):
+            end, side = ("lowest", "below") if value == min(domain.grid) else ("highest", "above")
             lines.append(
                 f"the best {name}, {value_text(value)}, is the {end} of its grid; a better one may be "
                 f"{side} it: move the grid"
@@ -154,9 +147,9 @@ def _table(
 
 
 def _counts(trials: Iterable[Trial]) -> str:
-    """`2 running, 3 stopped`: in the order of a trial's life."""
+    """Format as `2 running, 3 stopped`."""
     counts = Counter(trial.state for trial in trials)
-    return ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
+    return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
 
 
 def _best_text(best: Trial | None, objective: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from ray import tune
@@ -20,11 +21,9 @@ from raytrain_gpt.sweep.spec import Asha, Pbt, Sweep
 from raytrain_gpt.sweep.trial_actor import OBJECTIVE, TOKENS_SEEN
 
 
-class _Named:
-    """A trial for TokenHalving, identified by its name, which a restart does not change."""
-
-    def __init__(self, name: str) -> None:
-        self.trial_id = name
+def _named(trial: TuneTrial | str) -> Any:
+    """Return a trial for TokenHalving, identified by its name, which a restart does not change."""
+    return SimpleNamespace(trial_id=str(trial))
 
 
 class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
@@ -47,23 +46,23 @@ class TokenHalving(AsyncHyperBandScheduler):  # type: ignore[misc]
             name = event["trial"]
             if event["event"] == "report":
                 if name not in stopped:
-                    super().on_trial_add(None, _Named(name))
+                    super().on_trial_add(None, _named(name))
                 result = {TOKENS_SEEN: event[TOKENS_SEEN], OBJECTIVE: event[OBJECTIVE]}
-                action = super().on_trial_result(None, _Named(name), result)
+                action = super().on_trial_result(None, _named(name), result)
                 stopped[name] = action == TrialScheduler.STOP
         return [name for name, is_stopped in stopped.items() if is_stopped]
 
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
-        super().on_trial_add(tune_controller, _Named(str(trial)))
+        super().on_trial_add(tune_controller, _named(trial))
 
     def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: Any) -> Any:
-        return super().on_trial_result(tune_controller, _Named(str(trial)), result)
+        return super().on_trial_result(tune_controller, _named(trial), result)
 
     def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: Any) -> None:
-        super().on_trial_complete(tune_controller, _Named(str(trial)), result)
+        super().on_trial_complete(tune_controller, _named(trial), result)
 
     def on_trial_remove(self, tune_controller: Any, trial: TuneTrial) -> None:
-        super().on_trial_remove(tune_controller, _Named(str(trial)))
+        super().on_trial_remove(tune_controller, _named(trial))
 
 
 class Population(PopulationBasedTraining):  # type: ignore[misc]

@@ -52,14 +52,10 @@ class Searched(_Domain):
 
 
 class Grid(Searched):
-    """Every value is tried, with every value of the other grids."""
-
     grid: tuple[Any, ...]
 
 
 class Choice(Searched):
-    """One of the values, all equally likely."""
-
     choice: tuple[Any, ...]
 
     def at(self, fraction: float) -> Any:
@@ -75,8 +71,6 @@ class Uniform(Searched):
 
 
 class LogUniform(Searched):
-    """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
-
     loguniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
@@ -85,8 +79,6 @@ class LogUniform(Searched):
 
 
 class RandInt(Searched):
-    """An integer between two ends, both included."""
-
     randint: tuple[int, int]
 
     def at(self, fraction: float) -> int:
@@ -108,7 +100,7 @@ class Expression(_Domain):
         """Evaluate to a finite number, or raise a ConfigError."""
         used = {name: values[name] for name in sorted(self.names)}
         for name, value in used.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise ConfigError(
                     f"expression {self.expression!r} uses {name}={value!r}, which is not a number; "
                     f"set {name} to one, or use another key"
@@ -256,6 +248,10 @@ def _check_range(name: str, kind: str, ends: tuple[Any, ...]) -> None:
         )
     if kind == "loguniform" and ends[0] <= 0:
         raise ConfigError(f"loguniform of {name} starts at {ends[0]:g}; it must start above 0")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def number_type(name: str) -> type[int] | type[float] | None:

@@ -49,8 +49,6 @@ SET_BY_SWEEP = {
 
 
 class Base(Strict):
-    """Base configuration of the trials."""
-
     preset: str | None = None
     """Name of a preset."""
     config: str | None = None
@@ -102,8 +100,6 @@ class Pbt(Strict):
 
 
 class Sweep(Strict):
-    """Content of a sweep file."""
-
     sweep_name: Name = Field(max_length=190)
     """Name of the sweep and its directory; default: the file's name."""
     base: Base

@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,6 @@ _TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
 
-Values = dict[str, Any]
-
 
 class ParentRun:
     """The sweep's MLflow run, the parent of every trial's; an unresponsive server causes only a warning."""
@@ -113,15 +111,14 @@ class SweepSummary:
 
 @dataclass
 class _Remaining:
-    """Trials still to run, with restored scheduler and searcher."""
+    """Trials still to run, with their restored scheduler."""
 
     scheduler: Any
     names: list[str]
     begun: dict[str, tuple[int, str | None]]
     """See `SweepContext`."""
-    values: list[Values] = field(default_factory=list)
-    """Each trial's values, or empty with a searcher."""
-    searcher: Any = None
+    values: dict[str, Any]
+    """Arguments of `tune.run`: the planned values, or a restored searcher."""
 
 
 class SweepRun:
@@ -138,7 +135,8 @@ class SweepRun:
         uri, _ = mlflow_store(base)
         if uri is None and base.tracking.mlflow_uri == "auto":
             log(OFF)
-        changes: Values = {"storage_path": str(directory / TRIALS_DIR), "mlflow_uri": uri}
+        trials_path = str(directory / TRIALS_DIR)
+        changes: dict[str, Any] = {"storage_path": trials_path, "mlflow_uri": uri}
         if isinstance(sweep.scheduler, Pbt):
             # A copy may start after its original has reached the next comparison.
             needed = sweep.scheduler.perturb_every_tokens // sweep.report_every_tokens + 1
@@ -218,8 +216,8 @@ class SweepRun:
             # The searcher suggests the values of started trials first, in the history's order.
             started = [name for name in trials if name in names]
             names = started + [name for name in names if name not in trials]
-            searcher = optuna_search(sweep, history)
-            return _Remaining(scheduler, names, begun, searcher=searcher)
+            search = {"search_alg": optuna_search(sweep, history), "num_samples": len(names)}
+            return _Remaining(scheduler, names, begun, search)
         values = dict(zip(all_names, planned_trials(sweep), strict=True))
         if pbt and names:
             scheduler = Population(sweep, pbt)
@@ -227,7 +225,8 @@ class SweepRun:
             for name, report in reports.items():
                 values[name] = {one: report["values"][one] for one in sweep.searched}
                 begun[name] = (synced, checkpoint_of(report))
-        return _Remaining(scheduler, names, begun, [values[name] for name in names])
+        planned = {"values": tune.grid_search([values[name] for name in names])}
+        return _Remaining(scheduler, names, begun, {"config": planned})
 
     def _end_if_open(self, names: list[str], state: State) -> None:
         """Record the end of trials that a crash omitted after their last report."""
@@ -250,12 +249,10 @@ class SweepRun:
         tune.run(
             tune.with_resources(trainable, {"memory": ACTOR_BYTES}),
             name=f"{time.time():.0f}",
-            config={} if remaining.searcher else {"values": tune.grid_search(remaining.values)},
-            num_samples=len(remaining.names) if remaining.searcher else 1,
+            **remaining.values,
             storage_path=path,
             storage_filesystem=filesystem,
             scheduler=remaining.scheduler,
-            search_alg=remaining.searcher,
             max_concurrent_trials=at_once,
             trial_name_creator=lambda _trial: next(names),
             callbacks=[callback],

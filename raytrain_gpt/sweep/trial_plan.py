@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raytrain_gpt.config.batch import check_shares, nearest_multiples
@@ -148,17 +148,13 @@ def _reachable(sweep: Sweep, trials: list[dict[str, Any]]) -> Iterator[dict[str,
     domains = {n: d for n, d in sweep.space.items() if n in names and isinstance(d, SampledDomain)}
     if not domains:
         return
-    starts = trials or [{}]
-    num_corners = len(starts) * math.prod(len(domain.extremes) for domain in domains.values())
-    tried: Iterable[int] = range(num_corners)
-    if num_corners > MAX_CORNERS:
-        tried = map(random.Random(0).randrange, [num_corners] * MAX_CORNERS)
-    for corner in tried:
-        corner, start = divmod(corner, len(starts))
-        values = dict(starts[start])
-        for name, domain in domains.items():
-            corner, end = divmod(corner, len(domain.extremes))
-            values[name] = domain.extremes[end]
-        yield values
+    # The trials vary fastest, then the first domain.
+    sides = [*(domain.extremes for domain in reversed(domains.values())), trials or [{}]]
+    corners: Iterable[Sequence[Any]] = itertools.product(*sides)
+    if math.prod(map(len, sides)) > MAX_CORNERS:
+        draws = random.Random(0)
+        corners = ([draws.choice(side) for side in sides] for _ in range(MAX_CORNERS))
+    for *ends, start in corners:
+        yield start | dict(zip(domains, reversed(ends), strict=True))
     if adaptive:
         yield from (_draw(sweep, index) for index in range(NUM_DRAWS_CHECKED))

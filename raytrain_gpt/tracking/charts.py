@@ -105,9 +105,8 @@ def draw(chart: Chart) -> Markup:
         if axes.get_ylim()[1] >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(chart.x, color=_TEXT)
-        axes.set_ylabel(
-            chart.unit, color=_TEXT, labelpad=12
-        )  # on a narrow page the ticks' text grows
+        # The padding is for narrow pages, on which the ticks' text grows.
+        axes.set_ylabel(chart.unit, color=_TEXT, labelpad=12)
         axes.tick_params(color=_GRID, labelcolor=_TEXT)
         axes.grid(color=_GRID, linewidth=0.6)
         axes.spines[:].set_visible(False)

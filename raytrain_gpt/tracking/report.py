@@ -50,11 +50,11 @@ from raytrain_gpt.tracking.sync import RunSync
 
 REPORT_FILE = "report.html"
 MAX_SAMPLE_SETS = 8
-HELLASWAG_KEY = "hellaswag/acc_norm"
-HELLASWAG_REFERENCES = {"chance": 0.25, "GPT-2 124M": 0.2955}
-"""Length-normalized accuracies to compare with."""
-
 _DASHES, _MARKERS, _NUM_COLORS, _FAINT = ("", "7 3", "2 2", "8 2 2 2"), "Do^svP", 5, 6
+
+HELLASWAG_KEY = "hellaswag/acc_norm"
+HELLASWAG_REFERENCES = (("chance", 0.25, _FAINT, "7 3"), ("GPT-2 124M", 0.2955, 3, "2 2"))
+"""Name, length-normalized accuracy to compare with, color and dash."""
 
 
 class RunHistory:
@@ -180,9 +180,7 @@ class RunHistory:
         if not curves:
             return []
         ends = np.array([0, self.last["step"]], np.float64)
-        for (name, value), color, dash in zip(
-            HELLASWAG_REFERENCES.items(), (_FAINT, 3), _DASHES[1:3], strict=True
-        ):
+        for name, value, color, dash in HELLASWAG_REFERENCES:
             curves.append(Curve(f"{name} {value}", ends, np.full(2, value), color, dash))
         return [Chart("HellaSwag", "fraction right", curves, marks)]
 

@@ -9,8 +9,7 @@ import pytest
 
 import raytrain_gpt
 from raytrain_gpt.config.schema import FIELDS
-from raytrain_gpt.config.their_names import THEIR_NAMES
-from raytrain_gpt.config.wording import suggestion
+from raytrain_gpt.config.wording import THEIR_NAMES, suggestion
 from tests.conftest import RunCli
 
 PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
