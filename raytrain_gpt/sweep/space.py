@@ -52,10 +52,14 @@ class Searched(_Domain):
 
 
 class Grid(Searched):
+    """Every value is tried, with every value of the other grids."""
+
     grid: tuple[Any, ...]
 
 
 class Choice(Searched):
+    """One of the values, all equally likely."""
+
     choice: tuple[Any, ...]
 
     def at(self, fraction: float) -> Any:
@@ -71,6 +75,8 @@ class Uniform(Searched):
 
 
 class LogUniform(Searched):
+    """A number between two ends above 0, as likely from 1 to 10 as from 10 to 100."""
+
     loguniform: tuple[float, float]
 
     def at(self, fraction: float) -> float:
@@ -79,6 +85,8 @@ class LogUniform(Searched):
 
 
 class RandInt(Searched):
+    """An integer between two ends, both included."""
+
     randint: tuple[int, int]
 
     def at(self, fraction: float) -> int:
