@@ -7,9 +7,8 @@ that depend on no value: nothing waits for the device, and no batch causes a rec
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,11 +46,7 @@ def document_starts(ids: Tensor, document_end: int) -> Tensor:
 
 
 def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
-    """Tokens visible to the last one of `tokens`, which must not be empty.
-
-    Args:
-        document_end: As in `document_starts`, or None for a single document.
-    """
+    """Tokens visible to the last one of `tokens`; all without a `document_end`."""
     ends = [position for position, token in enumerate(tokens[:-1]) if token == document_end]
     return list(tokens[ends[-1] + 1 :] if ends else tokens)
 
@@ -59,9 +54,7 @@ def last_document(tokens: Sequence[int], document_end: int | None) -> list[int]:
 def masked_attention(starts: Tensor, dtype: torch.dtype, dropout: float) -> AttentionFn:
     """Attention by `scaled_dot_product_attention` with a mask, (T, T) per sequence.
 
-    Args:
-        starts: int64 (B, T), from `document_starts`.
-        dtype: Type of queries, keys and values.
+    `starts` are int64 (B, T), from `document_starts`; `dtype` is that of queries, keys and values.
     """
     positions = torch.arange(starts.shape[1], device=starts.device)
     seen = (positions <= positions[:, None]) & (positions >= starts[:, :, None])  # (B, T, T)
@@ -159,11 +152,9 @@ def _attend_sparse(
     return y
 
 
+_compiled_alone = cache(partial(torch.compile, dynamic=False))
+
+
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function, unless a surrounding model is being compiled, which includes it."""
     return function if torch.compiler.is_compiling() else _compiled_alone(function)
-
-
-@functools.cache
-def _compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)

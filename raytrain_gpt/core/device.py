@@ -25,7 +25,6 @@ class GpuSpec:
     Attributes:
         name: Prefix of the name that torch reports.
         bf16_flops: Dense bf16 FLOP/s, half of the figure with sparsity.
-        memory_bytes: Total memory.
         is_sxm: Whether it is the SXM module, the usual meaning of a chip's plain name.
     """
 

@@ -51,7 +51,6 @@ class SampledToken:
     """The result of one step for one sequence.
 
     Attributes:
-        handle: Sequence handle from `DecodingBatch.add`.
         token: None if the model ended the text; the end token is excluded.
         finish_reason: None while the sequence continues.
         scores: As set by `SamplingOptions.scored`: the prompt's first, then the token's, even if it ends
@@ -84,9 +83,7 @@ class DecodingBatch:
 
     The model runs eagerly and without gradients, even if compiled. Wrap all steps in one autocast, which
     casts each weight only once. Sampling uses the sequences' generators only, so it never changes training.
-
-    Args:
-        model: Not wrapped; it is put into evaluation mode.
+    The model must not be wrapped; it is put into evaluation mode.
     """
 
     def __init__(self, model: GPT, eot_token: int, max_sequences: int) -> None:

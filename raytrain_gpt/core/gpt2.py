@@ -53,8 +53,6 @@ class MLP(nn.Module):
 
 
 class GPT2Block(Block):
-    """See `Block`."""
-
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.embd_size)
@@ -63,7 +61,6 @@ class GPT2Block(Block):
         self.mlp = MLP(shape)
 
     def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
-        """See `Block`."""
         x = x + self.attn(self.ln_1(x), attend)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
@@ -73,7 +70,6 @@ class GPT2(GPT):
     """The language model; for the arguments see `GPT`."""
 
     def make_layers(self, shape: GPTShape) -> None:
-        """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.wpe = nn.Embedding(shape.seq_len, shape.embd_size)
         self.h = nn.ModuleList(GPT2Block(shape) for _ in range(shape.num_layers))
@@ -91,7 +87,6 @@ class GPT2(GPT):
                 nn.init.zeros_(module.bias)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Sum of token and position embeddings."""
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 

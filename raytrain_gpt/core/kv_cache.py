@@ -27,7 +27,8 @@ class KVCache:
         self._shape = shape
         self._max_rows = max_rows
         self._key_multiple = KEY_MULTIPLES.get(device.type, 1)
-        self._layers: list[Tensor | None] = [None] * shape.num_layers  # (2, rows, K, tokens, D/H)
+        empty = torch.empty(2, 0, shape.num_kv_heads, 0, shape.head_size, device=device)
+        self._layers = [empty] * shape.num_layers  # (2, rows, K, tokens, D/H)
 
     def prefill(self, first_row: int, room_tokens: int) -> list[AttentionFn]:
         """Per layer: causal attention of new sequences, stored from `first_row` on.
@@ -63,25 +64,22 @@ class KVCache:
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` of a row into a different row."""
         for cache in self._layers:
-            assert cache is not None, "a row that moves was filled before"
             cache[:, target, :, :tokens] = cache[:, source, :, :tokens]
 
     def _padded(self, tokens: int) -> int:
-        """Round a number of keys up, to at most seq_len."""
         return min(-(-tokens // self._key_multiple) * self._key_multiple, self._shape.seq_len)
 
     def _with_room(self, layer: int, rows: int, tokens: int, like: Tensor) -> Tensor:
         """The layer's tensor, reallocated if it has fewer rows or tokens than needed."""
         old, tokens = self._layers[layer], self._padded(tokens)
-        old_rows, old_tokens = (0, 0) if old is None else (old.shape[1], old.shape[3])
-        if old is not None and rows <= old_rows and tokens <= old_tokens:
+        _, old_rows, _, old_tokens, _ = old.shape
+        if rows <= old_rows and tokens <= old_tokens:
             return old
         rows = _grown(old_rows, rows, self._max_rows)
         tokens = _grown(old_tokens, tokens, self._shape.seq_len)
         # Zeros, since masked values are multiplied by 0, and 0 times NaN is NaN.
         new = like.new_zeros(2, rows, like.shape[1], tokens, like.shape[3])
-        if old is not None:
-            new[:, :old_rows, :, :old_tokens] = old
+        new[:, :old_rows, :, :old_tokens] = old
         self._layers[layer] = new
         return new
 

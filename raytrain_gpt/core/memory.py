@@ -93,7 +93,6 @@ class MemoryModel:
             ignored.
         num_shards: Ranks that share weights, gradients and moments; 1 without sharding.
         evaluates: Whether the ranks evaluate, which gathers an unsharded copy of the weights.
-        optimizer, exact: As in the configuration.
     """
 
     shape: GPTShape

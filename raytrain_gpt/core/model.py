@@ -36,7 +36,6 @@ from raytrain_gpt.core.loss import head_loss
 
 INIT_STD = 0.02
 GPT2_VOCAB_SIZE = 50_257
-_MLP_MULTIPLE = 64
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 _ATTENTION_OPERATORS = frozenset(
     {
@@ -54,7 +53,7 @@ class GPTShape:
 
     Attributes:
         num_kv_heads: Heads of keys and values; 0 for as many as queries.
-        mlp_size: Inner channels of the MLP; 0 for `default_mlp_size`.
+        mlp_size: Inner channels of the MLP; 0 for 4 · embd_size, in `qwen3` 8/3 · embd_size.
         tied_embeddings: Whether head and embedding share one matrix.
         rope_theta: Base of the rotary wavelengths.
     """
@@ -72,13 +71,12 @@ class GPTShape:
     rope_theta: float = ModelSection().rope_theta
 
     def __post_init__(self) -> None:
-        defaults = {
-            "num_kv_heads": self.num_heads,
-            "mlp_size": default_mlp_size(self.architecture, self.embd_size),
-        }
-        for name, value in defaults.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        if self.architecture == "gpt2":
+            default = 4 * self.embd_size
+        else:  # less, for three matrices instead of two; a multiple of 64
+            default = max(1, round(8 * self.embd_size / 3 / 64)) * 64
+        object.__setattr__(self, "mlp_size", self.mlp_size or default)
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GPTShape:
@@ -95,7 +93,6 @@ class GPTShape:
 
     @property
     def head_size(self) -> int:
-        """Channels of a head."""
         return self.embd_size // self.num_heads
 
     @property
@@ -114,7 +111,6 @@ class GPTShape:
 
     @property
     def block_matrix_parameters(self) -> int:
-        """Number of parameters in the matrices of a block."""
         return sum(rows * columns for rows, columns in self.block_matrices)
 
     @property
@@ -148,13 +144,6 @@ class GPTShape:
         return 6 * matmul_parameters + 12 * self.num_layers * self.embd_size * self.seq_len
 
 
-def default_mlp_size(architecture: str, embd_size: int) -> int:
-    """4 · embd_size; for `qwen3`, with three matrices instead of two, 8/3 · embd_size, a multiple of 64."""
-    if architecture == "gpt2":
-        return 4 * embd_size
-    return max(1, round(8 * embd_size / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
-
-
 Layers = Callable[[Tensor, AttentionFn], Tensor]
 """A block's computation: (B, T, D) -> (B, T, D)."""
 
@@ -169,10 +158,10 @@ class Block(nn.Module, ABC):
         self,
         x: Tensor,
         attend: AttentionFn,
-        around: Callable[[Layers, Tensor, AttentionFn], Tensor] | None = None,
+        around: Callable[[Layers, Tensor, AttentionFn], Tensor],
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); `around` wraps the call of `layers`."""
-        return self.layers(x, attend) if around is None else around(self.layers, x, attend)
+        return around(self.layers, x, attend)
 
     @abstractmethod
     def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
@@ -186,15 +175,10 @@ class GPT(nn.Module, ABC):
         activation_checkpointing: `none`, `selective` or `full`, see `_recomputing`.
         document_end: Token that closes a document. Tokens then attend only within their document, and
             positions count from its start. None treats all T tokens as one text.
-
-    Attributes:
-        wte: Token embedding.
-        h: Blocks, (B, T, D) -> (B, T, D), given an `AttentionFn`.
-        ln_f: Last norm.
     """
 
     wte: nn.Embedding
-    h: nn.ModuleList
+    h: nn.ModuleList  # of `Block`
     ln_f: nn.Module
 
     def __init__(
@@ -223,7 +207,6 @@ class GPT(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.wte.weight.device
 
     @abstractmethod
@@ -293,13 +276,11 @@ class GPT(nn.Module, ABC):
     ) -> Tensor:
         """Final hidden states (B, T, D) where attention also sees cached tokens.
 
-        Args:
-            ids: int64 (B, T).
-            positions: int64 (B, T) or (T,), below seq_len.
+        `ids` are int64 (B, T), `positions` int64 (B, T) or (T,), below seq_len.
         """
         x, positional_attention = self.embed(ids, positions), self.positional_attention(positions)
         for block, attend in zip(self.h, attend_by_layer, strict=True):
-            x = block(x, positional_attention(attend))
+            x = block(x, positional_attention(attend), self._recomputing)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -308,13 +289,7 @@ class GPT(nn.Module, ABC):
         return F.linear(self.hidden(ids), self.head_weight)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats per token.
-
-        Args:
-            ids: int64 (B, T).
-            targets: int64 (B, T); −100 is ignored.
-            reduction: `mean` for a scalar, `none` for (B, T).
-        """
+        """Cross-entropy in nats per token; `ids` and `targets` are int64 (B, T), see `head_loss`."""
         return head_loss(self.hidden(ids), self.head_weight, targets, reduction)
 
 

@@ -64,7 +64,6 @@ class Muon(torch.optim.AdamW):
             self.state[matrix] = {MOMENTUM_BUFFER: torch.zeros_like(matrix)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients."""
         super().zero_grad(set_to_none)
         for stack in self._stacks.values():
             for matrix in stack:
@@ -162,8 +161,7 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 def newton_schulz(stack: Tensor) -> Tensor:
     """Set singular values to about 1 (0.7 to 1.2), keeping the singular vectors.
 
-    Args:
-        stack: (N, R, C) in the dtype of the products; zero matrices stay zero.
+    `stack` is (N, R, C) in the dtype of the products; zero matrices stay zero.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = stack.shape[1] > stack.shape[2]

@@ -56,9 +56,6 @@ class SpikeDetector:
         config: Thresholds; without `spike_detection` only values that are not finite are bad.
         before: (step, loss, gradient norm, loss scale) of earlier steps, so that a resumed run judges like
             an uninterrupted one.
-
-    Attributes:
-        streak: Latest consecutive steps with a bad loss.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class SpikeDetector:
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window_steps)
         self._norms: deque[float] = deque(maxlen=config.spike_window_steps)
-        self.streak: list[int] = []
+        self.streak: list[int] = []  # latest consecutive steps with a bad loss
         for step, loss, norm, scale in before:
             loss, norm = (math.nan if value is None else value for value in (loss, norm))
             self.judge(step, loss, norm, scale)

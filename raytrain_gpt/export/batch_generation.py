@@ -11,13 +11,13 @@ on the number of actors of the same kind of machine.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from raytrain_gpt.config.schema import parse_config
 from raytrain_gpt.core.device import inference_autocast
 from raytrain_gpt.core.generate import sample_tokens
 from raytrain_gpt.data.tokenizer import decode_tokens
-from raytrain_gpt.errors import ClusterError, DataError, damage_as
+from raytrain_gpt.errors import ClusterError, DataError, damage_as, failure_as
 from raytrain_gpt.evaluate.inference import open_checkpoint, prompt_tokens, sampling_options
 from raytrain_gpt.format import Log, amount, count, duration
 from raytrain_gpt.storage.location import COMMAND_RETRY_S, Location, LocationLike
@@ -93,7 +93,7 @@ def _check_out(out: Location, source: Location) -> None:
     if not out.is_local:
         out.exists()  # raises if the store refuses access or the bucket does not exist
         return
-    with _disk_errors(out):
+    with failure_as(DataError, f"cannot write {out}"):
         out.parent.mkdir()
     if out.path.is_dir() or not os.access(out.parent.path, os.W_OK):
         why = "it is a directory" if out.path.is_dir() else "its directory is read-only"
@@ -216,12 +216,13 @@ class Generator:
 
 def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, log: Log) -> None:
     """Write all results to a temporary file, then upload or move it to `out`."""
+    disk_errors = partial(failure_as, DataError, f"cannot write {out}")
     started = shown = time.monotonic()
     done = tokens = cut = seq_len = 0
     with tempfile.TemporaryDirectory(prefix="raytrain-gpt-") as directory:
         unfinished = Path(directory, "out.jsonl")
         for result in results:
-            with _disk_errors(out), unfinished.open("a", encoding="utf-8") as file:
+            with disk_errors(), unfinished.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in result["lines"])
             done += len(result["lines"])
             tokens, cut = tokens + result["num_tokens"], cut + result["num_cut"]
@@ -229,18 +230,10 @@ def _write(out: Location, results: Iterator[dict[str, Any]], num_prompts: int, l
             if now - shown >= PROGRESS_EVERY_S and done < num_prompts:
                 shown, eta = now, (num_prompts - done) * (now - started) / done
                 log(f"{done}/{num_prompts} prompts | {amount(tokens)} tokens | eta {duration(eta)}")
-        with _disk_errors(out):
+        with disk_errors():
             out.upload(unfinished)
     if cut:
         log(
             f"cut {count(cut, 'prompt')} longer than {count(seq_len, 'token')} to the last {seq_len}"
         )
     log(f"{count(done, 'prompt')}, {amount(tokens)} tokens generated: {out}")
-
-
-@contextlib.contextmanager
-def _disk_errors(out: Location) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror or error}") from None

@@ -109,10 +109,8 @@ def model_of(hf: Mapping[str, Tensor], where: str, shape: GPTShape) -> GPT:
     rows = (shape.vocab_size, shape.embd_size)
     embedding = tuple(tensors[_EMBEDDING].shape) if _EMBEDDING in tensors else "missing"
     num_layers = len({match[1] for match in map(_LAYER.match, tensors) if match})
-    if (num_layers, embedding) != (
-        shape.num_layers,
-        rows,
-    ):  # before a model of any size is allocated
+    # Before a model of any size is allocated.
+    if (num_layers, embedding) != (shape.num_layers, rows):
         raise CheckpointError(
             f"{where} has {num_layers} layers and {_EMBEDDING} {embedding}, but its config.json has "
             f"{shape.num_layers} and {rows}; use the files of one model"

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from raytrain_gpt.errors import ConfigError
 from raytrain_gpt.format import count, cut, preview
-from raytrain_gpt.serve.engine import Engine, QueueFull, Weights
+from raytrain_gpt.serve.engine import Engine, Weights
 from raytrain_gpt.serve.protocol import MAX_BODY_BYTES, ApiError, CompletionRequest, parse_request
 from raytrain_gpt.serve.response import Completion, encoded
 from raytrain_gpt.serve.serve_options import KEY_VARIABLE, ServeOptions
@@ -97,23 +97,21 @@ class _Interface:
 
     async def completions(self, request: Request) -> Response:
         self._check_caller(request)
-        completion_request = parse_request(await self._body(request))
-        weights = self._weights_of(completion_request.model)
+        params = parse_request(await self._body(request))
+        weights = self._weights_of(params.model)
         # Long texts take a while, so do not block the event loop.
-        prompts = await asyncio.to_thread(
-            lambda: [encoded(p, weights) for p in completion_request.prompts]
-        )
-        self._check_size(completion_request, weights, prompts)
-        completion = Completion(completion_request, weights, prompts)
+        prompts = await asyncio.to_thread(lambda: [encoded(p, weights) for p in params.prompts])
+        self._check_size(params, weights, prompts)
+        completion = Completion(params, weights, prompts)
         try:
             self._engine.submit(completion.jobs)
-        except QueueFull:
+        except asyncio.QueueFull:
             message = (
                 f"{count(self._options.max_queue, 'sequence')} already waiting; try again later"
             )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
-        if completion_request.stream:
+        if params.stream:
             events = completion.events(self._engine)
             return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
         return JSONResponse(await completion.body(self._engine), headers=_HEADERS)
@@ -177,27 +175,22 @@ class _Interface:
         return weights
 
     def _check_size(
-        self, completion_request: CompletionRequest, weights: Weights, prompts: list[list[int]]
+        self, params: CompletionRequest, weights: Weights, prompts: list[list[int]]
     ) -> None:
         options, context_tokens = self._options, weights.model.shape.seq_len
-        if not 1 <= len(prompts) * completion_request.n <= options.max_batch:
-            number = f"{count(len(prompts), 'prompt')} × n={completion_request.n}"
+        if not 1 <= len(prompts) * params.n <= options.max_batch:
+            number = f"{count(len(prompts), 'prompt')} × n={params.n}"
             raise ApiError(
                 400, f"{number} continuations must be between 1 and {options.max_batch}", "n"
             )
-        if (
-            options.max_new_tokens is not None
-            and completion_request.max_tokens > options.max_new_tokens
-        ):
-            message = (
-                f"max_tokens={completion_request.max_tokens} is above {options.max_new_tokens}"
-            )
+        if options.max_new_tokens is not None and params.max_tokens > options.max_new_tokens:
+            message = f"max_tokens={params.max_tokens} is above {options.max_new_tokens}"
             raise ApiError(400, message, "max_tokens")
         longest = max(map(len, prompts))
-        if longest + completion_request.max_tokens > context_tokens:
+        if longest + params.max_tokens > context_tokens:
             raise ApiError(
                 400,
-                f"{longest} tokens of the prompt and max_tokens={completion_request.max_tokens} are above "
+                f"{longest} tokens of the prompt and max_tokens={params.max_tokens} are above "
                 f"the context of {context_tokens} tokens; shorten one of them",
                 "prompt",
                 "context_length_exceeded",

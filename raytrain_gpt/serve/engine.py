@@ -32,10 +32,6 @@ MAX_FAILED_STEPS = 2
 the model or its device is broken."""
 
 
-class QueueFull(Exception):
-    """The queue has no room for the sequences."""
-
-
 @dataclass(eq=False)
 class Weights:
     name: str
@@ -70,11 +66,7 @@ class Job:
 
 
 class Engine:
-    """Thread that runs jobs: `max_batch` at the same time, with `max_queue` waiting.
-
-    Args:
-        loop: Event loop that reads the jobs' queues.
-    """
+    """Thread that runs `max_batch` jobs at a time, with `max_queue` waiting; `loop` gets the results."""
 
     def __init__(
         self, weights: Weights, loop: asyncio.AbstractEventLoop, max_batch: int, max_queue: int
@@ -92,10 +84,10 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the sequences of a request, or raise `QueueFull` if not all of them fit."""
+        """Queue the sequences of a request, or raise `asyncio.QueueFull` if not all of them fit."""
         with self._changed:
             if len(self._queue) + len(jobs) > self._max_queue + self._num_free():
-                raise QueueFull
+                raise asyncio.QueueFull
             self._queue.extend(jobs)
             self._changed.notify()
 

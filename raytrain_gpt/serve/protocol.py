@@ -40,13 +40,7 @@ Prompt = str | list[int]
 
 
 class ApiError(HTTPException):
-    """A refused request.
-
-    Args:
-        message: The problem and the fix.
-        param: The field of the request.
-        code: OpenAI's name of the error, for programs.
-    """
+    """A refused request, with the field `param`, and OpenAI's name of the error for programs, `code`."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from raytrain_gpt.core.generate import DecodingBatch
 from raytrain_gpt.core.model import GPTShape
 from raytrain_gpt.data.tokenizer import load_tokenizer
 from raytrain_gpt.serve import engine as engine_module
-from raytrain_gpt.serve.engine import Engine, Job, QueueFull, Weights
+from raytrain_gpt.serve.engine import Engine, Job, Weights
 
 TOKENIZER = load_tokenizer("bytes")
 SHAPE = GPTShape(num_layers=1, num_heads=2, embd_size=16, seq_len=64, vocab_size=257)
@@ -109,14 +109,14 @@ def test_a_cancelled_job_makes_room_whether_it_waits_or_not() -> None:
         engine.submit([first])
         await first.drawn.get()
         engine.submit([second])
-        with pytest.raises(QueueFull):
+        with pytest.raises(asyncio.QueueFull):
             engine.submit([third])
         engine.cancel([second, first])
         while True:  # the engine's thread takes it in between two steps
             try:
                 engine.submit([third])
                 break
-            except QueueFull:
+            except asyncio.QueueFull:
                 await asyncio.sleep(0)
         assert await tokens_of(third) == alone(own, third.options)
         assert second.drawn.empty()
