@@ -87,6 +87,7 @@ class GPT2(GPT):
                 nn.init.zeros_(module.bias)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Sum of token and position embeddings."""
         out: Tensor = self.wte(ids) + self.wpe(positions)  # (B, T, D)
         return out
 

@@ -289,7 +289,13 @@ class GPT(nn.Module, ABC):
         return F.linear(self.hidden(ids), self.head_weight)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats per token; `ids` and `targets` are int64 (B, T), see `head_loss`."""
+        """Cross-entropy in nats per token.
+
+        Args:
+            ids: int64 (B, T).
+            targets: int64 (B, T); −100 is ignored.
+            reduction: `mean` for a scalar, `none` for (B, T).
+        """
         return head_loss(self.hidden(ids), self.head_weight, targets, reduction)
 
 

@@ -18,18 +18,17 @@ import tiktoken
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
 
 from raytrain_gpt.checkpoint.catalog import ROWS_FILE, Draft
 from raytrain_gpt.checkpoint.checkpoint_state import CheckpointState
 from raytrain_gpt.checkpoint.hashes import HASHES_FILE
 from raytrain_gpt.config.schema import Config
-from raytrain_gpt.core.gpt2 import GPT2
+from raytrain_gpt.core.architectures import new_model
 from raytrain_gpt.core.model import GPT, GPT2_VOCAB_SIZE, GPTShape
 from raytrain_gpt.core.state import MODEL_FILE
 from raytrain_gpt.data.order import ORDER_VERSION
 from raytrain_gpt.data.tokenizer import TOKENIZER_FILE, load_tokenizer, tokenizer_json, vocab_hash
-from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, failure_as
+from raytrain_gpt.errors import CheckpointError, ConfigError, DataError, reason
 from raytrain_gpt.evaluate.inference import open_checkpoint
 from raytrain_gpt.export.hf_config import HF_CONFIG_FILE, hf_config_files, read_hf_config
 from raytrain_gpt.export.hf_gpt2 import shape_of_tensors
@@ -151,8 +150,7 @@ def import_weights(
     if config_shape is None and num_heads is None:
         log(f"no config.json; assuming {shape.num_heads} heads, one per 64 channels")
     encoding = _tokenizer(directory, tokenizer, shape.vocab_size, log)
-    if seq_len is not None:
-        _crop(model, seq_len, str(directory))
+    model = _cropped(model, seq_len, str(directory))
     _write(model, encoding, place, directory.name)
     log(f"imported {directory}: {shape_line(model.shape)}, tokenizer {encoding.name}")
     return place, model.shape
@@ -182,16 +180,21 @@ def _tokenizer(source: Path, name: str | None, vocab_size: int, log: Log) -> tik
     return encoding
 
 
-def _crop(model: GPT, seq_len: int, where: str) -> None:
-    longest = model.shape.seq_len
-    if not 1 <= seq_len <= longest:
+def _cropped(model: GPT, seq_len: int | None, where: str) -> GPT:
+    shape = model.shape
+    if seq_len is None or seq_len == shape.seq_len:
+        return model
+    if not 1 <= seq_len < shape.seq_len:
         raise ConfigError(
-            f"seq_len={seq_len} must be between 1 and {longest}, the positions of {where}; set "
-            f"--seq_len to at most {longest}"
+            f"seq_len={seq_len} must be between 1 and {shape.seq_len}, the positions of {where}; set "
+            f"--seq_len to at most {shape.seq_len}"
         )
-    model.shape = dataclasses.replace(model.shape, seq_len=seq_len)
-    if isinstance(model, GPT2):
-        model.wpe.weight = nn.Parameter(model.wpe.weight[:seq_len])
+    cropped = new_model(dataclasses.replace(shape, seq_len=seq_len))
+    weights = model.state_dict()
+    if "wpe.weight" in weights:
+        weights["wpe.weight"] = weights["wpe.weight"][:seq_len]
+    cropped.load_state_dict(weights)
+    return cropped
 
 
 def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str) -> None:
@@ -200,24 +203,11 @@ def _write(model: GPT, encoding: tiktoken.Encoding, place: Location, source: str
         TOKENIZER_FILE: tokenizer_json(encoding),
         ROWS_FILE: json.dumps({"step": 0, "event": IMPORT_EVENT, "source": source}) + "\n",
     }
-    state = CheckpointState(
-        step=0,
-        next_batch=0,
-        order_hash="",
-        val_loss=None,
-        tokens_seen=0,
-        config=_config(model.shape).model_dump(),
-        manifest_hash="",
-        vocab_hash=vocab_hash(encoding),
-        vocab_size=model.shape.vocab_size,
-        order_version=ORDER_VERSION,
-        num_workers=1,
-    )
     write_model = partial(save_file, model.state_dict(), metadata={"format": "pt"})
     with staging_dir(place) as directory:
         draft = Draft(Location.of(directory), 0, "import")
         entries = {MODEL_FILE: draft.add(MODEL_FILE, write_model)}
-        checkpoint = draft.commit(state, entries, texts)
+        checkpoint = draft.commit(_state(model.shape, encoding), entries, texts)
         if place.is_local:
             checkpoint.path.rename(place.path)
             return
@@ -239,6 +229,22 @@ def _config(shape: GPTShape) -> Config:
     )
 
 
+def _state(shape: GPTShape, encoding: tiktoken.Encoding) -> CheckpointState:
+    return CheckpointState(
+        step=0,
+        next_batch=0,
+        order_hash="",
+        val_loss=None,
+        tokens_seen=0,
+        config=_config(shape).model_dump(),
+        manifest_hash="",
+        vocab_hash=vocab_hash(encoding),
+        vocab_size=shape.vocab_size,
+        order_version=ORDER_VERSION,
+        num_workers=1,
+    )
+
+
 def _check_free(place: Location) -> None:
     if place.is_file() or place.names():
         raise CheckpointError(f"{place} exists and is not empty; set --out to a new directory")
@@ -248,9 +254,12 @@ def _check_free(place: Location) -> None:
 def staging_dir(place: Location) -> Iterator[Path]:
     """Create a temporary directory on the same disk as `place`, or anywhere for an object store."""
     parent = place.path.parent if place.is_local else None
-    advice = "; free space, or set another --out"
-    with failure_as(CheckpointError, f"cannot write {place}", advice, SafetensorError):
+    try:
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as directory:
             yield Path(directory)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {place}: {reason(error)}; free space, or set another --out"
+        ) from None
