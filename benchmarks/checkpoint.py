@@ -1,10 +1,10 @@
-"""Time that a checkpoint costs training: synchronous, and written in the background.
+"""Training time that a checkpoint costs, synchronous or written in the background.
 
 A GPT makes real optimizer steps; checkpoints go through `CheckpointWriter` to disk, with hashes and
 fsync. Both ways run in turn:
 
-- synchronous: `begin` and `collect` at once, all of it a stall;
-- asynchronous: the stall is the time in `begin` and `collect`; steps meanwhile are slower than those around.
+- synchronous: `begin`, then `collect` immediately; training stalls during both;
+- asynchronous: training stalls in `begin` and `collect`; steps between them are slower than other steps.
 
     python benchmarks/checkpoint.py [--pairs 7] [--threads 1] [--directory DIR] …
 
@@ -36,7 +36,7 @@ STEPS_AROUND = 6
 
 
 def main() -> None:
-    # One core stays for Ray's processes, as in overhead.py; the writing can use it as well.
+    # One core stays free, as for Ray's processes in a run; the writing can also use it.
     args = flags(
         __doc__,
         pairs=7,
@@ -80,9 +80,9 @@ class Training:
     """A model that trains on random tokens, and its checkpoints.
 
     Attributes:
-        details: Of each asynchronous checkpoint: seconds of writing in the background (`write_s`), number of
-            steps meanwhile (`steps`), seconds of a step around it (`step_s`), by how many seconds those
-            meanwhile were slower in total (`slower_s`).
+        details: One entry per asynchronous checkpoint: seconds of writing in the background (`write_s`),
+            number of steps during it (`steps`), seconds per step before and after it (`step_s`), and total
+            extra seconds of the steps during it (`slower_s`).
     """
 
     def __init__(self, args: argparse.Namespace, directory: str) -> None:
@@ -102,7 +102,7 @@ class Training:
         self.details: list[dict[str, float]] = []
 
     def train(self) -> float:
-        """Seconds of one step."""
+        """Train one step and return its seconds."""
         started = time.perf_counter()
         self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
         update(self.optimizer, list(self.model.parameters()), 1e-4, 1.0)
@@ -110,7 +110,7 @@ class Training:
         return time.perf_counter() - started
 
     def begin(self) -> float:
-        """Seconds blocked in it."""
+        """Start a checkpoint and return the seconds blocked."""
         state = CheckpointState(
             step=self.step,
             next_batch=self.step,
@@ -129,20 +129,20 @@ class Training:
         return time.perf_counter() - started
 
     def collect(self) -> tuple[float, WrittenCheckpoint]:
-        """Seconds blocked in it, and the checkpoint."""
+        """Finish a checkpoint and return the seconds blocked, and the checkpoint."""
         started = time.perf_counter()
         written = self.writer.collect()
         return time.perf_counter() - started, written
 
     def synchronous(self) -> float:
-        """Seconds of a checkpoint without training."""
+        """Return the seconds of a checkpoint without concurrent training."""
         self.train()
         stall_s = self.begin() + self.collect()[0]
         self.catalog.prune(1)
         return stall_s
 
     def asynchronous(self) -> float:
-        """Seconds for which a checkpoint blocks training."""
+        """Return the seconds for which a background checkpoint blocks training."""
         around = [self.train() for _ in range(STEPS_AROUND)]
         begin_s = self.begin()
         meanwhile = [self.train()]

@@ -12,14 +12,14 @@ Each in a separate process:
 - `run`: `raytrain-gpt train` with Ray and a dataset, of the 124M model.
 
 Without a GPU, or with `--tiny`, the model is tiny. `--sequences` is the size of a micro-batch,
-`--micro_batches` their number in a step. The flags of the second and third line change `core`, which then
+`--micro_batches` their number per step. The flags of the second and third line change `core`, which then
 runs without `plain`; `--narrow_residual` makes the residual stream bf16. The first of `--spans`, each of
-`--span_steps` steps, is not counted, since it compiles. Further steps are profiled, and meanwhile the GPU's
-clocks are read. Cases that do not fit into `--within_s` are skipped. `core` and `plain` need only torch,
+`--span_steps` steps, is not counted, since it compiles. Further steps are profiled, and the GPU's clocks are
+read during them. Cases that do not fit into `--within_s` are skipped. `core` and `plain` need only torch,
 numpy, pydantic and pyyaml.
 
 The last line is one JSON object (docs/gpu.md), also written to `--out`, by default $OUT/gpu-WHAT.json with
-the changes in its name. A case that fails has its error there.
+the changes in its name. The entry of a failed case has its error.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ from raytrain_gpt.tracking.step_time import StepTimeBreakdown
 MODES = ["compiled", "eager"]
 LEARNING_RATE = 3e-4
 STDERR_CHARS = 4000
-"""Last characters of a failed case's errors in the JSON."""
+"""Number of last characters of a failed case's stderr in the JSON."""
 DOCUMENT_TOKENS = 600
 """Mean length of a document, for `--document_mask`."""
 EVAL_MICRO_BATCHES = 32
-"""Micro-batches of an evaluation of a run, which has one in the middle and one at the end."""
+"""Micro-batches per evaluation of a run, which evaluates in the middle and at the end."""
 SETTINGS = ("precision", "document_mask", "narrow_residual", "parallel", "activation_checkpointing")
 
 Losses = Iterator[torch.Tensor]
-"""Trains a step for each loss."""
+"""Iterator that trains one step per loss."""
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The arguments, with `shape`, `sequences` of a micro-batch and `step_tokens` resolved."""
+    """Return the arguments, with `shape`, `sequences` of a micro-batch and `step_tokens` resolved."""
     parser = flags(__doc__, tiny=False, micro_batches=4, spans=8, span_steps=8, within_s=450.0)
     parser.add_argument("what", choices=["124m", "350m", "run"])
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: both; run: compiled")
@@ -154,7 +154,7 @@ def parsed() -> argparse.Namespace:
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
-    """The machine and the settings."""
+    """Return the machine and the settings."""
     return {
         "model": "tiny" if args.tiny else "124m" if args.what == "run" else args.what,
         "num_parameters": args.shape.num_parameters,
@@ -171,7 +171,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
-    """Results of one case, or its `error`."""
+    """Return the results of one case, or its `error`."""
     if within_s <= 0:
         return {"error": "left out: the time was over"}
     command = [sys.executable, __file__, *sys.argv[1:], "--case", mode, way]
@@ -180,9 +180,9 @@ def run_in_process(mode: str, way: str, within_s: float) -> dict[str, Any]:
     try:
         printed, errors = process.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the run that it may have started
+        os.killpg(process.pid, signal.SIGKILL)  # also the run that it may have started
         process.communicate()
-        return {"error": f"not done within the {within_s:.0f} s that were left"}
+        return {"error": f"not finished within the remaining {within_s:.0f} s"}
     if process.returncode:
         print(errors, file=sys.stderr, flush=True)
         named = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", errors, re.MULTILINE)
@@ -204,7 +204,7 @@ def compared(core: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def made_blocks(args: argparse.Namespace) -> Iterator[np.ndarray[Any, Any]]:
-    """uint16 (sequences, seq_len + 1) for all micro-batches, the same for the same arguments.
+    """Yield uint16 (sequences, seq_len + 1) for all micro-batches, the same for the same arguments.
 
     Frequencies fall as in a natural vocabulary (Zipf), so that there is something to learn.
     """
@@ -249,7 +249,7 @@ def core_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 
 
 def initial(args: argparse.Namespace) -> GPT:
-    """The model with the initial weights of all ways."""
+    """Return the model with the initial weights of all ways."""
     document_end = args.shape.vocab_size - 1 if args.document_mask else None
     gpt = GPT2(args.shape, args.activation_checkpointing, document_end)
     gpt.init_weights(0)
@@ -260,7 +260,7 @@ def initial(args: argparse.Namespace) -> GPT:
 
 
 def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
-    """Predicted memory of the device, to compare with the peak."""
+    """Return the predicted device memory in MB, to compare with the peak."""
     model = MemoryModel(args.shape, args.precision == "bf16", compiled)
     return round(model.predict(args.sequences, args.activation_checkpointing).total / 1e6)
 
@@ -268,7 +268,7 @@ def counted_memory_mb(args: argparse.Namespace, compiled: bool) -> int:
 def on_device(
     blocks: Iterator[np.ndarray[Any, Any]], device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets as in a run's feed: narrow integers are copied, one batch ahead."""
+    """Yield inputs and targets as a run's feed does: narrow integers are copied, one batch ahead."""
     ahead = None
     for block in blocks:
         tokens = torch.from_numpy(block.copy())
@@ -303,7 +303,7 @@ def plain_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
 
 
 def copy_weights(source: GPT, plain: PlainGPT) -> None:
-    """Give the plain model the product's weights."""
+    """Copy the product's weights to the plain model."""
     pairs = [(source.wte, plain.tokens), (source.wpe, plain.positions), (source.ln_f, plain.norm)]
     for theirs, own in zip(source.h, plain.blocks, strict=True):
         pairs += [(theirs.ln_1, own.norm_1), (theirs.ln_2, own.norm_2)]
@@ -333,7 +333,7 @@ def measured(args: argparse.Namespace, device: torch.device, losses: Losses) -> 
 
 
 def speed(args: argparse.Namespace, device: torch.device, speeds: list[float]) -> dict[str, Any]:
-    """Tokens/s and MFU."""
+    """Return tokens/s and MFU."""
     median = statistics.median(speeds)
     peak = peak_flops(device_name(device), args.precision)
     return {
@@ -346,7 +346,7 @@ def speed(args: argparse.Namespace, device: torch.device, speeds: list[float]) -
 def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     """Measure `raytrain-gpt train` on a made dataset of the same vocabulary size.
 
-    Its early steps are profiled, so at least these are left out with the first span.
+    Early steps are profiled, so the first span and at least these steps are not counted.
     """
     from made_data import made_dataset
 
@@ -382,7 +382,7 @@ def run_case(args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
         traces = [file.read_bytes() for file in Path(work, "run", "profile").glob("*.json.gz")]
     counted = step_rows(rows, skipped)
     profiles = [use for row in rows if (use := StepTimeBreakdown.of_row(row)) is not None]
-    # The steps of a log entry all have their mean.
+    # All steps of a log entry have their mean speed.
     logged = [row for row in counted if row["step"] % args.span_steps == 0]
     return {
         **speed(args, device, [row["perf/tokens_per_s"] for row in logged]),

@@ -20,7 +20,7 @@ from raytrain_gpt.train.profile import Profile, StepProfile
 
 PROFILED_STEPS = 2
 STEPS_AFTER = STEPS_BEFORE_PROFILE + PROFILED_STEPS
-"""Untimed steps: before a profile, and in it."""
+"""Untimed steps: those before a profile and those in it."""
 GPU_STATE = {
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -29,7 +29,7 @@ GPU_STATE = {
     "power.draw": "power_w",
     "power.limit": "power_limit_w",
 }
-"""nvidia-smi's name -> the JSON's."""
+"""Name in nvidia-smi -> name in the JSON."""
 SDPA = re.compile(
     r"aten::_scaled_dot_product_(?:attention_)?(cudnn|flash|efficient|math)|(flex)_attention"
 )
@@ -38,10 +38,10 @@ State = dict[str, float | None]
 
 
 def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dict[str, Any]:
-    """Time breakdown of the last of some steps, and the GPU's state while they run.
+    """Return the time breakdown of the last `PROFILED_STEPS` steps, and the GPU's state during the steps.
 
     Args:
-        steps: At least `STEPS_AFTER`, not yet done; their results do not matter.
+        steps: At least `STEPS_AFTER` steps, not yet done; their results are ignored.
     """
     taken: list[Profile | Exception] = []
     last_step = steps_done + STEPS_AFTER
@@ -53,21 +53,21 @@ def profiled(steps: Iterator[Any], steps_done: int, device: torch.device) -> dic
         for _ in profile.record_steps(steps):
             pass
     (one,) = taken
-    if isinstance(one, Exception):  # the speed measured before is still right
+    if isinstance(one, Exception):  # the speed measured before is still valid
         print(f"no profile: {type(one).__name__}: {one}", file=sys.stderr)
         return {"gpu": state.result(), "sdpa": None, "profile": None}
     return {"gpu": state.result(), "sdpa": sdpa(one.trace), "profile": asdict(one.use)}
 
 
 def sdpa(trace: bytes) -> list[str]:
-    """Kinds of attention kernels in a profile's trace; [] if matrix products compute it."""
+    """Return the kinds of attention kernels in a profile's trace, or [] if matrix products compute it."""
     names = {event.get("name", "") for event in json.loads(gzip.decompress(trace))["traceEvents"]}
     matches = (SDPA.search(name) for name in names)
     return sorted({match[1] or match[2] for match in matches if match})
 
 
 def gpu_state(device: torch.device) -> State | None:
-    """Current clocks, temperature and power, or None without a GPU or nvidia-smi."""
+    """Return the current clocks, temperature and power, or None without a GPU or nvidia-smi."""
     if device.type != "cuda":
         return None
     uuid = torch.cuda.get_device_properties(device).uuid
@@ -76,7 +76,7 @@ def gpu_state(device: torch.device) -> State | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
         return parsed_state(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):  # costs no measurement
+    except (OSError, subprocess.SubprocessError, ValueError):  # must not fail a measurement
         return None
 
 
@@ -88,7 +88,7 @@ def parsed_state(line: str) -> State:
 
 
 def hardest_state(device: torch.device, over: threading.Event) -> State | None:
-    """The state with most power until `over` is set, of one every two seconds."""
+    """Sample the state every 2 s until `over` is set; return the one with most power, or None."""
     states = []
     while not over.wait(2):
         states += [state for state in [gpu_state(device)] if state is not None]

@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: flags, new processes, rounds and their ratios, training runs, the JSON.
+"""Helpers shared by the benchmarks: flags, new processes, rounds and their ratios, training runs, the JSON.
 
-A noisy machine disturbs ways that run in turn alike, so the ratios of a round are compared, not single times.
+Noise affects ways that run in turn equally, so ratios within a round are compared, not single times.
 Only the standard library, torch and pydantic are needed, so that gpu.py runs where little else is installed.
 """
 
@@ -28,7 +28,7 @@ from raytrain_gpt.core.model import GPTShape
 VOCAB_SIZE = 257
 """Vocabulary size of the tokenizer `bytes`."""
 STEPS_PER_LOG = 5
-"""Steps that a run logs at a time, each with their mean time."""
+"""Steps per log entry of a run; all of them have the entry's mean time."""
 CORES = os.cpu_count() or 1
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def flags(doc: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Make a parser with flags, see `add_flags`; `doc` is its help."""
+    """Make a parser with flags (see `add_flags`); `doc` is its help text."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     add_flags(parser, **defaults)
@@ -44,7 +44,7 @@ def flags(doc: str, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def add_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add a flag for every default, of its type; a list takes several values, False none."""
+    """Add a flag of the same type for every default; a list takes several values, False takes none."""
     for name, default in defaults.items():
         if default is False:
             parser.add_argument(f"--{name}", action="store_true")
@@ -68,11 +68,11 @@ def in_new_process(function: Callable[..., T], *args: Any) -> T:
 def in_rounds(
     ways: Sequence[str], rounds: int, measure: Callable[[str, int], float], unit: str
 ) -> dict[str, list[float]]:
-    """Measure and print every way once a round; each round starts with the next way.
+    """Measure and print every way once per round; each round starts with the next way.
 
     Args:
         measure: Takes the way and the round's number.
-        unit: Unit of what it returns, for the console.
+        unit: Unit of the measured values, for the console.
     """
     values: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
@@ -86,7 +86,7 @@ def in_rounds(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """Ratio of every pair, and their median."""
+    """Return the ratio of every pair, and their median."""
     pairs = [a / b for a, b in zip(above, below, strict=True)]
     return {"median": round(statistics.median(pairs), 4), "all": [round(r, 4) for r in pairs]}
 
@@ -133,7 +133,7 @@ def quiet_config(
 
 
 def run_rows(config: Config) -> list[Row]:
-    """All rows of `raytrain-gpt train` in a separate process; its output is shown if it fails."""
+    """Run `raytrain-gpt train` in a separate process and return its rows; if it fails, show its output."""
     file = Path(config.run.storage_path, f"{config.run.run_name}.yaml")
     file.write_text(config.to_yaml())
     done = subprocess.run(
@@ -150,16 +150,16 @@ def run_rows(config: Config) -> list[Row]:
 
 
 def without_cluster() -> dict[str, str]:
-    """Environment of a command that joins no cluster."""
+    """Return the environment of a command that joins no cluster."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
 def step_rows(rows: list[Row], skipped: int) -> list[Row]:
-    """Rows of training steps without the first ones."""
+    """Return the rows of training steps, without the first `skipped`."""
     return [row for row in rows if "train/loss" in row][skipped:]
 
 
 def data_wait_fraction(rows: list[Row]) -> float:
-    """Fraction of the steps' time that waited for data."""
+    """Return the fraction of step time spent waiting for data."""
     waits = sum(row["perf/data_wait_s"] for row in rows)
     return round(waits / sum(row["perf/step_time_s"] for row in rows), 5)

@@ -42,7 +42,7 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int) -> Manifest:
     """Write ids with Zipf frequencies, as in a natural vocabulary, and a few for validation.
 
     Args:
-        directory: Created.
+        directory: Directory to create.
         tokens: Training tokens, rounded up.
         vocab_size: 257 to 65536.
     """
@@ -70,7 +70,7 @@ def made_dataset(directory: Path, tokens: int, vocab_size: int) -> Manifest:
 
 
 def made_manifest(shards: list[Shard], vocab_size: int, vocab: str = "") -> Manifest:
-    """Manifest of made shards."""
+    """Return a manifest of made shards."""
     return Manifest(
         format_version=FORMAT_VERSION,
         tokenizer="made",

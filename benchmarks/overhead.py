@@ -1,9 +1,9 @@
 """Training speed of a run against bare PyTorch loops, and of its options against each other.
 
-Same model size, batch size and total threads; each way is a separate process:
+All ways have the same model size, batch size and total threads; each is a separate process:
 
 - `bare`: a PyTorch loop around this package's model, with fused AdamW;
-- `plain`: a loop and model in nanoGPT's manner (`plain_gpt2.py`);
+- `plain`: a loop and model in nanoGPT's style (`plain_gpt2.py`);
 - `run`, `run_2`: `raytrain-gpt train` with one or two workers on a private Ray cluster;
 - `local`: the same without Ray (`num_workers: 0`);
 - suffixes: `bf16` (local: precision auto), `muon`, `masked` (document mask), `gpus` (a GPU per worker);
@@ -12,8 +12,8 @@ Same model size, batch size and total threads; each way is a separate process:
     python benchmarks/overhead.py [--rounds 5] [--ways bare local run] [--compile] [--threads 2] …
 
 `--sequences` (per step) and `--threads` are totals over all workers; `--steps` and `--skipped`, multiples of
-five, count per process; `--precision` is of the loops. Times are means of five steps. The JSON has tokens/s
-of the median step per round, ratios of all pairs, waits for data, and whether the order hashes were equal.
+five, count per process; `--precision` applies to the loops. Times are means of five steps. The JSON has
+tokens/s of the median step per round, ratios of all pairs, data waits, and whether the order hashes matched.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ RUNS = {
     "local_muon": LOCAL | MUON,
     "local_muon_bf16": LOCAL | MUON | AUTO,
 }
-"""Way -> changes of its configuration."""
+"""Way -> changed fields of its configuration."""
 
 
 def main() -> None:
@@ -114,23 +114,23 @@ def main() -> None:
 
 
 def shape_of(args: argparse.Namespace) -> GPTShape:
-    """Model shape of the flags."""
+    """Return the model shape given by the flags."""
     return GPTShape(args.num_layers, args.num_heads, args.embd_size, args.seq_len, VOCAB_SIZE)
 
 
 def run_config(args: argparse.Namespace, way: str, work: Path, run_name: str) -> Config:
-    """Configuration of a run."""
+    """Return the configuration of a run."""
     changes = {"compile": args.compile, "use_gpu": False, **RUNS[way]}
     workers = max(1, changes.get("num_workers", 1))
     changes["cpus_per_worker"] = args.threads // workers
     changes.setdefault("micro_batch_sequences", args.sequences // workers)
-    # Two workers need as many validation sequences.
+    # Two workers need more than one validation sequence.
     changes["eval_tokens"] = args.sequences * args.seq_len
     return quiet_config(args.steps, shape_of(args), args.sequences, work, run_name, **changes)
 
 
 def loop_times(args: argparse.Namespace, loop: str) -> list[float]:
-    """Seconds of every step of a loop."""
+    """Return the seconds of every step of a loop."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     steps = (bare_steps if loop == "bare" else plain_steps)(args)
@@ -143,7 +143,7 @@ def loop_times(args: argparse.Namespace, loop: str) -> list[float]:
 
 
 def batches(args: argparse.Namespace) -> Iterator[Batch]:
-    """Random tokens."""
+    """Yield batches of random tokens."""
     tokens = torch.randint(0, VOCAB_SIZE, (1_000_000,))
     while True:
         starts = torch.randint(0, len(tokens) - args.seq_len - 1, (args.sequences,))
@@ -152,7 +152,7 @@ def batches(args: argparse.Namespace) -> Iterator[Batch]:
 
 
 def bare_steps(args: argparse.Namespace) -> Iterator[None]:
-    """A short loop around this package's model."""
+    """Train this package's model in a short loop."""
     model = GPT2(shape_of(args))
     model.init_weights(0)
     if args.compile:
@@ -169,7 +169,7 @@ def bare_steps(args: argparse.Namespace) -> Iterator[None]:
 
 
 def plain_steps(args: argparse.Namespace) -> Iterator[Tensor]:
-    """The loop in nanoGPT's manner."""
+    """Train the plain model in nanoGPT's style."""
     padded = shape_of(args).padded_vocab_size
     sizes = Sizes(args.num_layers, args.num_heads, args.embd_size, args.seq_len, padded)
     bf16 = args.precision == "bf16"

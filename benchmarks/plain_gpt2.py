@@ -1,7 +1,8 @@
-"""A plain GPT-2 and its training loop in nanoGPT's manner, to compare the product with.
+"""A plain GPT-2 and its training loop in nanoGPT's style, for comparison with the product.
 
-It uses nothing of the product, but has what a good small script has: padded vocabulary, tied embedding,
-PyTorch's attention, autocast, TF32, `torch.compile`, and on a GPU pinned batches copied without waiting.
+It uses no code of the product, but has the features of a good small script: padded vocabulary, tied
+embedding, PyTorch's attention, autocast, TF32, `torch.compile`. On a GPU, pinned batches are copied
+asynchronously.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The model with GPT-2's random weights; returns the mean loss over targets other than -100."""
+    """Model with GPT-2's random weights; returns the mean loss over targets other than -100."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -99,11 +100,11 @@ def train_plainly(
 
     Args:
         model: On the device.
-        batches: On the host, `micro_steps` of them a step.
+        batches: On the host, `micro_steps` of them per step.
         learning_rate: Takes the number of updates done.
         bf16: Autocast; otherwise everything is fp32.
         fused: Fused AdamW.
-        micro_steps: Forward and backward passes of a step.
+        micro_steps: Forward and backward passes per step.
     """
     torch.set_float32_matmul_precision("high")
     groups = [

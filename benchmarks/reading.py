@@ -1,7 +1,7 @@
 """Speed of reading training data, without a model.
 
-- `ray`: tokens/s from shards through the sharded Ray Dataset of a run to micro-batches in the workers, from
-  the first micro-batch on;
+- `ray`: tokens/s from shards through the sharded Ray Dataset of a run to micro-batches in the workers,
+  after the first micro-batch;
 - `order`: seconds and memory for the order and manifest of a dataset of 1T tokens; reads no data.
 
     python benchmarks/reading.py ray [--tokens 200000000] [--workers 2]
@@ -42,7 +42,7 @@ VOCAB_SIZE = 50257
 BATCH_SEQUENCES = 64
 """Sequences per step."""
 EPOCHS = 4
-"""Epochs of `ray`: enough windows that those read ahead before the clock starts hardly count."""
+"""Epochs of `ray`: enough windows to make those prefetched before the clock starts negligible."""
 NUM_RANKS = 512
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def read_through_ray(args: argparse.Namespace) -> None:
 
 @ray.remote(num_cpus=1)
 def consume(shard: object, spec: IngestSpec, rank: int) -> tuple[float, float]:
-    """Times of the first and last micro-batch."""
+    """Return the times of the first and last micro-batch."""
     tables = shard.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=1)
     chunks = rank_chunks(tables, spec, rank)
     next(chunks)
@@ -151,17 +151,17 @@ def make_order(args: argparse.Namespace) -> None:
 
 
 def window_ids(order: Order, first: int) -> np.ndarray:
-    """Ids of a window's global batches."""
+    """Return the ids of a window's global batches."""
     return np.stack([order.batch_ids(batch) for batch in range(first, order.window_end(first))])
 
 
 def peak_mb() -> float:
-    """Peak memory of this process."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def absent_shards(num_shards: int, shard_tokens: int) -> Manifest:
-    """Manifest of shards that do not exist, with the sizes of gpt2 ids of English text."""
+    """Return a manifest of shards that do not exist, with the sizes of English text in gpt2 ids."""
     shards = [
         Shard(
             path=f"{split}-{i:05d}.parquet",

@@ -1,6 +1,6 @@
-"""Speed of generating text with the KV cache and without.
+"""Speed of generating text with and without the KV cache.
 
-A 124M GPT-2 with random weights draws greedily both ways, in turn, and gets the same tokens.
+A 124M GPT-2 with random weights decodes greedily both ways, in turn. Both must give the same tokens.
 
     python benchmarks/sampling.py [--new_tokens 256] [--prompt_tokens 32] [--sequences 1] [--rounds 3]
 """

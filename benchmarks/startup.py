@@ -68,13 +68,13 @@ def main() -> None:
 
 
 def write_time(mark: Path) -> None:
-    """Append the time; the first one counts."""
+    """Append the current time; only the first one counts."""
     with mark.open("a") as file:
         file.write(f"{time.time()}\n")
 
 
 def train(mark: Path, train_flags: list[str]) -> None:
-    """Run `raytrain-gpt train`, which marks every step."""
+    """Run `raytrain-gpt train`, writing the time at every step."""
     from raytrain_gpt import cli
     from raytrain_gpt.train import launch
 
@@ -95,7 +95,7 @@ def train(mark: Path, train_flags: list[str]) -> None:
 
 
 def bare_ray(mark: Path) -> None:
-    """Run a bare Ray Train script, which marks its first batch."""
+    """Run a bare Ray Train script, writing the time at its first batch."""
     import ray
     import ray.data
     import ray.train.torch
@@ -120,7 +120,7 @@ def bare_ray(mark: Path) -> None:
 
 @contextlib.contextmanager
 def running_cluster() -> Iterator[str]:
-    """Address of a private cluster with Ray's default settings."""
+    """Start a private cluster with Ray's default settings and yield its address."""
     import ray
 
     cpus = max(2, os.cpu_count() or 1)

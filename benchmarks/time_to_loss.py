@@ -1,7 +1,7 @@
 """Steps, tokens and seconds to a loss: the product's recipes against a plain GPT-2 with AdamW.
 
-The peer is the plain GPT-2 of `plain_gpt2.py`, trained in nanoGPT's manner (AdamW, cosine, the best learning
-rate that `--rates` found) on the batches of the product's order. Every other arm is the product in local
+The peer is the plain GPT-2 of `plain_gpt2.py`, trained in nanoGPT's style: AdamW, cosine, the best learning
+rate of a `--rates` search. It takes batches in the product's order. Every other arm is the product in local
 mode, takes half the peer's steps, and adds one change to the arm above:
 
 - `adamw`: GPT-2 with AdamW at the peer's learning rate; the cost of halving the tokens without a recipe;
@@ -16,8 +16,8 @@ All evaluate on the same tokens; evaluations do not count as time. Each arm is a
     python benchmarks/time_to_loss.py stdlib stdlib                     # the standard library, tokenizer gpt2
     python benchmarks/time_to_loss.py shakespeare tinyshakespeare.txt --rates 1e-3 2e-3 4e-3 8e-3
 
-The source is anything that `raytrain-gpt prepare` takes. Seconds are right only with `--at_once 1` and
-nothing else running; `--threads` are those of every process. `--picture FILE` draws the curves.
+The source is anything that `raytrain-gpt prepare` takes. Seconds are valid only with `--at_once 1` and
+nothing else running; `--threads` applies to every process. `--picture FILE` draws the curves.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from raytrain_gpt.train.launch import train
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sizes of the training on a corpus, and the best learning rates of those tried.
+    """Training sizes for a corpus, and the best of the learning rates tried.
 
     Attributes:
-        sizes: Fields of the configuration that all arms have.
+        sizes: Configuration fields shared by all arms.
         steps: Steps of the peer.
-        evaluations: Number per arm.
+        evaluations: Number of evaluations per arm.
     """
 
     tokenizer: str
@@ -104,7 +104,7 @@ RANDOM = ("qwen3", "linear")
 """Arms whose matrices all start at random values."""
 
 Curve = list[list[float]]
-"""Step, validation loss and seconds of training of every evaluation."""
+"""Step, validation loss and training seconds at every evaluation."""
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def run(key: tuple[str, float, int], config: Config) -> Curve:
-    """The curve of an arm."""
+    """Train an arm in a new process and return its curve."""
     arm, rate, seed = key
     curve = in_new_process(peer_curve if arm == "peer" else product_curve, config, arm)
     step, loss, seconds = curve[-1]
@@ -147,7 +147,7 @@ def run(key: tuple[str, float, int], config: Config) -> Curve:
 
 
 def arm_config(args: argparse.Namespace, arm: str, rate: float, seed: int, work: str) -> Config:
-    """Configuration of an arm; the peer takes its sizes, rates and data from it."""
+    """Return the configuration of an arm; the peer takes its sizes, rates and data from it."""
     corpus = CORPORA[args.corpus]
     steps = corpus.steps if arm == "peer" else corpus.steps // 2
     fields = {
@@ -173,7 +173,7 @@ def arm_config(args: argparse.Namespace, arm: str, rate: float, seed: int, work:
 
 
 def product_curve(config: Config, arm: str) -> Curve:
-    """Train with the product."""
+    """Train with the product and return the curve."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
     if arm in RANDOM:
         Qwen3.init_weights = init_randomly  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def init_randomly(model: Qwen3, seed: int) -> None:
 
 
 def peer_curve(config: Config, arm: str) -> Curve:
-    """Train the plain GPT-2 with AdamW."""
+    """Train the plain GPT-2 with AdamW and return the curve."""
     torch.set_num_threads(config.cluster.cpus_per_worker)
     data, num_steps = data_of(config), config.train.max_steps
     shape = GPTShape.of(config, data.vocab_size)
@@ -228,7 +228,7 @@ def peer_curve(config: Config, arm: str) -> Curve:
 
 @torch.no_grad()
 def mean_loss(model: PlainGPT, batches: Iterator[Batch]) -> float:
-    """Mean loss over all targets that count."""
+    """Return the mean loss over all counted targets."""
     total, num = 0.0, 0
     for inputs, targets in batches:
         counted = int((targets != IGNORE_INDEX).sum())
@@ -239,13 +239,13 @@ def mean_loss(model: PlainGPT, batches: Iterator[Batch]) -> float:
 
 
 def peer_loss(by_arm: dict[str, list[Curve]]) -> float | None:
-    """Mean final loss of the peer, or None if it did not run."""
+    """Return the mean final loss of the peer, or None if it did not run."""
     curves = by_arm.get("peer")
     return statistics.fmean(curve[-1][1] for curve in curves) if curves else None
 
 
 def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]:
-    """Final losses of every arm, and steps, tokens and seconds until it reached the peer's loss."""
+    """Return every arm's final losses, and steps, tokens and seconds until it reached the peer's loss."""
     target = peer_loss(by_arm)
     arms = {}
     for arm, curves in by_arm.items():
@@ -269,7 +269,7 @@ def results(by_arm: dict[str, list[Curve]], batch_tokens: int) -> dict[str, Any]
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Mean, standard deviation and all values."""
+    """Return the mean, standard deviation and all values."""
     sd = statistics.stdev(values) if len(values) > 1 else 0.0
     return {
         "mean": round(statistics.fmean(values), 4),
@@ -279,7 +279,7 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def draw(by_arm: dict[str, list[Curve]], batch_tokens: int, picture: str) -> None:
-    """Draw validation loss over tokens: the mean of the seeds, and from the lowest to the highest."""
+    """Draw validation loss over tokens: the mean over seeds, and the range from lowest to highest."""
     from matplotlib import colormaps
 
     from raytrain_gpt.sweep.drawing import new_figure

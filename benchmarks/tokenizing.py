@@ -6,8 +6,8 @@ the pool writes a raw uint16 file per input. The text is Python's standard libra
 
     TIKTOKEN_CACHE_DIR=… python benchmarks/tokenizing.py [--rounds 3] [--text_mb 256] [--text DIR] …
 
-The JSON has tokens/s of the commands and of their steady part, from the end of the first files to that of the
-last.
+The JSON has tokens/s of the commands in total and in steady state: from the end of the first files, one per
+core, to the end of the last file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def steady_per_s(ends: list[tuple[float, int]]) -> float:
-    """Tokens/s after every core has finished a file."""
+    """Return the tokens/s after every core has finished a file."""
     (first, _), *rest = ends[CORES - 1 :]
     if len(rest) < 3:
         sys.exit(f"only {len(ends)} tasks ended; give more text")
@@ -71,7 +71,7 @@ def steady_per_s(ends: list[tuple[float, int]]) -> float:
 
 
 def file_ends(out: Path) -> list[tuple[float, int]]:
-    """(time, tokens) of every finished file of either way, in order."""
+    """Return (time, tokens) of every finished file of either way, in order of time."""
     if not (out / "manifest.json").exists():
         raw = [file.stat() for file in out.iterdir()]
         return sorted((stat.st_mtime, stat.st_size // 2) for stat in raw)
@@ -108,7 +108,7 @@ def prepare(text: Path, out: Path, tokenizer: str) -> None:
 
 
 def pool_in_new_process(text: Path, out: Path, tokenizer: str) -> None:
-    """Run the pool as a command would, with the start of an interpreter."""
+    """Run the pool as a command would, including interpreter startup."""
     in_new_process(pool, text, out, tokenizer)
 
 
@@ -122,11 +122,11 @@ def pool(text: Path, out: Path, tokenizer: str) -> None:
 
 
 encoding: tiktoken.Encoding
-"""Tokenizer of a process of the pool."""
+"""Tokenizer of a pool process."""
 
 
 def load(tokenizer: str) -> None:
-    """Initialize a process of the pool."""
+    """Initialize a pool process."""
     global encoding
     encoding = load_tokenizer(tokenizer)
 

@@ -1,4 +1,4 @@
-"""What all tests share: data, one Ray cluster and a few finished runs on it, and the look of an error."""
+"""Shared fixtures and helpers: data, one Ray cluster, a few finished runs, and checks of error lines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ settings.register_profile("long", max_examples=3000, deadline=None, database=Non
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 CLUSTER_ENVIRONMENT = {
-    # As the package starts a cluster of its own: nobody looks at these numbers.
+    # As in the clusters that the package starts: these statistics are not used.
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_event_stats": "0",
     "RAY_io_context_monitor_probe_interval_ms": "10000",
     "REPORTER_UPDATE_INTERVAL_MS": "3600000",
-    # A run of a second with ten checkpoints ends with as many polls, each of which takes one report.
+    # Each poll takes one report, so a run of 1 s with ten checkpoints ends with ten polls.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
 
@@ -49,7 +49,7 @@ ForksWorkers = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def raises_line(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """`pytest.raises` for an error whose message is one line and has the given words in it."""
+    """Expect, as `pytest.raises` does, an error whose one-line message contains the given words."""
     with pytest.raises(kind) as caught:
         yield caught
     message = str(caught.value)
@@ -59,7 +59,7 @@ def raises_line(kind: type[Exception], *words: str) -> Iterator[pytest.Exception
 
 
 class RunCli:
-    """Runs commands in this process."""
+    """Runner of commands in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -86,9 +86,9 @@ class RunCli:
 
 @pytest.fixture(scope="session", autouse=True)
 def test_data() -> Iterator[Path | None]:
-    """The directory that RAYTRAIN_GPT_TEST_DATA names, None without the variable.
+    """Return the directory named by RAYTRAIN_GPT_TEST_DATA, or None if it is unset.
 
-    It has text/*.txt, hellaswag_val_1000.jsonl, and tiktoken/, a filled TIKTOKEN_CACHE_DIR.
+    The directory contains text/*.txt, hellaswag_val_1000.jsonl, and tiktoken/, a filled TIKTOKEN_CACHE_DIR.
     """
     named = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
     if not named:
@@ -103,7 +103,7 @@ def test_data() -> Iterator[Path | None]:
 
 @pytest.fixture(scope="session")
 def gpt2(test_data: Path | None) -> tiktoken.Encoding:
-    """The gpt2 tokenizer, read from the test data and never downloaded."""
+    """Load the gpt2 tokenizer from the test data, without a download."""
     if test_data is None:
         pytest.skip("the gpt2 vocabulary needs RAYTRAIN_GPT_TEST_DATA")
     return load_tokenizer("gpt2")
@@ -111,7 +111,7 @@ def gpt2(test_data: Path | None) -> tiktoken.Encoding:
 
 @pytest.fixture(params=["bytes", "gpt2"])
 def tokenizer(request: pytest.FixtureRequest) -> str:
-    """The name of each tokenizer in turn."""
+    """Return the name of each tokenizer in turn."""
     if request.param == "gpt2":
         request.getfixturevalue("gpt2")
     return str(request.param)
@@ -119,7 +119,7 @@ def tokenizer(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def made_keys() -> Iterator[None]:
-    """Keys for the test's object store and no other, before a cluster inherits the variables."""
+    """Set only the test object store's AWS_* variables, before a cluster inherits them."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
@@ -130,7 +130,7 @@ def made_keys() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def s3(made_keys: None) -> Iterator[S3Server]:
-    """An S3 server; from its start on AWS_ENDPOINT_URL names it."""
+    """Start an S3 server and set AWS_ENDPOINT_URL to its address."""
     server = S3Server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
@@ -140,7 +140,7 @@ def s3(made_keys: None) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def forks_workers() -> Iterator[ForksWorkers]:
-    """A context in which Ray nodes that this process starts have their workers forked."""
+    """Return a context manager in which Ray nodes started by this process fork their workers."""
 
     @contextmanager
     def forks() -> Iterator[None]:
@@ -166,9 +166,9 @@ def forks_workers() -> Iterator[ForksWorkers]:
 
 @pytest.fixture(scope="session")
 def cluster(s3: S3Server, forks_workers: ForksWorkers) -> Iterator[str]:
-    """Address of a cluster that the tests' own process and commands started by them use.
+    """Return the address of a cluster for this process and for commands started by tests.
 
-    Its processes have the variables for the object store, which must be set before it starts.
+    Its processes inherit the object store's variables, which must be set before it starts.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CLUSTER_ENVIRONMENT.items():
@@ -184,22 +184,22 @@ def cluster(s3: S3Server, forks_workers: ForksWorkers) -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_no_garbage() -> None:
-    """The objects of Ray, torch and transformers would be searched in every `gc.collect()` of a test."""
+    """Freeze the objects of Ray, torch and transformers, so that `gc.collect()` in tests skips them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
-    """Tiny tensors are fastest, and their sums the same everywhere, on one thread.
+    """Use one thread: tiny tensors are fastest, and their sums are the same on every machine.
 
-    Before each test and its fixtures: what trains or generates in this process sets its own number.
+    Runs before each test and its fixtures, since training and generation here set a thread count.
     """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory, test_data: Path | None) -> Path:
-    """Real text where there is some, else Python's own sources, as bytes."""
+    """Prepare tinyshakespeare as bytes, or Python's standard library if there is no test data."""
     source = str(test_data / "text" / "tinyshakespeare.txt") if test_data else "stdlib"
     out = tmp_path_factory.mktemp("data") / "dataset"
     prepare_here([source], out, "bytes", val_fraction=0.05)
@@ -208,27 +208,27 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, test_data: Path | None) ->
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the session's runs."""
+    """Return the directory of the session's runs."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")
 def bucket(s3: S3Server) -> Location:
-    """A bucket for the runs of the session."""
+    """Create a bucket for the session's runs."""
     s3.make_bucket("runs")
     return Location.of("s3://runs", retry_for_s=30)
 
 
 @pytest.fixture
 def remote_dir(bucket: Location, request: pytest.FixtureRequest) -> Location:
-    """A run's directory of the test's own in an object store, empty."""
+    """Return an empty run directory in an object store, different for each test."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
     return bucket / name
 
 
 @pytest.fixture(params=["local", "s3"])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """A run's directory that is not there yet, on a disk and in an object store."""
+    """Return a run directory that does not exist yet, on disk and in an object store."""
     if request.param == "local":
         return Location.of(tmp_path / "run")
     found: Location = request.getfixturevalue("remote_dir")
@@ -237,7 +237,10 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a file system of a size, such as small_disk("64k"); a test without root is skipped."""
+    """Return a function that mounts a small file system, such as small_disk("64k").
+
+    Without root, or if tmpfs cannot be mounted, the test is skipped.
+    """
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     path = tmp_path / "disk"
@@ -251,13 +254,13 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield mount
     if path.is_mount():
-        # Tasks that ended with an error may have a file open for a moment.
+        # Failed tasks may hold a file open for a moment.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @pytest.fixture(scope="session")
 def make_config(dataset: Path, storage: Path) -> MakeConfig:
-    """A small run's configuration with some leaves changed."""
+    """Return a function that makes a small run's configuration with some fields changed."""
 
     def make(**changes: object) -> Config:
         values = {**SMALL, "data_path": str(dataset), "storage_path": str(storage), **changes}
@@ -269,8 +272,11 @@ def make_config(dataset: Path, storage: Path) -> MakeConfig:
 
 @pytest.fixture(scope="session")
 def straight(request: pytest.FixtureRequest, make_config: MakeConfig) -> Straight:
-    """An unbroken run of 50 steps on some number of workers, 0: in this process; each is made once."""
-    from raytrain_gpt.train.launch import train  # here: it takes a second, which most folders save
+    """Return a function that makes an uninterrupted run of 50 steps on a number of workers.
+
+    0 workers: in this process. Each run is made once.
+    """
+    from raytrain_gpt.train.launch import train  # here: it takes 1 s, which most test folders save
 
     made: dict[int, RunSummary] = {}
 

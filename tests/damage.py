@@ -1,4 +1,4 @@
-"""YAML files that were damaged, edited badly or written to harm, for fuzz tests."""
+"""Damaged, badly edited and malicious YAML files for fuzz tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ODD_TEXTS = [
     "{expression: round(1e308)}", "{expression: min()}", "{expression: max_steps}", "{expression: [1]}",
     f"{{grid: {list(range(1, 300))}}}", f"{{choice: {list(range(1, 9000))}}}",
 ]  # fmt: skip
-"""What stands where a value was."""
+"""Replacements for a key or value."""
 
 EXPRESSIONS = [
     "peak_lr / 10", "max_steps / 7", "budget_tokens ** 9", "1 / dropout", "log(weight_decay)", "2 ** 63",
@@ -67,7 +67,7 @@ _DOMAINS = st.one_of(
 
 @st.composite
 def _changed(draw: st.DrawFn, lines: list[str]) -> list[str]:
-    """Lines of a file after one change."""
+    """Return a file's lines after one change."""
     at, other = draw(st.integers(0, len(lines) - 1)), draw(st.integers(0, len(lines) - 1))
     odd = draw(st.sampled_from(ODD_TEXTS))
     line = lines[at]
@@ -76,7 +76,7 @@ def _changed(draw: st.DrawFn, lines: list[str]) -> list[str]:
     swapped = list(lines)
     swapped[at], swapped[other] = swapped[other], swapped[at]
     how = draw(st.integers(0, 9))
-    if how < 4:  # the likeliest: a value, or a key, is another one
+    if how < 4:  # most likely: a different value or key
         return [*lines[:at], line[:start] + odd + line[stop:], *lines[at + 1 :]]
     return [
         [*lines[:at], *lines[at + 1 :]] or [""],
@@ -90,7 +90,7 @@ def _changed(draw: st.DrawFn, lines: list[str]) -> list[str]:
 
 @st.composite
 def damaged(draw: st.DrawFn, texts: list[str]) -> bytes:
-    """The content of one of the files after one to three changes, some with flipped bits."""
+    """Return the content of a file after one to three changes, sometimes also with a flipped bit."""
     text = re.sub(r"(^|  )#.*\n", "\n", draw(st.sampled_from(texts)), flags=re.MULTILINE)
     lines = [line for line in text.splitlines() if line]
     for _ in range(draw(st.integers(1, 3))):
@@ -103,10 +103,10 @@ def damaged(draw: st.DrawFn, texts: list[str]) -> bytes:
 
 @st.composite
 def edited(draw: st.DrawFn, tree: dict[str, Any], known: Mapping[str, Collection[str]]) -> bytes:
-    """YAML of a tree with anything at one to three of the known keys.
+    """Return YAML of a tree with arbitrary values at one to three of the known keys.
 
     Args:
-        known: Key -> names that may stand below it.
+        known: Key -> names allowed below it.
     """
     tree = dict(tree)
     for _ in range(draw(st.integers(1, 3))):
@@ -121,9 +121,9 @@ def edited(draw: st.DrawFn, tree: dict[str, Any], known: Mapping[str, Collection
 
 @contextlib.contextmanager
 def refusing_with_one_line() -> Iterator[None]:
-    """Lets a user error pass that says something; any other exception is a failure."""
+    """Accept a user error with a message of one line; any other exception is a failure."""
     try:
         yield
     except UserError as error:
-        if not str(error).strip():
-            raise AssertionError("an error without words") from error
+        if len(str(error).splitlines()) != 1:
+            raise AssertionError("the message must be one line") from error

@@ -1,7 +1,7 @@
-"""The table of faults in docs/notebook/faults.md, from the `fault` markers of tests.
+"""Fault table of docs/notebook/faults.md, made from the `fault` markers of tests.
 
-python -m tests.fault_table prints it. A test may have several markers; tests of one fault share its name,
-and one of them states the outcome.
+Run `python -m tests.fault_table` to print it. A test may have several markers. Tests of the same fault use
+the same name, and at least one of them states the outcome.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 
 
 def faults_of(file: Path) -> list[tuple[str, ...]]:
-    """Arguments of the markers `@pytest.mark.fault(fault[, outcome])` in a file."""
+    """Return the arguments of the markers `@pytest.mark.fault(fault[, outcome])` in a file."""
     found = []
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef):
@@ -24,7 +24,7 @@ def faults_of(file: Path) -> list[tuple[str, ...]]:
 
 
 def fault_table() -> str:
-    """A Markdown table of faults in alphabetical order, with outcome and test files."""
+    """Return a Markdown table of faults in alphabetical order, with outcome and test files."""
     outcomes: dict[str, str] = {}
     files: dict[str, list[str]] = {}
     for file in sorted(TESTS.rglob("test_*.py")):

@@ -1,12 +1,12 @@
-"""Ray worker processes forked from one that has imported the libraries all of them need.
+"""Fork server for Ray worker processes, which have their shared imports done before the fork.
 
-A run starts about ten worker processes, and each spends 2 to 5 s of a core on the same imports. On
-clusters that tests start, this file stands in for Ray's `setup_worker.py`, which becomes a worker: it
-hands its arguments, environment and output files to a server, which has it forked by a process that
-has imported Ray with the same variables (one for each set: docs/notebook/decisions.md). The child runs
-Ray's `default_worker.py` as its main program: a worker like any other, in a process of its own. None
-of the imports starts a thread of Ray's or connects to anything, of which a child would have half.
-Clusters that commands start themselves begin their workers as Ray does.
+A run starts about ten worker processes, and each spends 2 to 5 s of CPU time on the same imports. On
+clusters that tests start, this file replaces Ray's `setup_worker.py`, the program that becomes a worker.
+It sends its arguments, environment and output files to a server. For each set of Ray variables, the server
+has one process that imported Ray with these variables and forks the worker (docs/notebook/decisions.md).
+The child runs Ray's `default_worker.py` as its main program, like any other worker.
+None of the imports starts a Ray thread or opens a connection, which a child would inherit incompletely.
+Clusters that commands start use Ray's usual worker startup.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LIBRARIES_ON_RAY = (
     "raytrain_gpt.train.worker",
 )
 MAX_ENVIRONMENTS = 4
-"""Of Ray's variables, whose servers are kept: two jobs with two each."""
+"""Largest number of fork servers, one per set of Ray variables: two jobs with two sets each."""
 LARGEST_REQUEST = 1 << 20
 LANGUAGE, RUNTIME_ENV = "--language=", "--serialized-runtime-env-context="
-"""Arguments of `setup_worker.py` alone."""
+"""Arguments that only `setup_worker.py` takes."""
 
 
 def ask(arguments: list[str]) -> None:
-    """Have the worker forked that this process was to become."""
+    """Have the server fork the worker that this process was started to become."""
     mine, variables = [], dict(os.environ)
     for argument in arguments:
         if argument.startswith(
             RUNTIME_ENV
-        ):  # of the job or actor; variables are all that tests have in it
+        ):  # runtime environment of the job or actor; tests set only variables
             variables |= json.loads(argument.removeprefix(RUNTIME_ENV)).get("env_vars", {})
         elif not argument.startswith(LANGUAGE):
             mine.append(argument)
@@ -51,14 +51,17 @@ def ask(arguments: list[str]) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
         connection.connect(os.environ[ADDRESS])
         socket.send_fds(connection, [request], [0, 1, 2])
-        connection.recv(1)  # it is forked
+        connection.recv(1)  # wait for the fork
 
 
 def serve(address: str) -> tuple[bytes, list[int]] | None:
-    """Have every request forked, until stdin ends. Returns in the new worker: its request and files."""
+    """Fork a worker for each request until stdin is closed.
+
+    Returns the request and its files in the new worker, or None in the server.
+    """
     for library in LIBRARIES:
         __import__(library)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit codes of workers are not needed
     servers: dict[str, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
@@ -86,25 +89,25 @@ def serve(address: str) -> tuple[bytes, list[int]] | None:
                     theirs.close()
                     if len(servers) > MAX_ENVIRONMENTS:
                         oldest = servers.pop(next(iter(servers)))
-                        oldest.close()  # it forks what is queued, and ends
+                        oldest.close()  # it forks the queued requests, then exits
                 socket.send_fds(servers[key], [request], [*files, connection.fileno()])
             for file in files:
                 os.close(file)
 
 
 def serve_one_environment(requests: socket.socket) -> tuple[bytes, list[int]] | None:
-    """The same for workers of a job and the same variables, which Ray reads when it is imported."""
+    """Fork the workers of a job that have the same Ray variables, which Ray reads at import."""
     import ray.actor
 
     class_id = ray.actor.ActorClassID
-    # Ray's own generator, once used, would give all children the same ids for tasks and objects.
+    # Ray's random generator, once used, would give all children the same task and object ids.
     ray.actor.ActorClassID = SimpleNamespace(  # type: ignore[misc, assignment]
         from_random=lambda: class_id(os.urandom(class_id.size()))
     )
     for library in LIBRARIES_ON_RAY:
         __import__(library)
     ray.actor.ActorClassID = class_id  # type: ignore[misc]
-    gc.freeze()  # a child's collections would write to, and so copy, the memory it shares
+    gc.freeze()  # garbage collection in a child would write to shared memory, and so copy it
     while True:
         request, files, _, _ = socket.recv_fds(requests, LARGEST_REQUEST, 4)
         if not request:
@@ -120,7 +123,7 @@ def serve_one_environment(requests: socket.socket) -> tuple[bytes, list[int]] | 
 def become(request: bytes, files: list[int]) -> None:
     arguments, environment = json.loads(request)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setpgid(0, 0)  # as Ray has it, whose raylet ends the group of a worker that has left
+    os.setpgid(0, 0)  # as in Ray, whose raylet kills the process group of an exited worker
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -132,7 +135,7 @@ def become(request: bytes, files: list[int]) -> None:
 
 
 def ray_command() -> None:
-    """`ray start`, whose node has its workers forked."""
+    """Run `ray start` for a node that forks its workers."""
     from ray._private import ray_constants
     from ray.scripts.scripts import main
 

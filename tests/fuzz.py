@@ -1,4 +1,4 @@
-"""Damage for the fuzz tests: bytes, lines and JSON values of a file, changed as a disk or a person may."""
+"""File damage for fuzz tests: changed bytes, lines and JSON values, as from a faulty disk or a bad edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ODD_TEXTS = [
 
 
 def damages() -> st.SearchStrategy[Damage]:
-    """One or two changes of a file."""
+    """Return a strategy for one or two changes to a file."""
     place, texts = st.floats(0, 1, exclude_max=True), st.sampled_from(_ODD_TEXTS)
     one = st.one_of(
         st.builds(_flip, place, st.integers(0, 7)),
@@ -82,7 +82,7 @@ def _on_lines(place: float, change_line: Callable[[bytes], bytes]) -> Damage:
 
 
 def _value(line: float, place: float, value: Any) -> Damage:
-    """Another value somewhere in a JSON file, or in one line of a file of them."""
+    """Return a change of one value in a JSON file, or in one line of a JSON Lines file."""
 
     def replace(holder: Any, key: Any) -> None:
         holder[key] = value
@@ -118,7 +118,7 @@ def _on_json(line: float, place: float, change: Callable[[Any, Any], None]) -> D
 
 
 def _places(tree: Any) -> Any:
-    """(container, key) of every value; long lists have many like the first ones."""
+    """Yield (container, key) of every value; of lists only the first three items, as the rest are similar."""
     if isinstance(tree, dict):
         keys: list[Any] = list(tree)
     elif isinstance(tree, list):
@@ -131,12 +131,15 @@ def _places(tree: Any) -> Any:
 
 
 def damage_file(path: Path, whole: bytes, damage: Damage) -> None:
-    """The file as it was, with the damage."""
+    """Write the original content with the damage applied."""
     path.write_bytes(damage(whole))
 
 
 def works_or_says_why(command: Callable[[], object]) -> str | None:
-    """Run what a command calls; the error's message, None if it works. Every other error is a bug."""
+    """Call a command's function and return its error message, or None if it succeeds.
+
+    Any exception other than a RaytrainGptError is a bug.
+    """
     try:
         command()
     except RaytrainGptError as error:
@@ -149,7 +152,7 @@ def works_or_says_why(command: Callable[[], object]) -> str | None:
 
 @contextlib.contextmanager
 def bounded_work(max_calls: int = 200_000) -> Iterator[None]:
-    """Fail at `max_calls` function calls inside: a damaged number must not set the amount of work."""
+    """Fail at `max_calls` function calls: a damaged number must not determine the amount of work."""
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:

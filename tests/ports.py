@@ -1,4 +1,4 @@
-"""Ports for servers of tests."""
+"""Ports for test servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def free_port() -> int:
-    """Below the ports that the system hands out: a client's own port never takes a stopped server's."""
+    """Return a free port below the ephemeral range, so that no client's port takes a stopped server's."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -2,10 +2,10 @@
 
     python -m tests.readme [--short]
 
-All blocks run in one shell. Commands that the README has too run once. `stand_ins` replaces what a test
-cannot have (network, GPUs, a shared directory); both are printed. `--short` uses the existing
-environment, trains without Ray and for fewer steps, and skips what separate tests cover: servers,
-clusters, sweeps, further presets.
+All blocks run in one shell. Commands that both pages contain run once. `stand_ins` replaces resources that
+tests lack (network, GPUs, a shared directory); the original and the replaced command are printed.
+`--short` uses the existing environment and trains without Ray, for fewer steps. It skips commands covered by
+separate tests: servers, clusters, sweeps, further presets.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ PRINTED = (
     "preset quickstart",
     "step 250/250",
 )
-"""Beginnings of indented blocks that show output; all others are commands."""
+"""First words of indented blocks that show output; all other blocks are commands."""
 RUN_SHOWN = "python shown.py"
 SERVERS = {
     "raytrain-gpt serve": "http://127.0.0.1:8000",
     "mlflow ui": "http://127.0.0.1:5000",
     "ray start": "http://127.0.0.1:8265",
 }
-"""Commands that run until the end of their block -> where they answer."""
+"""Commands that run until the end of their block -> URL that they serve."""
 SMALL = (
     "--num_layers 2 --num_heads 2 --embd_size 64 --seq_len 64 --global_batch_tokens 512 "
     "--micro_batch_sequences 8 --max_steps 3 --eval_tokens 1024 --use_gpu false --num_workers 1 "
     "--cpus_per_worker 1 --precision fp32 --compile false"
 )
-"""A GPU's preset on a CPU, in seconds."""
+"""Flags that run a GPU preset on a CPU in seconds."""
 HAVE_OTHER_TESTS = (
     r"^(mlflow |hf |curl |python |ray |export |\(umask|raytrain-gpt (import|serve|doctor|tune|train --preset|"
     r"sample.* --batch)).*"
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, str]]:
-    """Pattern of what a test cannot have -> what stands in for it."""
+    """Return (pattern, replacement) for resources that tests lack, and make the files that replace them."""
     data = os.environ.get("RAYTRAIN_GPT_TEST_DATA")
     text = "".join(
         f"Once upon a time there were {n} stories of {n * n} kings.\n\n" for n in range(20_000)
@@ -145,7 +145,7 @@ def stand_ins(directory: Path, hub: HubServer, short: bool) -> list[tuple[str, s
 
 
 def all_blocks(texts: list[str]) -> list[list[str]]:
-    """Blocks of all pages; each clone, command and file only where it comes first."""
+    """Return the blocks of all pages, with each clone, command and file only at its first occurrence."""
     result: list[list[str]] = []
     for text in texts:
         earlier = {command for block in result for command in block} - {RUN_SHOWN}
@@ -161,7 +161,10 @@ def all_blocks(texts: list[str]) -> list[list[str]]:
 
 
 def blocks(text: str) -> list[list[str]]:
-    """Commands of each block; YAML that starts with `# NAME` becomes a file, Python with imports runs."""
+    """Return the commands of each block.
+
+    YAML that starts with `# NAME` is written to that file; Python with imports is run.
+    """
     found = []
     for fenced, indented in re.findall(r"^```((?s:.*?))^```|((?:^ {4}.*\n)+)", text, re.MULTILINE):
         if fenced:

@@ -1,4 +1,4 @@
-"""The small run that tests are made of, what runs have in the end, and commands in processes of their own."""
+"""Helpers for tests that train: a small configuration, results of runs, commands in separate processes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SMALL = {
     "num_workers": 0,
     "min_workers": None,
 }
-"""A run of a second in this process, or of 12 sequences a step for 1, 2, 3, 4 or 6 workers on Ray."""
+"""Configuration of a run that takes 1 s here; 12 sequences per step suit 1, 2, 3, 4 or 6 Ray workers."""
 
 
 MakeConfig = Callable[..., Config]
 Straight = Callable[[int], RunSummary]
-"""The unbroken run of 50 steps on some number of workers."""
+"""Function that returns the uninterrupted run of 50 steps on a number of workers."""
 
 
 def steps(run_dir: Path | Location) -> list[Row]:
@@ -55,7 +55,7 @@ def evaluations(run_dir: Path | Location) -> list[Row]:
 
 
 def events(run_dir: Path, *kinds: str) -> list[Row]:
-    """The event rows of a run, of some kinds."""
+    """Return a run's event rows of the given kinds."""
     return [row for row in read_rows(run_dir) if row.get("event") in kinds]
 
 
@@ -65,7 +65,7 @@ def weights(run_dir: Path | Location) -> bytes:
 
 
 def assert_same(run_dir: Path | Location, whole: RunSummary) -> None:
-    """Same bits, and one row a step with the losses and the order of another run."""
+    """Check that a run has the same bits as another one, and one row per step with its losses and order."""
     assert weights(run_dir) == weights(whole.run_dir)
     columns = ("step", "train/loss", "data/order_hash")
     rows, expected = steps(run_dir), steps(whole.run_dir)
@@ -73,7 +73,7 @@ def assert_same(run_dir: Path | Location, whole: RunSummary) -> None:
 
 
 def assert_same_order(run_dir: Path | Location, whole: RunSummary) -> None:
-    """One row a step, the same order, and losses equal but for the order of sums."""
+    """Check for one row per step, the same order, and losses that differ only by the order of sums."""
     rows, expected = steps(run_dir), steps(whole.run_dir)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     assert [r["data/order_hash"] for r in rows] == [r["data/order_hash"] for r in expected]
@@ -82,7 +82,7 @@ def assert_same_order(run_dir: Path | Location, whole: RunSummary) -> None:
 
 
 def restarted_from(whole: RunSummary, step: int, storage: Path, name: str) -> Location:
-    """A copy of a run as a crash after `step` steps leaves it: later checkpoints never came to be."""
+    """Copy a run without its checkpoints after `step`, as if it had crashed there."""
     copy = Location.of(storage / name)
     shutil.copytree(whole.run_dir.path, copy.path)
     for checkpoint in Catalog(copy).complete():
@@ -99,10 +99,10 @@ def flags(config: Config) -> list[str]:
 
 
 def command(*argv: str) -> list[str]:
-    """A command line of a process of its own."""
+    """Return the command line of a separate process."""
     return [sys.executable, "-m", "raytrain_gpt.cli", *argv]
 
 
 def environment(cluster: str) -> dict[str, str]:
-    """Environment of a process that uses the session's cluster."""
+    """Return the environment of a process that uses the session's cluster."""
     return {**os.environ, "RAY_ADDRESS": cluster, "PYTHONUNBUFFERED": "1"}

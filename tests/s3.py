@@ -1,8 +1,8 @@
-"""A real S3 server for the tests: moto in one process, and a TCP proxy before it in another.
+"""A real S3 server for the tests: moto in one process, behind a TCP proxy in another.
 
-What is stored lives in moto's memory, so "the store is gone" is the proxy killed: connections are
-refused until it is started again on the same port. A stopped proxy (SIGSTOP) is a store that takes
-connections and answers nothing.
+Objects are stored in moto's memory. Killing the proxy simulates a store that is down: connections are
+refused until the proxy is restarted on the same port. Stopping it (SIGSTOP) simulates a store that accepts
+connections but never responds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KEYS = {
 
 
 class S3Server:
-    """moto's S3 on a free port of this machine."""
+    """Moto S3 server on a free local port."""
 
     def __init__(self) -> None:
         self._moto_port, self._port = free_port(), free_port()
-        # This process's own variables must not make moto a client of another store.
+        # This process's AWS variables must not make moto a client of a different store.
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
         # Closed and removed by close().
         self._recording = tempfile.NamedTemporaryFile(prefix="s3-requests-")  # noqa: SIM115
@@ -63,24 +63,24 @@ class S3Server:
         return f"http://127.0.0.1:{self._port}"
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to use the store."""
+        """Return the variables that a process needs to use the store."""
         return {**KEYS, "AWS_ENDPOINT_URL": self.endpoint}
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket, whether the store is to be reached or not."""
+        """Make a bucket, even while the store is unreachable."""
         self._ask("PUT", name)
 
     def refuse_keys(self) -> None:
-        """From now on no key is good."""
+        """Reject all keys from now on."""
         self._ask("POST", "moto-api/reset-auth", b"0")
 
     def accept_keys(self) -> None:
-        """From now on every key is good."""
+        """Accept all keys from now on."""
         self._ask("POST", "moto-api/reset-auth", b"inf")
 
     @contextmanager
     def recorded(self) -> Iterator[list[str]]:
-        """`METHOD /bucket/key` of what is asked for meanwhile; filled when that is over."""
+        """Record requests as `METHOD /bucket/key`; the list is filled when the context exits."""
         asked: list[str] = []
         for step in ("reset", "start"):
             self._ask("POST", f"moto-api/recorder/{step}-recording", b"")
@@ -98,20 +98,20 @@ class S3Server:
             answer.read()
 
     def start(self) -> None:
-        """Take connections (again)."""
+        """Accept connections (again)."""
         if self._proxy is None:
             ports = [str(self._port), str(self._moto_port)]
             self._proxy = subprocess.Popen([sys.executable, PROXY, *ports])
             _wait_for(self._port, self._proxy)
 
     def stop(self) -> None:
-        """Refuse connections and cut those there are; what is stored stays."""
+        """Refuse connections and cut open ones; stored objects remain."""
         if self._proxy is not None:
             _end(self._proxy)
             self._proxy = None
 
     def freeze(self) -> None:
-        """Take connections and answer nothing."""
+        """Accept connections but never respond."""
         assert self._proxy is not None
         self._proxy.send_signal(signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""A program that passes connections on: `python s3_proxy.py PORT TARGET_PORT`, both on 127.0.0.1."""
+"""TCP proxy: `python s3_proxy.py PORT TARGET_PORT`, both on 127.0.0.1."""
 
 from __future__ import annotations
 

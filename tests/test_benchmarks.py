@@ -1,4 +1,4 @@
-"""Every benchmark says what it is, and two run whole with a tiny model on the CPU."""
+"""Every benchmark prints its help, and two run to the end with a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_help(
 
 
 def gpu_benchmark(absent: Path, *flags: object) -> subprocess.CompletedProcess[bytes]:
-    """Runs it with a tiny model on a machine that has hardly more than torch."""
+    """Run the GPU benchmark with a tiny model, as if few packages besides torch were installed."""
     absent.mkdir(exist_ok=True)
     for name in ("ray", "mlflow", "pyarrow", "tiktoken", "safetensors", "matplotlib", "optuna"):
         (absent / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
@@ -66,11 +66,11 @@ def test_the_gpus_benchmark_agrees_with_a_plain_loop_on_a_tiny_model(tmp_path: P
         assert min(profile["kinds_s"][kind] for kind in ("matmul", "attention", "optimizer")) > 0
     assert found["cases"][0]["counted_memory_mb"] > 0
     (comparison,) = found["comparisons"]
-    # Another order of the same sums, in fp32.
+    # The same sums in a different order, in fp32.
     assert comparison["largest_loss_difference"] < 1e-4
     assert comparison["speed_ratio"] > 0
 
-    # Sharded and recomputed it is the same model, in a file of its own.
+    # With sharding and recomputation the model is the same; the results are in a separate file.
     changes = ("--parallel=fsdp", "--activation_checkpointing=full")
     done = gpu_benchmark(tmp_path / "absent", "124m", "--modes=eager", *changes)
     assert done.returncode == 0, done.stderr

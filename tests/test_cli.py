@@ -1,4 +1,4 @@
-"""The command line as a program."""
+"""The command-line program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_reader_that_has_enough_is_not_told_of_a_broken_pipe() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A storage with two runs, one of which has a name to harm a terminal."""
+    """Return a storage with three runs, two of which have names that could corrupt a terminal."""
     storage = tmp_path / "my  runs"
     for name in ("a", "b\x1b]0;owned\x07[red]", "c\nnext: d"):
         (storage / name).mkdir(parents=True)
@@ -45,7 +45,7 @@ def test_names_of_runs_reach_the_terminal_as_text(run_cli: RunCli, runs: Path) -
     assert "\nc\\nnext: d" in shown
     assert f"--storage_path '{runs}'" in shown
     errors = run_cli.refuses("runs", "show", "none", "--storage_path", runs)
-    assert str(runs) in errors, "with both its blanks"
+    assert str(runs) in errors, "both spaces must be shown"
     assert "\x1b" not in errors
 
 

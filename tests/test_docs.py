@@ -21,7 +21,7 @@ TESTS = ROOT / "tests"
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HISTORY = {"CHANGELOG.md", "docs/notebook/decisions.md"}
-"""Dated pages, whose names were right then."""
+"""Dated pages, whose names were correct at the time."""
 CURRENT = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 """Pages for readers: all but the notebook."""
@@ -29,11 +29,11 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 MAX_README_WORDS, MAX_PAGE_WORDS, MAX_DOCS_WORDS = 1200, 1700, 16_000
 WORD = re.compile(r"\S*\w\S*")
 GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
-"""Tables of configuration.md made from the code."""
+"""Tables of configuration.md that are generated from the code."""
 
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NOT_MODULES = {"data/order_hash", "data/stdlib", "train/loss"}
-"""Keys of metrics and places of data that look like modules."""
+"""Metric keys and data paths that look like modules."""
 
 MODULE = re.compile(rf"(?<![\w/.])({'|'.join(ROOMS)})/(\w+)(?:\.(?!py\b)(\w+))?(?![\w/=])")
 TEST = re.compile(r"(?<![\w.])(?:tests/)?((?:\w+/)*test_\w+)(?:\.py)?(?:::(test_\w+))?")
@@ -47,13 +47,13 @@ LINK = re.compile(
 CODE = re.compile(r"^ {4}[^\n]*$|^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 MADE = re.compile(r"(?:--out|--local-dir) ([a-z][\w./-]*)")
-"""What a command on a page makes in the working directory."""
+"""Path that a command on a page makes in the working directory."""
 
 COMMAND = re.compile(r"(?:raytrain-gpt|python (?=train\.py)) ?([a-z]\w*)(?:\.py)?([^`#|\n]*)")
-"""A command, and the rest of its line."""
+"""Command, and the rest of its line."""
 
 MAX_LINE = 120
-"""Characters of a line of the README."""
+"""Longest line of the README, in characters."""
 
 
 @cache
@@ -70,19 +70,19 @@ def names_of(file: Path) -> frozenset[str]:
 
 @cache
 def anchors_of(page: Path) -> frozenset[str]:
-    """Anchors of a page's headings, spelled as GitHub spells them."""
+    """Return the anchors of a page's headings, spelled as GitHub spells them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings)
 
 
 def links_of(page: Path) -> list[str]:
-    """Targets of a page's links and images, code left out."""
+    """Return the targets of a page's links and images, except in code."""
     text = CODE.sub("", page.read_text("utf-8"))
     return ["".join(groups) for groups in LINK.findall(text)]
 
 
 def num_words(page: Path) -> int:
-    """Words of a page without code, generated tables and link targets."""
+    """Count the words of a page without code, generated tables and link targets."""
     text = GENERATED.sub("", CODE.sub("", page.read_text("utf-8")))
     text = re.sub(r"^\[[^\]]+\]: \S+$", "", text, flags=re.MULTILINE)
     return len(WORD.findall(re.sub(r"\]\([^)\s]*\)", "]", text)))
@@ -93,10 +93,10 @@ def by_name(page: Path) -> str:
 
 
 def modules_named(page: Path) -> list[tuple[str, str, str]]:
-    """(room, module, name in it or empty) of all that looks like a module.
+    """Return (room, module, name in it or empty) of all text that looks like a module.
 
-    In the page on the architecture everything counts. Elsewhere `data/web` is a directory of data,
-    so only what stands in backquotes counts, and nothing of the room `data`.
+    On the architecture page all text counts. Elsewhere `data/web` is a data directory, so only text in
+    backquotes counts, and the room `data` is ignored.
     """
     text = page.read_text("utf-8")
     if page.name == "architecture.md":
@@ -137,7 +137,7 @@ def test_tests_and_files_that_are_named_exist(page: Path) -> None:
     for module, test in TEST.findall(text):
         file = TESTS / f"{module}.py"
         if "/" not in module and not file.is_file():
-            continue  # a test's own name, checked with its file
+            continue  # the name of a test, checked with its file
         if not file.is_file() or (test and test not in names_of(file)):
             missing.append(f"tests/{module}.py" + (f"::{test}" if test else ""))
     assert not missing

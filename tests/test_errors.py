@@ -1,4 +1,4 @@
-"""Why something failed, as messages say it."""
+"""Reasons of failures in error messages."""
 
 from __future__ import annotations
 

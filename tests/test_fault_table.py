@@ -1,4 +1,4 @@
-"""The documented table of faults is that of the tests' markers."""
+"""The documented fault table matches the markers of the tests."""
 
 from __future__ import annotations
 

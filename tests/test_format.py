@@ -1,4 +1,4 @@
-"""How numbers, steps and events are written for people."""
+"""Human-readable formatting of numbers, steps and events."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_a_table_is_as_wide_as_it_needs() -> None:
     [
         ("plain", 3, "pla"),
         ("plain", 5, "plain"),
-        ("cafe\u0301s", 4, "caf"),  # an accent of its own
+        ("cafe\u0301s", 4, "caf"),  # a combining accent
         ("a👍🏽b", 2, "a"),  # a hand and its color
         ("a👩\u200d👩\u200d👧b", 3, "a"),  # a family
         ("a❤\ufe0fb", 2, "a"),
         ("🇩🇪🇫🇷🇮🇹", 3, "🇩🇪"),  # flags of two letters
         ("🇩🇪🇫🇷🇮🇹", 4, "🇩🇪🇫🇷"),
-        ("e" + "\u0301" * 50, 10, "e" + "\u0301" * 9),  # nothing else is left
+        ("e" + "\u0301" * 50, 10, "e" + "\u0301" * 9),  # one character, so it is cut inside
         ("\udce9\udce8", 1, "\udce9"),
         ("", 5, ""),
     ],

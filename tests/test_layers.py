@@ -39,7 +39,7 @@ ORDER = (
     {"__init__"},
     {"__main__"},
 )
-"""Layers from the lowest to the highest: each may import those before it, those beside it never."""
+"""Layers from lowest to highest; each may import lower layers, but none of the same level."""
 
 BELOW = {
     name: {below for lower in ORDER[:level] for below in lower}
@@ -64,23 +64,23 @@ FORBIDDEN = {
 
 
 def layer(module: str) -> str:
-    """`data/order.py` and `raytrain_gpt.data.order` -> `data`."""
+    """Return the layer of a module: `data` for `data/order.py` and `raytrain_gpt.data.order`."""
     return module.removeprefix("raytrain_gpt.").removesuffix(".py").split("/")[0].split(".")[0]
 
 
 @cache
 def tree_of(module: str) -> ast.Module:
-    """The syntax of a module, by its path below the package."""
+    """Parse a module, given its path below the package."""
     return ast.parse((ROOT / module).read_text("utf-8"))
 
 
 @cache
 def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
-    """Dotted names of all that a module imports, wherever in it the import stands.
+    """Return the dotted names of all imports in a module, at any level.
 
     Args:
         module: Path below the package.
-        at_import_only: Leave out what stands inside functions and under TYPE_CHECKING.
+        at_import_only: Skip imports inside functions and under TYPE_CHECKING.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_only else ()
     names: set[str] = set()
@@ -103,7 +103,7 @@ def imports(module: str, at_import_only: bool = False) -> frozenset[str]:
 
 
 def file_of(name: str) -> str | None:
-    """The module's path below the package, None for what is not a module of ours."""
+    """Return the module's path below the package, or None if it is not one of our modules."""
     path = name.removeprefix("raytrain_gpt.").replace(".", "/")
     found = [f for f in (f"{path}.py", f"{path}/__init__.py") if f in MODULES]
     return found[0] if name.startswith("raytrain_gpt.") and found else None
@@ -112,7 +112,7 @@ def file_of(name: str) -> str | None:
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_the_layers_below_it(module: str) -> None:
     ours = layer(module)
-    assert ours in BELOW, f"{module} belongs to no layer; place it in BELOW"
+    assert ours in BELOW, f"{module} belongs to no layer; add it to ORDER"
     files = {name: file_of(name) for name in imports(module)}
     for name, file in files.items():
         if file is not None:
@@ -155,7 +155,7 @@ def test_processes_that_compute_nothing_start_without_torch(process: str, among:
 
 
 def test_no_two_modules_or_classes_have_one_name() -> None:
-    """A command's module is called like the module that does its work."""
+    """Module names in `commands` are exempt: each is named like the module that does its work."""
     names = Counter(Path(module).stem for module in MODULES if layer(module) != "commands")
     assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
     nodes = chain.from_iterable(ast.walk(tree_of(module)) for module in MODULES)
@@ -173,7 +173,7 @@ def test_a_folder_has_at_most_20_modules_and_a_module_at_most_450_lines() -> Non
 def installed_with(
     name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]
 ) -> None:
-    """Add a distribution and all that pip installs with it."""
+    """Add a distribution and all its dependencies, as pip installs them, to `seen`."""
     if (name, extras) in seen:
         return
     seen.add((name, extras))

@@ -1,4 +1,4 @@
-"""`train` in a notebook's cell: real kernels run it, the example as it is first of all."""
+"""`train` in notebook cells, run by real kernels; the unchanged example runs first."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_an_error_of_the_users_is_shown_as_one_line() -> None:
 
 
 class Client(nbclient.NotebookClient):
-    """Runs a notebook; interrupts its kernel when a cell that is named so shows its first step.
+    """Notebook client that interrupts the kernel at the first step of a cell with "interrupted" in its code.
 
     Attributes:
-        updates: How often an output was drawn again.
+        updates: Number of times an output was redrawn.
     """
 
     updates = 0
@@ -102,7 +102,7 @@ class Client(nbclient.NotebookClient):
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
-    """For the example in an empty directory, which has the quickstart's data, but little of it."""
+    """Return a client for the example in a directory with only a small version of the quickstart's data."""
     text = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.rglob("*.py")))
     (tmp_path / "text.txt").write_text(text, "utf-8")
     prepare_here([str(tmp_path / "text.txt")], tmp_path / "data/stdlib", "bytes", val_fraction=0.1)

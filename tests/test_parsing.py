@@ -1,4 +1,4 @@
-"""Reading JSON and YAML that nobody should have written."""
+"""Parsing of malformed and malicious JSON and YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a console: nothing that a terminal obeys. Secrets: tests/cluster/test_security.py."""
+"""Console output without terminal control sequences. Secrets: tests/cluster/test_security.py."""
 
 from __future__ import annotations
 

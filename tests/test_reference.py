@@ -25,36 +25,36 @@ METRIC = re.compile(r"(train|optim|perf|data|val|hellaswag)/[a-z_]+(/NAME)?|data
 
 
 def rows(section: str) -> list[list[str]]:
-    """Cells of a section's table, without its header."""
+    """Return the cells of a section's table, without its header."""
     text = PAGE.read_text("utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def quoted(text: str) -> set[str]:
-    """Names in backquotes."""
+    """Return the names in backquotes."""
     return {*re.findall(r"`([^`]+)`", text)}
 
 
 def first_column(section: str) -> set[str]:
-    """Names in the first column of a section's table."""
+    """Return the names in the first column of a section's table."""
     return set().union(*(quoted(row[0]) for row in rows(section)))
 
 
 def row_of(section: str, name: str) -> set[str]:
-    """Names in the second cell of the row that starts with a name."""
+    """Return the names in the second cell of the row that starts with a name."""
     return next(quoted(row[1]) for row in rows(section) if name in quoted(row[0]))
 
 
 def nodes() -> Iterator[ast.AST]:
-    """Syntax nodes of all modules but the history of sweeps, whose events are no rows."""
+    """Yield the syntax nodes of all modules except those of sweeps, whose history events are not rows."""
     for file in PACKAGE.rglob("*.py"):
         if file.parent.name != "sweep":
             yield from ast.walk(ast.parse(file.read_text("utf-8")))
 
 
 def text_of(node: ast.expr | None) -> str:
-    """A constant string, `{…}` in an f-string as NAME; empty for anything else."""
+    """Return a constant string, with `{…}` in an f-string as NAME, or an empty string for other nodes."""
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) for part in node.values)
     if isinstance(node, ast.FormattedValue):
@@ -63,7 +63,7 @@ def text_of(node: ast.expr | None) -> str:
 
 
 def is_file_of(name: str, section: str) -> bool:
-    """Whether a section's table names a file or directory, digits aside."""
+    """Return whether a section's table names a file or directory, ignoring digits."""
     names = {re.sub(r"\d+|NNN", "0", one) for one in first_column(section)}
     return bool({re.sub(r"\d+", "0", name), f"{name}/"} & names)
 

@@ -1,4 +1,4 @@
-"""The training loop with usual settings, the state of a made checkpoint, and ranks that are threads."""
+"""Training loop with usual settings, a checkpoint state, and ranks that are threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(
     max_steps: int,
     **changes: Any,
 ) -> Iterator[StepResult]:
-    """`train_steps` of one rank at a constant rate, with some arguments changed."""
+    """Call `train_steps` on one rank at a constant learning rate, with some arguments changed."""
     settings: dict[str, Any] = {
         "first_step": 0,
         "micro_batches_per_step": 1,
@@ -52,7 +52,7 @@ def steps(
 
 
 class ThreadRanks:
-    """Ranks that are threads of this process."""
+    """Collectives of one rank that is a thread of this process."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self.world_size = rank, len(values)

@@ -1,4 +1,4 @@
-"""Web servers on loopback for the tests: files with or without ranges, and the HF hub's API over them."""
+"""Loopback web servers for tests: files with or without range requests, and the HF hub's API on top."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HUB_TOKEN = "hf_test_token_value"
 
 
 class WebServer:
-    """Serves `files`; a request takes the next of `failures` (HTTP statuses) for its answer.
+    """Server of `files`; while `failures` has HTTP statuses, each request gets the next one instead.
 
     Attributes:
-        files: Path without the first slash -> content.
-        failures: 0 stands for a connection that is cut half way.
-        requests: (method, path, Range, Authorization) of all that were asked for.
-        has_ranges: Whether parts are sent.
-        says_size: Whether a whole file is sent with its size.
+        files: Path without the leading slash -> content.
+        failures: Statuses of the next responses; 0 cuts the connection halfway.
+        requests: (method, path, Range, Authorization) of each request.
+        has_ranges: Whether range requests are supported.
+        says_size: Whether full files are sent with Content-Length.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class WebServer:
 
     @property
     def url(self) -> str:
-        """Without a last slash."""
+        """Base URL, without a trailing slash."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -45,7 +45,7 @@ class WebServer:
             self.send_file(request, content)
 
     def send_file(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
-        """Send a file, or the part of it that is asked for."""
+        """Send a file, or its requested range."""
         part = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
         if part is None or not self.has_ranges:
             send(request, 200, content, says_size=self.says_size)
@@ -63,14 +63,14 @@ class WebServer:
 
 
 class HubServer(WebServer):
-    """One dataset with the branch `main` and a commit; only a token opens it if `private`."""
+    """Hub with one dataset, its branch `main` and one commit; if `private`, requests need the token."""
 
     def __init__(self, name: str = "owner/data") -> None:
         super().__init__()
         self.name, self.private = name, False
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer as the hub does."""
+        """Respond as the hub does."""
         path = unquote(urlsplit(request.path).path)
         if self.private and request.headers.get("Authorization") != f"Bearer {HUB_TOKEN}":
             send(request, 401, b"{}", {"X-Error-Code": "RepoNotFound"})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the wheel of ~/raytrain-gpt-dist, with the versions it was tested with, in ~/raytrain-gpt.
+# Install the wheel from ~/raytrain-gpt-dist in ~/raytrain-gpt, with the dependency versions of its tests.
 set -euo pipefail
 setup=$(cd "$(dirname "$0")" && pwd)
 home=~/raytrain-gpt
@@ -15,7 +15,7 @@ if ! command -v gcc > /dev/null || ! command -v g++ > /dev/null || [ ! -f "$head
 fi
 
 [ -x "$home/bin/python" ] || python3 -m venv "$home"
-wheel=$(ls -t "$dist"/*.whl | head -n 1) # older wheels may be there as well
+wheel=$(ls -t "$dist"/*.whl | head -n 1) # older wheels may also be present
 "$home/bin/pip" install -q -c "$dist/constraints.txt" "$wheel"
 "$home/bin/pip" install -q --no-deps --force-reinstall "$wheel" # a rebuilt wheel has the same version
 

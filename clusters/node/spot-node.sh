@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `raytrain-gpt node` on a spot machine: spot-node.sh aws|gcp FLAGS OF RAYTRAIN-GPT NODE.
+# Run `raytrain-gpt node` on a spot machine: spot-node.sh aws|gcp FLAGS OF RAYTRAIN-GPT NODE.
 # Sends the node SIGTERM when the cloud gives notice (AWS 2 min ahead, GCP 30 s).
 set -u
 cloud=$1
@@ -22,7 +22,7 @@ notice() {
 
 raytrain-gpt node "$@" &
 node=$!
-trap 'kill -TERM $node' TERM INT # sent by hand, or at the machine's shutdown
+trap 'kill -TERM $node' TERM INT # sent manually, or at machine shutdown
 while kill -0 $node 2> /dev/null; do
   if notice; then
     echo "$cloud takes this machine away"
@@ -33,7 +33,7 @@ while kill -0 $node 2> /dev/null; do
 done
 wait $node
 code=$?
-while kill -0 $node 2> /dev/null; do # a signal ended the wait
+while kill -0 $node 2> /dev/null; do # a signal interrupted the wait
   wait $node
   code=$?
 done

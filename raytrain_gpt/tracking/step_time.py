@@ -18,12 +18,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_gpt.tracking.run_files import Row
+if TYPE_CHECKING:  # the GPU benchmark runs without pyarrow, which run files need
+    from raytrain_gpt.tracking.run_files import Row
 
 STEP_SPAN = "training step"
 DATA_WAIT_SPAN = "data wait"
@@ -113,6 +114,7 @@ class StepTimeBreakdown:
         return time_s / self.total_s if self.total_s else 0.0
 
     def text(self) -> str:
+
         def line(name: str, time_s: float) -> str:
             return (
                 f"  {name:60} {self.per_step_ms(time_s):9.2f} ms per step {self.share(time_s):6.1%}"

@@ -1,4 +1,4 @@
-"""The catalog, on a disk and in an object store: complete or absent, verified, ordered by step."""
+"""The catalog on a disk and in an object store: checkpoints are complete or absent, verified, in order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def state(step: int, val_loss: float | None = None) -> CheckpointState:
 
 
 def rows(step: int) -> dict[str, str]:
-    """The small file with the rows of metrics.jsonl."""
+    """Return the small file with rows of metrics.jsonl."""
     return {"rows.jsonl": json.dumps({"step": step}) + "\n"}
 
 
 def content(value: bytes) -> Callable[[Path], object]:
-    """Writes it."""
+    """Return a function that writes a value to a path."""
     return lambda path: path.write_bytes(value)
 
 
@@ -51,7 +51,7 @@ def write(
 
 
 def written(run_dir: Location, *steps: int) -> Catalog:
-    """The catalog with checkpoints of these steps, written in this order."""
+    """Return a catalog with checkpoints of the given steps, written in this order."""
     catalog = Catalog(run_dir)
     for step in steps:
         write(catalog, step)
@@ -59,7 +59,7 @@ def written(run_dir: Location, *steps: int) -> Catalog:
 
 
 def newest_step(catalog: Catalog, before_step: int | None = None) -> int | None:
-    """The step of the newest good checkpoint, none of which is damaged; None: there is none."""
+    """Return the step of the newest good checkpoint, or None if there is none; fail on damage."""
     newest = catalog.newest_good(pytest.fail, before_step)
     return newest.state.step if newest else None
 
@@ -69,7 +69,7 @@ def steps(catalog: Catalog) -> list[int]:
 
 
 def names(run_dir: Location) -> list[str]:
-    """What lies in the directory of all checkpoints."""
+    """Return the names in the checkpoints directory."""
     return (run_dir / "checkpoints").names()
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run_dir: Location, damage
     assert newest is not None
     assert newest.state.step == 10
     if damage == "remove hashes" and not run_dir.is_local:
-        assert lines == []  # there it is what every checkpoint being written looks like
+        assert lines == []  # in a store, an unfinished checkpoint looks the same
         return
     assert len(lines) == 1
     assert "\n" not in lines[0]
@@ -194,7 +194,7 @@ def test_all_damaged_is_an_error_and_no_start_from_nothing(run_dir: Location) ->
 
 
 def test_files_of_several_writers_become_one_checkpoint(run_dir: Location) -> None:
-    """Each rank has a draft of its own; sizes and hashes travel to the one that commits."""
+    """Each rank has a separate draft; the committing rank receives all sizes and hashes."""
     first, second = (Catalog(run_dir).draft(20, "001") for _ in range(2))
     entries = {name: first.add(name, content(MODEL)) for name in ("model.safetensors", "optim-0")}
     assert entries["optim-0"] == FileEntry(len(MODEL), hashlib.sha256(MODEL).hexdigest())
@@ -251,7 +251,7 @@ def test_an_unfinished_draft_of_another_attempt_is_never_read_and_is_cleaned(
     checkpoint = read_checkpoint(path)
     checkpoint.verify()
     with checkpoint.files() as directory:
-        # Another attempt may have had more ranks: a file of theirs would be loaded with ours.
+        # An earlier attempt may have had more ranks, whose extra files must not be loaded.
         own = ["hashes.json", "model.safetensors", "rows.jsonl", "state.json"]
         assert sorted(file.name for file in directory.iterdir()) == own
         assert (directory / "model.safetensors").read_bytes() == MODEL
@@ -461,12 +461,12 @@ def test_a_store_out_of_reach_is_told_and_the_older_checkpoint_stays(
 
 @pytest.fixture
 def disk(small_disk: Callable[[str], Path]) -> Path:
-    """A file system of 64 KB."""
+    """Return a file system of 64 KB."""
     return small_disk("64k")
 
 
 def filled(path: Path) -> Path:
-    """A file that takes all the space that is left."""
+    """Create a file that fills the remaining space, and return its path."""
     filler = path / "filler"
     with filler.open("wb", buffering=0) as file:
         for _ in range(shutil.disk_usage(path).free // 4096):
@@ -476,7 +476,7 @@ def filled(path: Path) -> Path:
 
 
 def check_only(run_dir: Path, step: int) -> None:
-    """That checkpoint is whole and the only thing there."""
+    """Check that the checkpoint of a step is intact and the only entry in its directory."""
     assert newest_step(Catalog(Location.of(run_dir))) == step
     assert names(Location.of(run_dir)) == [f"step={step:08d}"]
 
@@ -579,7 +579,7 @@ def test_a_renamed_checkpoint_names_the_way_out(tmp_path: Path) -> None:
     renamed = path.rename(path.with_name("step=00000005"))
     with raises_line(CheckpointError, "name it step=00000010, or remove it"):
         resolve_checkpoint(Location.of(renamed))
-    free = renamed.rename(path.with_name("kept"))  # a name that says nothing
+    free = renamed.rename(path.with_name("kept"))  # a name without a step
     assert resolve_checkpoint(Location.of(free)).state.step == 10
 
 

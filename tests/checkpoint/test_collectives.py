@@ -1,4 +1,4 @@
-"""Collectives: of one rank without any communication, of several by gloo, in two groups at once."""
+"""Collectives: one rank without communication, and several ranks over gloo in two groups at once."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_one_rank_is_all_ranks() -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A value with arrays."""
+    """JSON-encoded value that contains arrays."""
 
     by_batch: dict[int, Int64Array]
     tokens: Uint32Array
 
 
 def rank_main(rank: int, directory: str) -> None:
-    """What each rank finds; a value that differs ends its process with an error."""
+    """Run the checks of one rank; a wrong value makes its process fail."""
     store = dist.FileStore(f"{directory}/store", WORLD_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=WITHIN)
     ranks = Collectives(rank, WORLD_SIZE, WITHIN.total_seconds())
@@ -68,7 +68,7 @@ def rank_main(rank: int, directory: str) -> None:
     with pytest.raises(ValueError, match="valid integer"):
         ranks.all_gather_json("no number" if rank else 1, int)
 
-    # Rank 1 begins with the background's exchange, rank 0 with the training's: neither waits for ever.
+    # Rank 1 starts with the background exchange, rank 0 with the training exchange; neither may deadlock.
     found: list[Any] = []
     thread = threading.Thread(
         target=lambda: found.extend(ranks.background.all_gather_json(f"file {rank}", str))
@@ -82,7 +82,7 @@ def rank_main(rank: int, directory: str) -> None:
     if rank == 0:
         thread.start()
     thread.join(WITHIN.total_seconds())
-    # Of the first call and the one after `forget` at once, else of the call before.
+    # The first call and the one after `reset` return their own flags; others, those of the previous call.
     assert [told for (told,) in steps] == [True, True, False, False, True, False, True]
     assert found == ["file 0", "file 1"]
     dist.destroy_process_group()
@@ -90,7 +90,7 @@ def rank_main(rank: int, directory: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_agree_in_the_foreground_and_in_the_background(tmp_path: Path) -> None:
-    # Both are forked from one process that has imported torch: importing it takes two seconds.
+    # Both ranks are forked from one process that has imported torch, because the import takes two seconds.
     multiprocessing.set_forkserver_preload([__name__])
     arguments = (str(tmp_path),)
     mp.start_processes(rank_main, arguments, nprocs=WORLD_SIZE, start_method="forkserver")

@@ -26,7 +26,7 @@ LEFT_OUT = EvaluationResult(None, left_out="no memory")
 
 
 def write(catalog: Catalog, step: int, mode: str = "async", model: bytes = MODEL) -> Checkpoint:
-    """A checkpoint of a run that evaluates at 20, 40 and 50."""
+    """Write a checkpoint of a run that evaluates at steps 20, 40 and 50."""
     config = ASYNC.updated({"eval_mode": mode}).model_dump()
     draft = catalog.draft(step, "001")
     entries = {"model.safetensors": draft.add("model.safetensors", content(model))}
@@ -96,7 +96,7 @@ def test_a_run_that_evaluates_inline_again_keeps_nothing_that_waits(tmp_path: Pa
 
 
 def test_an_evaluation_of_another_checkpoint_of_the_same_step_is_nobodys(run_dir: Location) -> None:
-    """What a rollback leaves in an object store, where nothing is renamed."""
+    """A rollback causes this in an object store, where files are overwritten instead of renamed."""
     catalog = Catalog(run_dir)
     before = write(catalog, 20)
     if run_dir.is_local:

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: used as they are, or refused in one line, soon and in little memory."""
+"""Damaged and hostile checkpoints: used, or refused in one line, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's directory with one evaluated checkpoint, and a whole copy of it beside the run."""
+    """Return a run directory with one evaluated checkpoint; an intact copy is in `whole` beside it."""
     run = tmp_path_factory.mktemp("runs") / "run"
     write_checkpoint(Location.of(run))
     (run / "config.yaml").write_text("run: {run_name: run}\n")
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehash(directory: Path) -> None:
-    """Make hashes.json agree with the files, as one who means harm would."""
+    """Make hashes.json match the files, as an attacker would."""
     hashes = json.loads((directory / HASHES_FILE).read_text())
     for name in hashes:
         content = (directory / name).read_bytes()
@@ -69,7 +69,7 @@ def rehash(directory: Path) -> None:
 
 
 def damaged(name: str, content: bytes, damage: Damage) -> bytes:
-    """The content with the damage; of tensors it is the JSON header that is changed."""
+    """Return damaged content; in a tensor file, only the JSON header is damaged."""
     if name != MODEL_FILE:
         return damage(content)
     end = 8 + int.from_bytes(content[:8], "little")
@@ -101,6 +101,6 @@ def test_a_damaged_checkpoint_is_used_or_refused(
 
 
 def card(directory: Path) -> str:
-    """The model card of an export."""
+    """Return the model card of an export."""
     checkpoint, config, model, tokenizer, _ = open_checkpoint(directory, torch.device("cpu"))
     return model_card(checkpoint, config, tokenizer.name, model.shape, "fp32")

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: a copy of the right moment, whole or absent on all ranks."""
+"""Background checkpoints: a snapshot of the right step, complete or absent on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.training import STATE, WAIT_S, thread_ranks
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A small model and its optimizer after one update."""
+    """Return a small model and its optimizer after one update."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
 
 
 def savers(run_dir: Location, world_size: int, keep: int = 10) -> list[CheckpointWriter]:
-    """One for each rank; all have the same weights, as ranks do."""
+    """Return one writer per rank, all with the same weights."""
     return [
         CheckpointWriter(Catalog(run_dir), "001", ranks, *trained(0), keep)
         for ranks in thread_ranks(world_size)
@@ -51,7 +51,7 @@ def begin(ranks: list[CheckpointWriter], step: int) -> None:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writing waits until this is set."""
+    """Return an event; checkpoint files are written only after it is set."""
     event, write = threading.Event(), HostSnapshot.write
 
     def waiting(copy: HostSnapshot, file: str, path: Path) -> None:
@@ -64,7 +64,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def failing_on(file: str, error: Exception) -> Callable[[HostSnapshot, str, Path], None]:
-    """`HostSnapshot.write` that fails on one file."""
+    """Return a `HostSnapshot.write` that fails on one file."""
     write = HostSnapshot.write
 
     def fail(copy: HostSnapshot, name: str, path: Path) -> None:

@@ -1,25 +1,25 @@
-"""Two ranks, and a stranger who attacks them as `nobody` in a network namespace of their own.
+"""Two ranks in a private network namespace, attacked by a stranger that runs as user `nobody`.
 
     unshare --net python -m tests.cluster.attacked_ranks SCENARIO
 
-    alone     one run meets by a file
-    beside    two runs meet at the same time
-    hosts     one run meets at an address, as on several hosts
+    alone     one run, whose ranks meet by a file
+    beside    two runs, whose ranks meet at the same time
+    hosts     one run, whose ranks meet at an address, as on several hosts
     default   the stranger connects before rank 1 makes the default group
-    further   before rank 1 makes a further group
-    userns    as `further`, the stranger as root of a user namespace of his own
+    further   the stranger connects before rank 1 makes a second group
+    userns    like `further`, with the stranger as root of a separate user namespace
 
 Each scenario prints JSON. The stranger connects to every port that a rank listens on and sends the numbers
-with which gloo's ranks introduce themselves. He reports how much he is sent and which files of ranks he can
-open. Without him, the scenario reports the addresses that ranks listen on, and how many ports answer as
-torch's store.
+with which gloo's ranks introduce themselves. It reports how many bytes it received and which of the ranks'
+files it can open. A scenario without a stranger reports the addresses that ranks listen on, and how many
+ports respond as torch's store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import encodings.idna  # noqa: F401, nobody cannot import it later
+import encodings.idna  # noqa: F401, user nobody cannot import it later
 import fcntl
 import json
 import multiprocessing
@@ -43,13 +43,13 @@ WITHIN_S, ANSWERS_TIMEOUT_S = 60, 2
 NOBODY = 65534
 NUMBERS = range(4)
 VALIDATE, MAGIC, PING = 0, 0x3C85F7CE, 13
-"""The first queries of a client of torch's store."""
+"""Constants in the first queries of a client of torch's store."""
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
 
 
 def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
-    """Make two groups when told to, and send the outcome: what was gathered, or the error."""
+    """Make two groups on request, and send the gathered values or the error."""
     try:
         if rank == 0:
             pipe.send(open_meeting(address))
@@ -61,20 +61,20 @@ def rank_main(rank: int, address: str | None, pipe: Connection) -> None:
         pipe.send({"gathered": all_gather_values(f"secret of rank {rank}", str, group)})
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"})
-    with contextlib.suppress(EOFError):  # until all are done
+    with contextlib.suppress(EOFError):  # wait until all are done
         pipe.recv()
-    os._exit(0)  # a group that another process has connected to cannot be ended in order
+    os._exit(0)  # a group with a foreign connection cannot be destroyed cleanly
 
 
 def stranger_main(before: set[int], in_own_namespace: bool, pipe: Connection) -> None:
-    """As `nobody`, connect to every port that is new since `before`, say so, and send what was found."""
+    """As `nobody`, connect to every port opened since `before`, report that, then send the results."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     if in_own_namespace:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_DUMPABLE, 1)  # else the mapping belongs to root
-        assert libc.unshare(CLONE_NEWUSER) == 0, "no user namespaces here"
+        assert libc.unshare(CLONE_NEWUSER) == 0, "this machine has no user namespaces"
         Path("/proc/self/uid_map").write_text(f"0 {NOBODY} 1")
     ports = listening() - before
     connected = []
@@ -89,7 +89,7 @@ def stranger_main(before: set[int], in_own_namespace: bool, pipe: Connection) ->
     received = b""
     for connection in connected:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # nothing was sent, or it was closed
+        with contextlib.suppress(OSError):  # nothing was sent, or the connection was closed
             received += connection.recv(2**20)
     pipe.send(
         {
@@ -102,24 +102,24 @@ def stranger_main(before: set[int], in_own_namespace: bool, pipe: Connection) ->
 
 
 def listeners() -> list[Any]:
-    """IPs and ports in this network namespace that anybody listens on."""
+    """Return the IPs and ports of all listening sockets in this network namespace."""
     sockets = psutil.net_connections("tcp")
     return [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
 
 
 def listening() -> set[int]:
-    """Ports in this network namespace that anybody listens on."""
+    """Return the ports of all listening sockets in this network namespace."""
     return {address.port for address in listeners()}
 
 
 def ranks_files() -> list[Path]:
-    """Paths of the first open files of all processes, which nobody may not list."""
+    """Return paths for descriptors 3 to 39 of all processes, which user `nobody` may not list."""
     processes = list(Path("/proc").glob("[0-9]*"))
     return [process / "fd" / str(number) for process in processes for number in range(3, 40)]
 
 
 def can_open(path: Path) -> bool:
-    """Whether this file is one by which ranks meet and can be opened."""
+    """Return whether this file is one by which ranks meet and is readable."""
     try:
         is_meeting = "raytrain-gpt-ranks" in str(path.readlink())
         if is_meeting:
@@ -130,7 +130,7 @@ def can_open(path: Path) -> bool:
 
 
 def is_store(port: int) -> bool:
-    """Whether torch's store answers a ping there; other servers may never answer."""
+    """Return whether torch's store responds to a ping on a port; other servers may never respond."""
     nonce = b"ping"
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
         connection.settimeout(ANSWERS_TIMEOUT_S)
@@ -140,7 +140,7 @@ def is_store(port: int) -> bool:
 
 
 class Run:
-    """The two ranks of a run, as processes."""
+    """Two rank processes of a run."""
 
     def __init__(self, address: str | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -153,21 +153,21 @@ class Run:
         self.meeting = self.pipes[0].recv()
 
     def join(self, rank: int) -> None:
-        """Have a rank make the default group."""
+        """Make a rank create the default group."""
         self.pipes[rank].send(self.meeting)
 
     def go_on(self, rank: int) -> None:
-        """Have a rank make the further group."""
+        """Make a rank create the second group."""
         self.pipes[rank].send("go on")
 
     def heard(self) -> list[Any]:
-        """What each rank sends next."""
+        """Return the next message of each rank."""
         return [pipe.recv() for pipe in self.pipes]
 
 
 def stranger(before: set[int], in_own_namespace: bool = False) -> Connection:
-    """A pipe to a stranger who has connected to all ports that are new since `before`."""
-    context = multiprocessing.get_context("fork")  # nobody can read this program's files
+    """Start a stranger; return its pipe once it has connected to all ports opened since `before`."""
+    context = multiprocessing.get_context("fork")  # user nobody may not read our files
     ours, theirs = context.Pipe()
     arguments = (before, in_own_namespace, theirs)
     context.Process(target=stranger_main, args=arguments, daemon=True).start()
@@ -176,7 +176,7 @@ def stranger(before: set[int], in_own_namespace: bool = False) -> Connection:
 
 
 def await_listener(before: set[int]) -> None:
-    """Return when a rank listens that did not before."""
+    """Wait until a rank listens on a port that is not in `before`."""
     while not listening() - before:
         os.sched_yield()
 
@@ -203,7 +203,7 @@ def attacked(scenario: str) -> dict[str, Any]:
 
 
 def unattacked(num_runs: int, address: str | None = None) -> dict[str, Any]:
-    """The outcome of runs whose ranks meet at the same time, by a file or at an address."""
+    """Return the outcome of runs whose ranks meet at the same time, by a file or at an address."""
     runs = [Run(address) for _ in range(num_runs)]
     for rank in range(WORLD_SIZE):
         for run in runs:

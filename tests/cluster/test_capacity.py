@@ -1,4 +1,4 @@
-"""How a configuration is fitted to a cluster: pure functions of what there is."""
+"""Fitting a configuration to a cluster, by pure functions of the available resources."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_cluster_of_ones_own_has_room_for_an_async_evaluation() -> None:
 def test_fewer_workers_start_where_that_is_allowed() -> None:
     small = given(Node(6, 0))
     fitted, workers = fit_to_cluster(config(num_workers=6, min_workers=2), small)
-    assert workers == 4  # 5 would fit, but does not divide 12 sequences
+    assert workers == 4  # 5 workers would fit, but 5 does not divide 12 sequences
     assert fitted.cluster.num_workers == 6
     with pytest.raises(ConfigError, match="no worker count from 5 to 5"):
         fit_to_cluster(config(num_workers=6, min_workers=5), small)
@@ -144,7 +144,7 @@ CLUSTERS = [
 
 
 def fits(resources: Resources, workers: int, cpus: int, use_gpu: bool) -> bool:
-    """Whether so many workers can be placed one by one, and a CPU is left for data."""
+    """Return whether the workers can be placed one by one with a CPU left over for data."""
     left = [[int(node.cpus), int(node.gpus)] for node in resources.nodes]
     for _ in range(workers):
         room = [n for n in left if n[0] >= cpus and n[1] >= use_gpu]
@@ -177,7 +177,7 @@ def test_the_largest_world_size_is_the_most_workers_that_fit_and_divide_the_batc
 
 
 def test_what_starts_a_run_is_what_restarts_it() -> None:
-    """`fit_to_cluster` refuses where a running one would wait, and else gives the same size."""
+    """`fit_to_cluster` fails where a running job would wait; otherwise both give the same size."""
     for resources, least in itertools.product(CLUSTERS, (1, 2, 4)):
         wanted = decided(FittedConfig, config(
             num_workers=6, min_workers=least, cpus_per_worker=1, use_gpu=False,
@@ -194,7 +194,7 @@ def test_what_starts_a_run_is_what_restarts_it() -> None:
 def test_no_size_while_the_cluster_is_empty() -> None:
     wanted = config(num_workers=4, min_workers=1, cpus_per_worker=1, use_gpu=False)
     assert largest(wanted) is None
-    assert largest(wanted, Node(1, 0)) is None  # the CPU for data
+    assert largest(wanted, Node(1, 0)) is None  # the only CPU is reserved for data
     assert largest(wanted, Node(1, 0), Node(1, 0)) == 1
 
 
@@ -240,7 +240,7 @@ def test_exact_sums_keep_their_micro_batch_so_that_fewer_workers_share_it() -> N
     exact = config(exact=True, micro_batch_sequences=4, num_workers=6, min_workers=1)
     assert micro_batch_for(exact, 1) == 4
     fitted, workers = fit_to_cluster(exact, given(Node(6, 0)))
-    assert workers == 3  # 4 divide 12 sequences, but not 3 micro-batches
+    assert workers == 3  # 4 workers divide 12 sequences, but not 3 micro-batches
     assert largest(fitted, Node(3, 0)) == 1
 
 
@@ -250,7 +250,7 @@ PRESETS = [name for name in preset_names() if load_preset(name).cluster.use_gpu 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_presets_train_on_any_number_of_gpus(preset: str, num_gpus: int) -> None:
-    """On all of them where they share the batch; a micro-batch becomes smaller where it must."""
+    """All GPUs are used if they divide the batch; the micro-batch shrinks if necessary."""
     given = load_preset(preset)
     resources = Resources((Node(6 * num_gpus, num_gpus),), ours=False)
     fitted, workers = fit_to_cluster(given, resources)

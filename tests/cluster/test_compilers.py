@@ -1,4 +1,4 @@
-"""Machines without a compiler, made by a PATH without one."""
+"""Machines without a compiler, simulated by a PATH without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a cluster counts, seen through Ray's list of nodes; real connections are the runs' to show."""
+"""Cluster resources counted from Ray's list of nodes; the tests of runs cover real connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_dead_and_draining_nodes_are_not_counted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: draining)
     assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(16, 4), Node(0, 0, 1.0))
-    draining["c"] = 0  # a deadline is not always given
+    draining["c"] = 0  # drains do not always have a deadline
     assert cluster_resources().nodes == (Node(4, 0), Node(8, 2), Node(0, 0, 1.0))
     wanted = config(num_workers=6, min_workers=1, cpus_per_worker=1, use_gpu=True)
     assert largest_world_size(decided(FittedConfig, wanted), cluster_resources()) == 2

@@ -1,4 +1,4 @@
-"""Our own error inside what Ray raises, and the system's that a user can mend."""
+"""Our errors inside Ray's exceptions, and system errors that a user can fix."""
 
 from __future__ import annotations
 

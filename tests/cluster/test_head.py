@@ -1,4 +1,4 @@
-"""Which cluster a command joins, and what keeps it out; real heads are the doctor's tests to show."""
+"""Choice of the cluster to join, and reasons for refusal; the doctor's tests cover real heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAD = HeadFacts(
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """The file of `ray start`, and the address in it at which this process listens."""
+    """Yield the file of `ray start` and the address in it, where this process listens."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray" / "session_1").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_what_is_no_cluster_is_not_joined(started: tuple[Path, str], what: str) 
 
 @contextmanager
 def listening_as(uid: int) -> Iterator[str]:
-    """The address of a process of another user."""
+    """Yield the address where a process of user `uid` listens."""
     code = (
         "import os, socket, time; "
         f"os.setuid({uid}); server = socket.create_server(('127.0.0.1', 0)); "

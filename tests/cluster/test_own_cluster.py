@@ -1,4 +1,4 @@
-"""The directory of a cluster for one command, and the limit of its start; real ones are the runs' to show."""
+"""Directory and start timeout of a private cluster; the tests of runs cover real ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.conftest import raises_line
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where clusters have their directories; Ray is not started."""
-    path = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+    """Yield the parent of the clusters' directories; Ray is not started."""
+    path = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # socket paths must be short
     monkeypatch.setenv("RAY_TMPDIR", str(path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(os, "environ", os.environ.copy())

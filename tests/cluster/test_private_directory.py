@@ -1,4 +1,4 @@
-"""A command's private directory: whenever it is killed, nothing stays, and nothing else is removed."""
+"""A command's private directory: no kill leaves it behind for long, and no other file is removed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def outcomes(base: Path, script: str, kind: str = "making") -> list[Any]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A place in which a user has files of their own."""
+    """Return a directory that also contains files of a user."""
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("all of it")
     (tmp_path / "rtgpt-runs" / "quickstart").mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_another_command_at_any_file_operation_disturbs_nothing(base: Path) -> N
 
 
 def make_dead(base: Path) -> Path:
-    """What a killed command left."""
+    """Return the directory of a command that died."""
     script = "made = private_directory(base); d = made.__enter__(); (d / 'ray').mkdir();"
     outcome: list[str] = outcomes(
         base, f"{script} print(json.dumps(str(d)), flush=True); os._exit(0)"

@@ -1,4 +1,4 @@
-"""Process groups that no other process joins, attacked by `nobody` in a network namespace."""
+"""Process groups that only ranks can join, attacked by user `nobody` in a network namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when ret
 
 
 def played(scenario: str) -> dict[str, Any]:
-    """What the ranks and the stranger of a scenario found."""
+    """Run a scenario and return the results of its ranks and its stranger."""
     if os.getuid():
         pytest.skip("needs root: network namespaces, and processes of other users")
     argv = ["unshare", "--net", sys.executable, "-m", "tests.cluster.attacked_ranks", scenario]
@@ -103,7 +103,7 @@ def test_the_other_end_of_a_connection_is_a_rank_s_socket(
 
 @pytest.mark.fault("pickle from a stranger's process group", "never unpickled")
 def test_no_pickle_travels_between_ranks() -> None:
-    """torch's collectives of objects run the code of whoever sends."""
+    """torch's object collectives would run code from the sender."""
     package = Path(raytrain_gpt.__file__).parent
     sources = {path: path.read_text("utf-8") for path in package.rglob("*.py")}
     assert len(sources) > 100

@@ -1,4 +1,4 @@
-"""What is open and what is shown: ports, tokens, passwords and keys, on real clusters."""
+"""Open ports, and the secrecy of tokens, passwords and keys, also on real clusters."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_secrets_in_urls_are_found_and_hidden(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://host:80/p@host",  # a port for parsers, perhaps a password for the user
+        "http://host:80/p@host",  # a port to parsers, but perhaps a password to the user
         "https://host/tok/en@host",
         "s3://secret@bucket",
         "https://host/x?p%61ssword=p",
@@ -104,7 +104,7 @@ def test_whatever_sqlalchemy_takes_for_a_password_is_refused(password: str, end:
 
 
 def test_hostile_text_takes_no_time() -> None:
-    """The regular expression of secrets looks at a bounded number of characters from each one."""
+    """The regular expression for secrets reads a bounded number of characters from each position."""
     for text in ("?", "://a:", "http://", "s3://K:@", "?key", "={", "x://"):
         assert len(redacted(text * (20_000 // len(text)))) > 0
 
@@ -234,7 +234,7 @@ def test_a_token_is_made_private_and_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Tracker(BaseHTTPRequestHandler):
-    """Refuses everybody, and repeats the password that it was given."""
+    """HTTP handler that refuses every request and repeats the password it received."""
 
     def do_GET(self) -> None:
         given = self.headers.get("Authorization", "").removeprefix("Basic ")
@@ -245,20 +245,20 @@ class Tracker(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Discard the log message."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a run on a cluster that it started itself.
+    """Observations of a run on its private cluster.
 
     Attributes:
-        listening: (process, address) of every port that its processes listened on.
-        num_stores: Ports of these that answered as torch's store.
-        ray_modes: Mode of every directory that Ray's files were below.
-        ray_logs: What Ray had written before the end.
-        ray_left: What of Ray's files was there after it.
-        token: The file that was made.
+        listening: (process title, IP) of every port that the run's processes listened on.
+        num_stores: Number of these ports that responded as torch's store.
+        ray_modes: Mode of every directory that contained Ray's files.
+        ray_logs: Contents of Ray's log files before the run exited.
+        ray_left: Files of Ray that remained after the run.
+        token: Path of the generated token.
     """
 
     listening: list[tuple[str, str]]
@@ -273,11 +273,11 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """A run of a user who has no token yet, looked at while it trains, and stopped by SIGTERM."""
+    """Train as a user who has no token yet; inspect the run during training, then stop it by SIGTERM."""
     tracker = ThreadingHTTPServer(("127.0.0.1", 0), Tracker)
     threading.Thread(target=tracker.serve_forever, daemon=True).start()
     home = tmp_path_factory.mktemp("home")
-    ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+    ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # socket paths must be short
     uri = f"http://127.0.0.1:{tracker.server_port}"
     config = make_config(run_name="own", num_workers=2, max_steps=100_000, mlflow_uri=uri)
     env = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE")}
@@ -319,11 +319,11 @@ def seen(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def listening_on(root: psutil.Process) -> Iterator[tuple[str, Any]]:
-    """(title, IP and port) of the listening ports of a process and all that it started."""
+    """Yield (title, IP and port) of the listening ports of a process and its descendants."""
     for process in [root, *root.children(recursive=True)]:
         try:
             title, connections = process.cmdline()[0], process.net_connections("inet")
-        except (psutil.Error, IndexError):  # ended meanwhile
+        except (psutil.Error, IndexError):  # exited in the meantime
             continue
         for connection in connections:
             if connection.status == psutil.CONN_LISTEN:
@@ -332,7 +332,7 @@ def listening_on(root: psutil.Process) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.tools
 def test_a_cluster_of_our_own_listens_on_this_machine_alone(seen: Seen) -> None:
-    """And no port answers as torch's store, by which ranks would find each other, and others them."""
+    """No port responds as torch's store, by which ranks could find each other and strangers the ranks."""
     assert sum("RayTrainWorker" in title for title, _ in seen.listening) >= 2
     assert any("gcs_server" in title for title, _ in seen.listening)
     assert not [title for title, address in seen.listening if address not in LOOPBACK]
@@ -385,7 +385,7 @@ def test_jobs_without_the_right_token_are_refused(
             with pytest.raises(AssertionError, match=answer):
                 head.job("submit", "--no-wait", "--", "true")
         head.token = right
-        assert "[]" in head.job("list"), "no job was taken"
+        assert "[]" in head.job("list"), "a refused job was accepted"
     finally:
         head.close()
 

@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM on real processes: save, leave with 130, go on bitwise."""
+"""Ctrl+C and SIGTERM on real processes: save, exit with code 130, resume bit-identically."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_a_signal_saves_and_the_same_command_goes_on_bitwise(
     number: signal.Signals,
     to_group: bool,
 ) -> None:
-    """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM one process."""
+    """Ctrl+C in a terminal reaches the whole process group; a scheduler's SIGTERM reaches one process."""
     changes = {"num_workers": 2, "run_name": f"signal-{number.name}"}
-    # The checkpoint of step 6 may still be in flight when that of step 7 is asked for.
+    # The checkpoint of step 6 may still be in flight when that of step 7 is requested.
     config = make_config(**changes, checkpoint_every_steps=3)
     gate = Gate(str(tmp_path), rank=0, step=7)
     faults = Faults(gates=(gate,), stop_step=7)
@@ -113,7 +113,7 @@ with StopSignals("") as signals:
 
 
 def test_a_signal_that_comes_while_the_one_before_is_handled_locks_nothing() -> None:
-    """The second of the three comes inside the handler of the first."""
+    """The second of the three signals arrives inside the handler of the first."""
     ended = subprocess.run([sys.executable, "-c", IN_A_ROW], cwd=ROOT, timeout=WITHIN_S)
     assert ended.returncode == 130
 

@@ -1,8 +1,8 @@
-"""Hosts made of namespaces: own network, processes, file systems where hosts differ, and an sshd each.
+"""Simulated hosts: namespaces for network, processes and differing file systems, and one sshd each.
 
-Needs root, unshare, ip, sshd and rsync. The machine's own network is not touched: a bridge in the
-client's network namespace connects them, and nothing leads outside. A namespace ends with its first
-process, and that one with this process, however it ends; nothing has to be cleaned up.
+Needs root, unshare, ip, sshd and rsync. The machine's network is not touched: a bridge in the client's
+network namespace connects the hosts, without a link to the outside. A namespace ends with its first
+process. That process dies with this one, however this one ends, so no cleanup is necessary.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ mount -t overlay overlay -o lowerdir=/mnt/lower,upperdir=/mnt/upper,workdir=/mnt
 ip link add bridge type bridge
 ip link add one type veth peer name other
 """
-"""All kinds of things that a host is made of."""
+"""Commands that create one of each resource that a host needs."""
 
 
 def missing() -> str | None:
-    """Why hosts cannot be made here, None if they can."""
+    """Return why hosts cannot be simulated here, or None if they can."""
     if os.geteuid() != 0:
-        return "made hosts need root"
+        return "test hosts need root"
     absent = [name for name in PROGRAMS if not shutil.which(name)]
     if absent:
-        return f"made hosts need {', '.join(absent)} (Debian: iproute2 openssh-server rsync curl)"
+        return f"test hosts need {', '.join(absent)} (Debian: iproute2 openssh-server rsync curl)"
     kinds = ("--net", "--mount", "--pid", "--uts", "--ipc")
     probe = subprocess.run(
         ["unshare", *kinds, "--fork", "sh", "-ec", PROBE], capture_output=True, text=True
     )
-    return f"made hosts need namespaces: {probe.stderr.strip()}" if probe.returncode else None
+    return f"test hosts need namespaces: {probe.stderr.strip()}" if probe.returncode else None
 
 
 @dataclass(frozen=True)
 class Host:
-    """A made host: `process` is unshare, whose child is the first process inside."""
+    """A simulated host; `process` is unshare, whose child is the first process inside."""
 
     name: str
     address: str
@@ -57,16 +57,16 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """The first process inside, as this machine counts."""
+        """Process ID of the first process inside, as seen from this machine."""
         (child,) = psutil.Process(self.process.pid).children()
         return int(child.pid)
 
     def path(self, inside: str) -> Path:
-        """Where a file of the host is seen from outside."""
+        """Return the path of a file of the host as seen from outside."""
         return Path(f"/proc/{self.pid}/root{inside}")
 
     def enter(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
-        """The command line that runs another one inside, in the checkout."""
+        """Return the command line that runs `argv` inside, in the checkout."""
         variables = {"HOME": HOME, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", **(env or {})}
         assignments = [f"{name}={value}" for name, value in variables.items()]
         kinds = ("--net", "--mount", "--pid", "--uts", "--ipc")
@@ -74,7 +74,7 @@ class Host:
         return [*inside, "env", "-i", *assignments, *argv]
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None, within_s: float = 60) -> str:
-        """What a command inside prints; it must exit with 0."""
+        """Run a command inside and return its output; it must exit with 0."""
         done = subprocess.run(
             self.enter(argv, env),
             stdin=subprocess.DEVNULL,
@@ -87,11 +87,11 @@ class Host:
         return done.stdout
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs inside, but for the host's own first processes and sshd."""
+        """Return all processes inside, except the host's first processes and sshd."""
         space = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = []
         for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess, OSError):  # ended, or not ours
+            with suppress(psutil.NoSuchProcess, OSError):  # exited, or not ours
                 inside = Path(f"/proc/{process.pid}/ns/pid").readlink() == space
                 first = process.pid == self.pid or process.name() in ("sleep", "sshd")
                 if inside and not first:
@@ -99,7 +99,7 @@ class Host:
         return found
 
     def kill_all(self) -> None:
-        """End what `enter` has started; ending nsenter would leave it running."""
+        """Kill the processes that `enter` started, which would survive the end of nsenter."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -107,7 +107,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """The client, the hosts, and the cables between them."""
+    """The client, the hosts and the links between them."""
 
     client: Host
     hosts: tuple[Host, ...]
@@ -119,12 +119,12 @@ class Network:
 
 @contextmanager
 def network(names: Sequence[str], shared: Path, profile: Mapping[str, str]) -> Iterator[Network]:
-    """Hosts with these names, ready for ssh by root with one key.
+    """Yield hosts with these names, ready for ssh by root with one key.
 
     Args:
-        names: Of the hosts.
-        shared: A directory that all see as `SHARED`.
-        profile: The text of each host's ~/.bashrc.
+        names: Names of the hosts.
+        shared: Directory that all hosts mount as `SHARED`.
+        profile: Host name -> text of the host's ~/.bashrc.
     """
     with ExitStack() as stack:
         client = stack.enter_context(_host("client", f"{NETWORK}.1", shared))
@@ -164,9 +164,9 @@ def _host(name: str, address: str, shared: Path) -> Iterator[Host]:
 
 
 def _connect(client: Host, host: Host) -> None:
-    """A cable from the client's bridge to the host's eth0."""
+    """Link the client's bridge to the host's eth0."""
     cable = ["ip", "link", "add", host.name, "type", "veth", "peer", "name", "eth0"]
-    # A process id for ip is one of this machine, so only its network is entered.
+    # `ip` needs the host's process ID on this machine, so only the client's network is entered.
     inside = ["nsenter", f"--target={client.pid}", "--net"]
     subprocess.run([*inside, *cable, "netns", str(host.pid)], check=True)
     client.run("ip", "link", "set", host.name, "master", "bridge", "up")

@@ -1,4 +1,4 @@
-"""The cluster files: taken by Ray's own checks, with everything pinned and nothing open to the world."""
+"""Cluster files: they pass Ray's validation, pin all versions and expose nothing publicly."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ JOB_SPEC = {
     "backoffLimit": int,
     "rayClusterSpec": CLUSTER_SPEC,
 }
-"""Of the published ray.io/v1 types and of Kubernetes, the fields that the manifests use."""
+"""Fields of the published ray.io/v1 types and of Kubernetes that the manifests use."""
 
 
 def text(file: str) -> str:
@@ -92,7 +92,7 @@ def text(file: str) -> str:
 
 @pytest.fixture(params=RAY_UP)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Each cluster file, with Ray's defaults filled in."""
+    """Return each cluster file with Ray's defaults filled in."""
     loaded = yaml.safe_load(text(request.param))
     prepared: dict[str, Any] = prepare_config(copy.deepcopy(loaded))
     assert set(loaded) <= set(prepared) | {"provider"}
@@ -104,7 +104,7 @@ def test_ray_takes_the_file(config: dict[str, Any]) -> None:
 
 
 def test_ray_refuses_a_misspelt_field() -> None:
-    """The check before checks something."""
+    """The validation in the test above detects errors."""
     config = prepare_config(yaml.safe_load(text("cluster.yaml")))
     with pytest.raises(Exception, match="worker_start_commands"):
         validate_config({**config, "worker_start_commands": []})
@@ -125,7 +125,7 @@ def test_both_start_commands_want_the_token_and_the_dashboard_stays_local(
 
 
 def test_nothing_but_our_wheel_and_pinned_versions_is_installed(config: dict[str, Any]) -> None:
-    """Ray fills a missing list with commands of its own, which install a nightly build."""
+    """Ray replaces a missing list with its default commands, which install a nightly build."""
     assert config["setup_commands"] == ["bash ~/raytrain-gpt-setup/install.sh"]
     assert config["worker_setup_commands"] == config["setup_commands"]
     pinned = {line.split("==")[0] for line in text("constraints.txt").splitlines() if "==" in line}
@@ -173,7 +173,7 @@ def test_node_scripts_are_bash(script: Path) -> None:
 
 
 def conforms(value: Any, schema: Any, where: str = "spec") -> Iterator[str]:
-    """What of a value is not in a schema of nested dicts, lists and types."""
+    """Yield the deviations of a value from a schema of nested dicts, lists and types."""
     if isinstance(schema, type):
         if type(value) is not schema:
             yield f"{where} is a {type(value).__name__}, not a {schema.__name__}"
@@ -259,7 +259,7 @@ def test_both_kubernetes_manifests_run_the_same_pods() -> None:
 
 
 def test_a_job_uploads_the_program_and_nothing_else(tmp_path: Path) -> None:
-    """Ray's own packing of a checkout, with data, runs, an environment and secrets in it."""
+    """Ray packs a checkout that contains data, runs, an environment and secrets."""
     checkout = tmp_path / "checkout"
     litter = ["data/a.parquet", "runs/b", "dist/c.whl", ".venv/d", ".env", ".git/e", "build/f"]
     litter += ["raytrain_gpt.egg-info/g", "raytrain_gpt/__pycache__/h.pyc"]

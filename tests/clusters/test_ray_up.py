@@ -1,7 +1,7 @@
-"""`ray up clusters/on-premise.yaml` for real: three hosts, each with an own address, sshd and disk.
+"""`ray up clusters/on-premise.yaml` on three simulated hosts, each with an address, sshd and disk.
 
-The tests of this file are one story, in its order: up, refusals, a run that loses a host, down.
-Not tested: what pip downloads (the environment's packages are there), and a venv made by the set-up.
+The tests of this file depend on each other, in order: up, refusals, a run that loses a host, down.
+Not tested: pip downloads (the environment already has the packages), and the creation of a venv by the setup.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WITHIN_S = 300.0
 CLUSTER_FILE = "/tmp/cluster.yaml"
 DASHBOARD = "http://127.0.0.1:8265"
 CPUS = {"head": 1, "worker-1": 2, "worker-2": 2}
-"""A worker of two CPUs fits each worker host, and data tasks fit the head only."""
+"""Each worker host fits one worker of two CPUs, and data tasks fit only on the head."""
 MAX_STEPS = 120
 CUT_AFTER_STEP = 40
 RUN: dict[str, Any] = {
@@ -55,7 +55,7 @@ RUN: dict[str, Any] = {
     "cpus_per_worker": 2,
 }
 GCS_GONE_AFTER_S = 60
-"""So long a raylet looks for its head before it ends."""
+"""Time that a raylet searches for a lost head before it exits, in seconds."""
 
 PROFILE = """\
 export PATH={bin}:$PATH PIP_NO_INDEX=1
@@ -69,21 +69,21 @@ export RAY_health_check_period_ms=2000 RAY_health_check_timeout_ms=5000 RAY_heal
 
 @dataclass
 class Client:
-    """Somebody's laptop: it has ssh's key, Ray's token and the cluster file."""
+    """A user's laptop with the ssh key, Ray's token and the cluster file."""
 
     network: Network
     directory: Path
 
     def run(self, *argv: str) -> str:
-        """What a command prints; it must exit with 0."""
+        """Run a command and return its output; it must exit with 0."""
         return self.network.client.run(*argv, env={"RAY_AUTH_MODE": "token"}, within_s=WITHIN_S)
 
     def on_head(self, command: str) -> str:
-        """What a command on the head prints, by `ray exec`."""
+        """Run a command on the head by `ray exec` and return its output."""
         return self.run("ray", "exec", CLUSTER_FILE, command)
 
     def start(self, log: str, *argv: str) -> subprocess.Popen[bytes]:
-        """A command that goes on, with its output in a file."""
+        """Start a command in the background, with its output in a file."""
         env = {"RAY_AUTH_MODE": "token", "PYTHONUNBUFFERED": "1"}
         with (self.directory / log).open("w") as output:
             return subprocess.Popen(
@@ -99,7 +99,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, test_data: Path | None) -> Path:
-    """What all hosts mount: a dataset, and room for runs."""
+    """Return the directory that all hosts mount, with a dataset and space for runs."""
     directory = tmp_path_factory.mktemp("shared")
     source = str(test_data / "text" / "tinyshakespeare.txt") if test_data else "stdlib"
     prepare_here([source], directory / "data", "bytes", val_fraction=0.05)
@@ -108,7 +108,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, test_data: Path | None) -> 
 
 @pytest.fixture(scope="module")
 def client(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A client whose `ray up` has brought up a head and two workers."""
+    """Yield a client whose `ray up` has started a head and two workers."""
     subprocess.run(["make", "wheel", f"VENV={sys.prefix}"], cwd=ROOT, check=True)
     directory = Path(sys.executable).parent
     profiles = {name: PROFILE.format(bin=directory, cpus=cpus) for name, cpus in CPUS.items()}
@@ -148,7 +148,7 @@ def test_the_dashboard_is_on_localhost_and_refuses_who_has_no_token(client: Clie
 
 
 def flags(**changes: object) -> list[str]:
-    """The small run's, with changes."""
+    """Return the flags of the small run, with changes."""
     values = {**RUN, **changes}
     return [f"--{name}={'null' if value is None else value}" for name, value in values.items()]
 
@@ -171,7 +171,7 @@ Submit = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def submit(client: Client) -> Iterator[Submit]:
-    """Submits a small run with changes, through `ray dashboard`; a log file is called like the run."""
+    """Yield a function that submits a changed small run by `ray dashboard`; the run names its log file."""
     tunnel = client.start("dashboard", "ray", "dashboard", CLUSTER_FILE)
     listening = ("ss", "-Htln", "sport = :8265")
     wait_until(lambda: client.network.client.run(*listening), "the tunnel to the dashboard")
@@ -194,7 +194,7 @@ REFUSALS = [
 def test_jobs_are_refused_when_the_hosts_do_not_share_a_directory(
     client: Client, submit: Submit
 ) -> None:
-    """There is one of that name, on the head alone; a checkout and the installed package at once."""
+    """Only the head has the directory. Two jobs run at once: a checkout and the installed package."""
     client.network.hosts[0].run("cp", "-rT", f"{SHARED}/data", "/tmp/own")
     jobs = [submit(program, run_name=leaf, **{leaf: "/tmp/own"}) for program, leaf, _ in REFUSALS]
     for job, (_, leaf, line) in zip(jobs, REFUSALS, strict=True):
@@ -230,7 +230,7 @@ def test_a_job_over_the_network_goes_on_when_a_host_is_cut_off(
 
 
 def assert_planned_order(rows: list[Row], data: Path) -> None:
-    """One row a step, with the hash of what the plan deals, whoever was there to read it."""
+    """Assert one row per step with the hash of the planned order, whichever workers read it."""
     config = load_preset("quickstart").updated(RUN)
     manifest = read_manifest(Location.of(data))
     counts = manifest.row_group_sequences("train", config.data.seq_len)
@@ -244,7 +244,7 @@ def assert_planned_order(rows: list[Row], data: Path) -> None:
 
 
 def test_ray_down_leaves_nothing_running(client: Client) -> None:
-    """Nor does it on the host that nobody reaches."""
+    """This includes the host that is cut off."""
     client.run("ray", "down", "--yes", CLUSTER_FILE)
     hosts = client.network.hosts
     wait_until(

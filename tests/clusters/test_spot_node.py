@@ -1,4 +1,4 @@
-"""The notice of a spot machine, given by a server that speaks as the cloud's does."""
+"""Preemption notice of a spot machine, from a simulated metadata server of the cloud."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ echo "started $*"
 trap 'echo asked to leave; exit 7' TERM
 while :; do sleep 0.1; done
 """
-"""Stands for `raytrain-gpt node`, which needs a cluster; it ends on SIGTERM, as that does."""
+"""Stand-in for `raytrain-gpt node`, which needs a cluster; both exit on SIGTERM."""
 
 
 class Cloud(ThreadingHTTPServer):
-    """The metadata of a machine, which is taken away from when `taken` is set."""
+    """Metadata server of a machine, which is preempted once `taken` is set."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Metadata)
@@ -58,12 +58,12 @@ class Metadata(BaseHTTPRequestHandler):
         self.wfile.write((text or "").encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Discard the log message."""
 
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
-    """A machine that nobody takes away yet."""
+    """Start the metadata server of a machine that is not preempted yet."""
     server = Cloud()
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -109,7 +109,7 @@ def test_the_node_is_asked_to_leave_when_the_cloud_takes_the_machine(
 
 def test_sigterm_is_passed_on(cloud: Cloud, tmp_path: Path) -> None:
     process = start("aws", cloud, tmp_path)
-    wait_until(cloud.asked.is_set, "the first question")
+    wait_until(cloud.asked.is_set, "the first metadata request")
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=30)
     assert "asked to leave" in printed

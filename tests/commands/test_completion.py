@@ -1,4 +1,4 @@
-"""`completion`, in the shells that are installed."""
+"""Shell completion in the installed shells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers made from declared options: what is shown, and what a value becomes."""
+"""Parsers generated from declared options: their help texts and parsed values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parsed(kind: type[Options], *argv: str, config: bool = False) -> Any:
 def test_flags_have_the_type_and_default_of_their_field() -> None:
     options = parsed(SampleOptions, "runs/a", "--prompt", "null", "--top_k", "null", "--seed", "7")
     assert (options.checkpoint, options.prompt, options.seed) == ("runs/a", "null", 7)
-    assert options.top_k is None, "null is no number"
+    assert options.top_k is None, "null must be parsed as None"
     assert parsed(SampleOptions, "runs/a").top_k == EvalSection().top_k
     assert parsed(StorageOptions, "--json").as_json
     assert parsed(ReportOptions, "a", "b").runs == ["a", "b"]
@@ -153,7 +153,7 @@ def test_an_action_has_help_with_its_own_flags(words: tuple[str, str], run_cli: 
     assert set(re.findall(r"^  (--[a-z_]+)", shown, re.MULTILINE)) == ACTIONS[words]
     _, shown, _ = run_cli(words[0], "--help")
     assert re.search(rf"^    {words[1]}\b", shown, re.MULTILINE)
-    assert "--json" not in shown, "flags stand in the help of the actions"
+    assert "--json" not in shown, "flags are shown in the help of each action"
 
 
 def test_flags_of_an_action_stand_before_or_after_it(run_cli: RunCli, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The tables of docs/configuration.md are those of the configuration's fields and presets.
+"""The tables of docs/configuration.md match the configuration's fields and presets.
 
-python -m tests.config.test_configuration_page     # writes them into the page
+python -m tests.config.test_configuration_page     # writes the tables into the page
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raytrain_gpt.format import amount, count
 PAGE = Path(raytrain_gpt.__file__).parents[1] / "docs" / "configuration.md"
 COMMAND = "python -m tests.config.test_configuration_page"
 IDS = {"data/fineweb-edu-10b": 50_257}
-"""Dataset of a preset -> ids of its tokenizer; of all others they are the 257 of `bytes`."""
+"""Dataset of a preset -> vocabulary size; all others have the 257 ids of `bytes`."""
 ELSEWHERE = {*SHAPE_FIELDS, "global_batch_tokens", "max_steps", "run_name"}
 """Fields that the table of presets shows in other columns."""
 
@@ -39,7 +39,7 @@ def test_every_key_and_every_preset_is_in_the_page() -> None:
 
 
 def with_tables(page: str) -> str:
-    """The page with the tables between its markers made anew."""
+    """Return the page with the tables between its markers regenerated."""
     for name, table in {"keys": keys_table(), "presets": presets_table()}.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         assert page.count(start) == page.count(end) == 1
@@ -70,7 +70,7 @@ def keys_table() -> str:
 
 
 def presets_table() -> str:
-    """A table of the presets: size, work, and all other settings that differ from the defaults."""
+    """Return a table of the presets: size, work, and all other settings that differ from the defaults."""
     lines = ["| preset | model | steps × tokens per step | other settings |", "|---|---|---|---|"]
     defaults = Config().field_values()
     for name in preset_names():
@@ -95,14 +95,14 @@ def presets_table() -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as YAML has it, without the quotes that most strings need not have."""
+    """Format a value as YAML, without the quotes that most strings do not need."""
     if isinstance(value, float):
         return f"{value:g}" if value >= 1e-3 or value == 0 else re.sub("e-0", "e-", f"{value:.1e}")
     return json.dumps(value, ensure_ascii=False).strip('"')
 
 
 def cell(text: str) -> str:
-    """Text as a table's cell has it."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Any file whatever is a configuration, or one line that says why not. `CONTRIBUTING.md` has the long run."""
+"""Any file either loads as a configuration or fails with a one-line error. Long run: `CONTRIBUTING.md`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS = {
 }
 
 fuzz = settings(max_examples=4 * settings.default.max_examples, deadline=5000)
-"""An answer that takes more than five seconds fails."""
+"""An example that takes more than 5 s fails."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The configuration: one name for one thing, files that come back, messages that help."""
+"""Configuration: unique field names, files that round-trip, and error messages with a fix."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_step_of_the_reference_run_is_4_micro_batches() -> None:
 
 
 def ways_out(message: str) -> dict[str, list[int]]:
-    """Field -> the values that a message proposes."""
+    """Return field -> the values that a message proposes."""
     nearest = message.split("nearest: ")[1]
     found = re.findall(r"(\w+) ((?:\d+, )*\d+)", nearest)
     return {name: [int(value) for value in values.split(", ")] for name, values in found}
@@ -272,7 +272,7 @@ def ways_out(message: str) -> dict[str, list[int]]:
 def test_a_batch_divides_or_the_nearest_that_do_are_named(
     sequences: int, micro: int, world_size: int, seq_len: int, exact: bool
 ) -> None:
-    """A worker's share need not divide into the micro-batches asked for, unless sums are exact."""
+    """A worker's share need not be a multiple of the configured micro-batch, unless sums are exact."""
     config = Config().updated(
         {
             "seq_len": seq_len,

@@ -1,4 +1,4 @@
-"""Names of nanoGPT and of transformers' Trainer get the ones that they have here."""
+"""Setting names of nanoGPT and of transformers' Trainer are mapped to field names here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_FLAGS = {"GPT2Config", "run_clm", "import", "py"}
 
 
 def names(cells: str) -> set[str]:
-    """The identifiers in backticks, without the values given to them."""
+    """Return the identifiers in backticks, without assigned values."""
     code = [text.partition("=")[0] for text in re.findall(r"`([^`]*)`", cells)]
     return {name for text in code for name in re.findall(r"\w+", text)} - NO_FLAGS
 
 
 def rows() -> list[tuple[set[str], set[str]]]:
-    """(their names, ours) of every row of the page's table."""
+    """Return (their names, ours) of every row of the page's table."""
     _, _, table = PAGE.read_text("utf-8").partition("| nanoGPT |")
     lines = table.partition("\n\n")[0].splitlines()[2:]
     cells = [line.strip("|").rsplit("|", 1) for line in lines]
@@ -35,7 +35,7 @@ def test_every_name_of_the_pages_table_is_one_here_or_leads_to_one() -> None:
     for theirs, ours in rows():
         for name in theirs - FIELDS.keys():
             found = set(THEIR_NAMES[name].split())
-            assert found <= (ours or {"run_name"}), name  # without a field: the same command again
+            assert found <= (ours or {"run_name"}), name  # no field: run the same command again
 
 
 def test_every_name_leads_to_a_field() -> None:

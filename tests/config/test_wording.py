@@ -1,4 +1,4 @@
-"""Messages about refused values: plain words, whatever kind of value was given."""
+"""Messages about invalid values use plain words for every type of value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRONG: list[Any] = [
     None, True, 0, -1, 3, 10**30, 1.5, 1e300, math.nan, math.inf, "", "x", "a b", "1.5", "\x00",
     "9" * 5000, "x" * 300, "\ud800", b"x", [], ["a"], [1], {}, {"a": 1}, {"kind": 3}, {"kind": "asha"},
 ]  # fmt: skip
-"""Values of every type that YAML and a command line have; most are wrong for any field."""
+"""Values of every type in YAML and on a command line; most are wrong for any field."""
 NOT_PLAIN = re.compile(
     r"Input|Value error|[Vv]alid (string|integer|number|boolean|tuple|list|dict)|pattern|pars|Tuple|tag|"
     r"instance|object to|fractional|\^\[|Unable|__|pydantic"
@@ -35,7 +35,7 @@ NOT_PLAIN = re.compile(
 
 
 def message(read: Any) -> str:
-    """The line that a call refuses its values with; empty if it takes them."""
+    """Return the one-line error of a call, or an empty string if it succeeds."""
     try:
         read()
     except ConfigError as error:
@@ -44,7 +44,7 @@ def message(read: Any) -> str:
 
 
 def check_plain(said: str) -> None:
-    ours = said.partition(" (")[0]  # the field's description may have any word in it
+    ours = said.partition(" (")[0]  # the field's description may contain any word
     assert "\n" not in said
     assert not NOT_PLAIN.search(ours), said
     assert len(ours) < 300, said
@@ -92,7 +92,7 @@ def test_every_wrong_value_of_a_sweep_file_is_refused_in_plain_words(
     for name in kind.model_fields:
         for value in WRONG:
             if isinstance(value, bytes) or value in ("\ud800", 10**30, "9" * 5000):
-                continue  # YAML does not have them, or its reader refuses them
+                continue  # not in YAML, or rejected by its reader
             own = {**good, name: value}
             file.write_text(
                 yaml.safe_dump(own if kind is Sweep else {**SWEEP, section.strip(): own})
@@ -158,6 +158,6 @@ def test_the_start_of_names_suggests_all_of_them() -> None:
     with raises_line(ConfigError, "did you mean gpt2-1.5b or gpt2-124m or gpt2-350m or gpt2-774m?"):
         load_preset("gpt2")
     assert suggestion("num_worker", FIELDS) == "; did you mean num_workers?"
-    assert suggestion("s", FIELDS) == "", "more than can be read at a glance"
+    assert suggestion("s", FIELDS) == "", "too many names to suggest"
     assert suggestion("peak-rl", FIELDS) == "; did you mean peak_lr?"
     assert suggestion("", FIELDS) == ""

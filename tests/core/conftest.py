@@ -1,4 +1,4 @@
-"""A tiny model and made micro-batches for the tests of the mathematics."""
+"""Tiny models and synthetic micro-batches for the tests of the math."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QWEN3 = replace(
 )
 SHAPES = {"gpt2": TINY, "qwen3": QWEN3}
 BOTH = pytest.mark.parametrize("architecture", SHAPES, indirect=True)
-"""A test whose `shape`, `model` and `new_model` are of each architecture in turn; else they are GPT-2."""
+"""Mark for tests that need `shape`, `model` and `new_model` of each architecture, not GPT-2 only."""
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -47,26 +47,29 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def shape(architecture: str) -> GPTShape:
-    """A tiny shape: 100 tokens, padded to 128."""
+    """Return a tiny shape with a vocabulary of 100 tokens, padded to 128."""
     return SHAPES[architecture]
 
 
 @pytest.fixture
 def model(shape: GPTShape) -> GPT:
-    """A tiny model, initialised."""
+    """Return a tiny initialized model."""
     return make_model(shape)
 
 
 @pytest.fixture
 def new_model(shape: GPTShape) -> NewModel:
-    """Makes a tiny model: new_model(dropout=0.1, seed=3)."""
+    """Return a factory of tiny models, called as new_model(dropout=0.1, seed=3)."""
     return lambda seed=0, dropout=0.0, **kwargs: make_model(
         replace(shape, dropout=dropout), seed, **kwargs
     )
 
 
 def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
-    """A model as a run starts with, but without zeros that would hide what comes before them."""
+    """Return a model initialized as for a run, but with random values in all-zero matrices.
+
+    Zero matrices would hide errors in the layers before them.
+    """
     model = architectures.new_model(shape, **kwargs)
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +81,7 @@ def make_model(shape: GPTShape, seed: int = 0, **kwargs: str) -> GPT:
 
 @pytest.fixture
 def made_tokens() -> MadeTokens:
-    """Makes int64 (sequences, tokens) below 100 that a model can learn something of."""
+    """Return a factory of learnable token ids below 100, int64 (sequences, tokens)."""
 
     def make(num_sequences: int, num_tokens: int) -> Tensor:
         i = torch.arange(num_sequences * num_tokens)
@@ -89,7 +92,10 @@ def made_tokens() -> MadeTokens:
 
 @pytest.fixture
 def micro_batches(made_tokens: MadeTokens) -> MicroBatches:
-    """Makes micro-batches of 8 different sequences a step: micro_batches(steps, sequences)."""
+    """Return a factory of micro-batches, called as micro_batches(steps, sequences).
+
+    Each step has 8 different sequences.
+    """
 
     def make(num_steps: int, sequences: int = 8, first_step: int = 0) -> Iterator[MicroBatch]:
         tokens = made_tokens(8 * num_steps, 17)[8 * first_step :]

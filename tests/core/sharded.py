@@ -1,4 +1,4 @@
-"""What the ranks of a sharded model do in processes of their own, for `test_parallel.py`."""
+"""Jobs that `test_parallel.py` runs on the ranks of a sharded model, one process per rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ QWEN3 = replace(
     SHAPE, num_heads=4, architecture="qwen3", num_kv_heads=2, mlp_size=48, tied_embeddings=False
 )
 ODD = replace(SHAPE, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67)
-"""Neither its matrices of a shape nor their rows divide over the ranks."""
+"""Shape in which neither the matrices of one shape nor their rows divide evenly over the ranks."""
 ADAMW, MUON = OptimSection(), OptimSection(optimizer="muon")
 STEPS = 6
 BAD_STEP = 3
-"""In which the last rank's loss is not a number."""
+"""Step in which the last rank's loss is NaN."""
 CPU = torch.device("cpu")
 
 
@@ -63,12 +63,12 @@ MUON_CASES = [name for name, case in CASES.items() if case.optim is MUON]
 
 
 class Trained:
-    """One rank's model and optimizer, not trained yet.
+    """One rank's model and optimizer, initially untrained.
 
     Args:
-        case: How it trains.
-        sharded: Or wrapped in DDP.
-        from_checkpoint: Goes on there.
+        case: Training settings.
+        sharded: Whether to shard the model; otherwise it is wrapped in DDP.
+        from_checkpoint: Checkpoint to resume from, or None to start from initial weights.
     """
 
     def __init__(self, case: Case, sharded: bool, from_checkpoint: Path | None = None) -> None:
@@ -93,7 +93,7 @@ class Trained:
         warm_up_ddp_buckets(self.model, batch_of(0, self.rank), self.autocast)
 
     def train(self, first: int, stop: int, bad_step: int | None = None) -> list[dict[str, Any]]:
-        """What every step gave on this rank."""
+        """Train, and return each step's loss and gradient norm on this rank."""
         results = steps(
             self.model,
             self.optimizer,
@@ -114,7 +114,7 @@ class Trained:
             micro_batch += 1
 
     def _spoiling(self, bad_step: int | None, first: int) -> Autocast:
-        """The autocast of this case, in whose bad step the last rank's loss is spoilt."""
+        """Return the case's autocast, and make the last rank's loss NaN once in the bad step."""
         passes = 0
 
         def spoil(_model: nn.Module, _inputs: Any, loss: Tensor) -> Tensor | None:
@@ -136,17 +136,17 @@ class Trained:
             copy.write(file, directory / file)
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole, on every rank."""
+        """Return the unsharded weights, on every rank."""
         named = self.raw_model.named_parameters()
         return {name: full_tensor(parameter.detach()).clone() for name, parameter in named}
 
     def steps_done(self) -> set[float]:
-        """The optimizer's own count, of each parameter."""
+        """Return the distinct step counts that the optimizer stores for its parameters."""
         states = self.optimizer.state.values()
         return {float(state["step"]) for state in states if "step" in state}
 
     def kept_numbers(self) -> tuple[int, int]:
-        """How many numbers this rank keeps: of weights, and of moments."""
+        """Return how many elements this rank stores, as (weights, moments)."""
 
         def mine(tensor: Tensor) -> int:
             return (
@@ -162,7 +162,10 @@ class Trained:
         return sum(map(mine, self.raw_model.parameters())), sum(map(mine, moments))
 
     def evaluated(self) -> list[float]:
-        """Losses of batches, of which the first rank has most; and a greedy token of rank 0 alone."""
+        """Return the losses of this rank's batches and, on rank 0 only, also a greedy token.
+
+        Rank 0 has three batches, every other rank has `rank - 1`.
+        """
         model = make_eval_model(self.raw_model)
         with gathered_weights(self.raw_model, model), torch.no_grad(), self.autocast():
             model.eval()
@@ -174,14 +177,14 @@ class Trained:
 
 
 def batch_of(micro_batch: int, rank: int) -> MicroBatch:
-    """Four sequences that no other micro-batch or rank has."""
+    """Return four sequences unique to this micro-batch and rank."""
     i = torch.arange(4 * 17) + 68 * (7 * micro_batch + rank)
     tokens = ((7 * i + i // 50) % 97).view(4, 17)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def in_ranks(rank: int, world_size: int, directory: Path, job: Callable[[Path], Any]) -> None:
-    """One process: run a job as a rank, and keep what it gives in `rank-N.pt`."""
+    """Run a job as one rank in this process, and save its result in `rank-N.pt`."""
     torch.set_num_threads(1)
     rendezvous = f"file://{directory / 'rendezvous'}"
     dist.init_process_group("gloo", rendezvous, rank=rank, world_size=world_size)
@@ -191,7 +194,7 @@ def in_ranks(rank: int, world_size: int, directory: Path, job: Callable[[Path], 
 
 
 def train_all_cases(directory: Path) -> dict[str, Any]:
-    """Every case, in DDP and sharded; and a sharded run that was broken off and went on."""
+    """Train every case in DDP and sharded, then resume a sharded run from its checkpoint at step 3."""
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         for kind in ("ddp", "fsdp"):
@@ -220,7 +223,7 @@ def train_all_cases(directory: Path) -> dict[str, Any]:
 
 
 def train_muon(directory: Path) -> dict[str, Any]:
-    """The cases of Muon in DDP and sharded; and their checkpoints."""
+    """Train the Muon cases in DDP and sharded, and save their checkpoints."""
     found = {}
     for name in MUON_CASES:
         for kind in ("ddp", "fsdp"):
@@ -233,7 +236,7 @@ def train_muon(directory: Path) -> dict[str, Any]:
 
 
 def rewrite_muon(directory: Path) -> None:
-    """Every checkpoint in `from`, read in both ways and written again."""
+    """Load every sharded checkpoint in `from` into DDP and sharded models, and save it again."""
     for name in MUON_CASES:
         for kind in ("ddp", "fsdp"):
             source = directory / "from" / f"fsdp {name}"
@@ -243,7 +246,7 @@ def rewrite_muon(directory: Path) -> None:
 
 
 def go_on_from(directory: Path) -> dict[str, Any]:
-    """From the checkpoint in `from`: written again at once, then trained on."""
+    """Load the checkpoint in `from`, save it again unchanged, then train from it."""
     run = Trained(CASES["fp32"], sharded=True, from_checkpoint=directory / "from")
     (directory / "written").mkdir(exist_ok=True)
     run.save(directory / "written")

@@ -1,4 +1,4 @@
-"""Attention within documents: what is packed into a sequence is computed as if it were alone."""
+"""Attention within documents: a packed document gets the same results as when it is unpacked."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ LAYOUTS = {
     "one": (48,),
     "at the edges": (1, 46, 1),
 }
-"""Tokens of the documents of a sequence. All but the last are closed by END; the last one is cut off
-behind the sequence, and the first one may be before it, which cannot be told from one that begins there."""
+"""Document lengths in tokens, per sequence.
+
+END closes every document but the last, which is cut off at the end of the sequence. The first may start
+before the sequence, which is indistinguishable from a document that starts with it.
+"""
 GENERATOR = torch.Generator()
 
 
 def documents_of(lengths: tuple[int, ...]) -> list[Tensor]:
-    """Random documents of so many tokens, int64 (tokens,) each."""
+    """Return random documents of the given lengths, each int64 (tokens,)."""
     GENERATOR.manual_seed(sum(place * length for place, length in enumerate(lengths, start=1)))
     documents = [torch.randint(0, END, (length,), generator=GENERATOR) for length in lengths]
     for document in documents[:-1]:
@@ -65,7 +68,7 @@ def random_model(
     recompute: str = "none",
     **sizes: float,
 ) -> GPT:
-    """A model with attention that is far from even; the same weights every time."""
+    """Return a model whose attention is far from uniform, with the same weights every time."""
     model = new_model(replace(SHAPES[architecture], **sizes), recompute, document_end)
     model.init_weights(0)
     GENERATOR.manual_seed(1)
@@ -77,7 +80,7 @@ def random_model(
 
 @pytest.fixture(params=[256, 10, 1])
 def queries_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention of all queries at once, of several parts, and of one query after the other."""
+    """Compute attention for all queries at once, in several blocks, or one query at a time."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", request.param)
 
 
@@ -162,7 +165,7 @@ def test_a_sequence_without_an_end_is_computed_as_without_the_mask() -> None:
 def test_nothing_of_a_document_reaches_the_next_one() -> None:
     (ids,) = IDS[:1].clone().split(1)
     changed = ids.clone()
-    changed[0, 9] = (ids[0, 9] + 1) % END  # of the second document, 7 to 26
+    changed[0, 9] = (ids[0, 9] + 1) % END  # in the second document, tokens 7 to 26
     model = random_model().eval()
     with torch.no_grad():
         difference = (model.logits(ids) - model.logits(changed)).abs().amax(-1)[0]
@@ -211,7 +214,10 @@ def test_16_bits_give_nearly_the_same(architecture: str, dtype: torch.dtype) -> 
 def test_one_graph_is_compiled_for_all_layouts(
     architecture: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole (the layer, as all are, does not break it), and the same whatever documents a batch has."""
+    """The model compiles without a graph break, and new document layouts reuse the graph.
+
+    One layer is enough because all layers are alike.
+    """
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 30)
     torch.compiler.reset()
     model, expected = (
@@ -235,7 +241,7 @@ def test_one_graph_is_compiled_for_all_layouts(
 
 
 def causal(attend: AttentionFn, tokens: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """Attention of two sequences with four heads, and the gradients of queries, keys and values."""
+    """Return attention of two sequences with four heads, and the gradients of q, k and v."""
     GENERATOR.manual_seed(tokens)
     qkv = [
         (2 * torch.randn(2, tokens, heads, 20, generator=GENERATOR))
@@ -259,7 +265,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_causal_attention_on_a_cpu_is_that_of_torch(
     tokens: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By matrix products; in bf16 these round the scores, which a fused kernel does not."""
+    """In bf16, it uses matrix products, which round the scores; a fused kernel does not."""
     exact = causal(by_torch, tokens, kv_heads, torch.float64)
     assert len(exact) == 4
     fused = causal(partial(causal_attention, dropout=0.0), tokens, kv_heads, torch.float64)
@@ -300,7 +306,7 @@ def test_the_fused_kernel_is_left_only_where_products_are_faster(
 
 
 BLOCK_STARTS = torch.tensor([[0] * 300, [0] * 40 + [40] * 200 + [240] * 60])
-"""Of several blocks, the last one not full."""
+"""Document starts (2, 300) that span several blocks; the last block is partial."""
 
 
 def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
@@ -319,9 +325,12 @@ def test_the_blocks_that_are_left_out_are_those_in_which_nothing_may_be_seen(
 
 @pytest.mark.models
 def test_block_sparse_attention_is_the_masked_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled, which takes a C++ compiler a while, and without gradients, which it has on GPUs only."""
+    """Both agree when compiled, which is slow because it needs a C++ compiler.
+
+    Gradients are not compared, because they exist on GPUs only.
+    """
     compiled = attention._compiled
-    # The mask is made the same without a compiler.
+    # The block mask is the same without a compiler.
     monkeypatch.setattr(
         attention, "_compiled", lambda f: compiled(f) if f.__name__ == "flex_attention" else f
     )

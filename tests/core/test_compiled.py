@@ -1,6 +1,6 @@
-"""What torch.compile makes of the model: within DDP, sharded, with documents; nothing is compiled twice.
+"""torch.compile of the model in DDP, sharded and with documents; nothing is compiled twice.
 
-Graphs are captured as for a GPU and run by torch's own operators.
+Graphs are captured as for a GPU and run by torch's eager operators.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=128, seq_len=160, vocab_size=300)
-"""Gradients of 3.4 MB, and sequences of more than one block of a sparse attention."""
+"""Shape with 3.4 MB of gradients, and sequences longer than one sparse-attention block."""
 DOCUMENT_END = 7
 never_again = partial(torch._dynamo.config.patch, error_on_recompile=True)
 by_mode = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -50,7 +50,7 @@ def bf16() -> torch.autocast:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Start a process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -58,7 +58,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """This is the first of four ranks; collectives of the others leave tensors as they are."""
+    """Make this process rank 0 of a fake group of four, whose collectives leave tensors unchanged."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
@@ -109,7 +109,7 @@ def test_ddp_cuts_the_graph_at_its_buckets_whatever_is_recomputed(
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, kind: str) -> None:
-    """Else they are in memory twice while micro-batches accumulate."""
+    """Otherwise, gradients are in memory twice while micro-batches accumulate."""
     raw = made()
     model = replicated(raw)
     warm_up_ddp_buckets(model, batch(0), bf16)
@@ -127,7 +127,7 @@ def test_with_ddp_gradients_stay_parts_of_its_buckets(one_rank: None, kind: str)
 def test_sparse_attention_is_compiled_once_for_all_documents(
     one_rank: None, in_ddp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attention of GPUs, whose backward pass torch refuses on a CPU, but computes."""
+    """This GPU attention also has a working CPU backward pass, once torch's device check is off."""
     assert SHAPE.seq_len > SPARSE_BLOCK_TOKENS
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     model, expected = (made(document_end=DOCUMENT_END) for _ in range(2))
@@ -148,13 +148,13 @@ def test_sparse_attention_is_compiled_once_for_all_documents(
         compare(2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch itself hides it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch also suppresses it
 @by_mode
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_sharded_model_has_one_graph_for_all_blocks(
     four_ranks: None, architecture: str, recompute: str
 ) -> None:
-    """12 of them, more than torch compiles one function anew; what is recomputed is in the graph."""
+    """12 blocks exceed torch's recompile limit for one function; the graph includes recomputation."""
     found: list[fx.GraphModule] = []
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def test_a_sharded_model_has_one_graph_for_all_blocks(
 
 
 def operations(graph: fx.GraphModule) -> list[str]:
-    """Names of all operators of a graph and of what it recomputes."""
+    """Return the names of all operators in a graph, including recomputed ones."""
     parts = [part for part in graph.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
     return [
@@ -209,7 +209,7 @@ def test_a_gathered_model_is_compiled_for_the_first_evaluation_only(four_ranks: 
 
 
 def test_no_logits_in_32_bits_are_kept_for_the_backward_pass() -> None:
-    """They would be the largest of all that a micro-batch needs."""
+    """They would be the largest allocation of a micro-batch."""
     kept: list[Tensor] = []
 
     def forward(graph: fx.GraphModule, _: object) -> Callable[..., Any]:

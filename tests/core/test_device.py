@@ -1,4 +1,4 @@
-"""FLOPs of a token against counts, torch's own among them, and peaks only where they are known."""
+"""FLOPs per token against independent counts, including torch's, and peak FLOPs of listed devices only."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_flops_of_the_124m_model() -> None:
 
 
 def counted_flops(shape: GPTShape, num_sequences: int) -> int:
-    """What torch counts for forward and backward; it knows attention only as matrix products.
+    """Count FLOPs of forward and backward with torch, with attention as plain matrix products.
 
-    The head is not cut into chunks: torch leaves out products that are added in place.
+    The head is not chunked, because torch skips products that are added in place.
     """
     with torch.device("meta"):
         model = new_model(shape)
@@ -58,7 +58,7 @@ def counted_flops(shape: GPTShape, num_sequences: int) -> int:
 def test_flops_are_those_that_torch_counts(
     sizes: tuple[int, ...], more: dict[str, Any], num_sequences: int
 ) -> None:
-    """Causal attention in full on both sides; the formula counts biases and norms besides."""
+    """Both sides count full, unmasked attention; the formula also counts biases and norms."""
     shape = GPTShape(*sizes, **more)
     matrices = shape.num_layers * shape.block_matrix_parameters + shape.embedding_parameters
     vectors = shape.num_parameters - matrices

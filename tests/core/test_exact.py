@@ -1,4 +1,4 @@
-"""Sums of integers: the same in any order, as good as sums of floats, and never silently wrong."""
+"""Integer sums: independent of order, as accurate as float sums, and never silently wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parameter(size: int = 64) -> nn.Parameter:
 
 
 def summed(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean gradient and loss of micro-batches that come in this order."""
+    """Return the mean gradient and loss of micro-batches, added in the given order."""
     p = parameter(len(gradients[0]))
     exact = ExactSum([p], len(gradients))
     for gradient, loss in zip(gradients, losses, strict=True):
@@ -50,7 +50,7 @@ def test_the_order_changes_no_bit_and_the_mean_is_right() -> None:
         again, loss = summed(turned, losses[shift:] + losses[:shift])
         assert torch.equal(again, first)
         assert loss == mean_loss
-    assert len(floats) > 1, "sums of floats would have passed, too"
+    assert len(floats) > 1, "float sums would also have passed"
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 2.0**18 / NUM])
@@ -74,7 +74,7 @@ def test_the_largest_that_fits_is_summed_without_overflow() -> None:
 
 
 def test_a_bad_step_changes_nothing_and_the_next_one_is_whole(model: GPT) -> None:
-    """What a step leaves in the sums would be in the next one."""
+    """Any residue of the bad step in the sums would corrupt the next step."""
     parameters = list(model.parameters())
     optimizer, exact = build_optimizer(model, OPTIM), ExactSum(parameters, 1)
     before = [p.detach().clone() for p in parameters]

@@ -1,4 +1,4 @@
-"""Decoding with a cache: each sequence as if it were alone and without one, token by token."""
+"""Decoding with a KV cache: each sequence gets the tokens of decoding it separately without a cache."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.core.conftest import BOTH, QWEN3, TINY, WAYS
 
 EOT = 99
 LONG = [*range(40)]
-"""More tokens than the tiny model's context has."""
+"""Prompt longer than the tiny model's context."""
 
 
 def random_model(shape: GPTShape, document_end: int | None = None) -> GPT:
-    """A model that is surer of its next token than an untrained one."""
+    """Return a model that is more confident in its next token than an untrained one."""
     model = new_model(shape, document_end=document_end)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -49,7 +49,7 @@ MODEL = random_model(TINY)
 def reference(
     model: GPT, prompt: Sequence[int], options: SamplingOptions, stream: int = 0
 ) -> list[int]:
-    """A continuation without a cache, a batch or torch's help in drawing."""
+    """Return a continuation, computed without a cache, batching or torch's sampling."""
     generator = random.Random(f"{options.seed}/{stream}")
     tokens = list(prompt)
     for _ in range(options.max_new_tokens):
@@ -71,7 +71,7 @@ def reference(
 
 
 def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
-    """All tokens that are still to come, by handle."""
+    """Run the batch to its end, and return the sampled tokens by handle."""
     tokens = defaultdict(list)
     while batch.num_active:
         for drawn in batch.step():
@@ -81,7 +81,7 @@ def run(batch: DecodingBatch) -> dict[int, list[int | None]]:
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[torch.Size, torch.Size]]:
-    """Shapes of queries and keys of the attention while decoding, and how often each occurred."""
+    """Return a counter of the (query shape, key shape) pairs seen by attention while decoding."""
     found: Counter[tuple[torch.Size, torch.Size]] = Counter()
 
     def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -100,7 +100,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_tokens_stay_the_same(
     options = SamplingOptions(max_new_tokens=100, top_k=20, stop_at_eot=False)
     prompts = [[7], [*range(30)], [*range(60)]]
     wanted = sample_tokens(model, EOT, prompts, options)
-    assert len(shapes) == 100  # the prompts, and another number of keys for each token
+    assert len(shapes) == 100  # the prompts, then a new number of keys per token
     shapes.clear()
     monkeypatch.setitem(kv_cache.KEY_MULTIPLES, "cpu", 64)
     assert sample_tokens(model, EOT, prompts, options) == wanted
@@ -231,7 +231,7 @@ def test_scores_are_log_probabilities_of_the_model_and_change_no_token(
             st.integers(1, 20),  # tokens of the prompt
             st.integers(1, 12),  # tokens to draw
             st.sampled_from(list(WAYS)),
-            st.integers(0, 5),  # steps before the next one comes
+            st.integers(0, 5),  # steps before the next sequence is added
             st.none() | st.integers(0, 8),  # tokens after which it is cancelled
         ),
         min_size=1,
@@ -286,7 +286,7 @@ def test_prompts_that_do_not_fit_into_one_forward_wait(monkeypatch: pytest.Monke
 
 
 def eot_model() -> GPT:
-    """Draws a token by its place in the text alone: 3, 4, EOT, then 5."""
+    """Return a model whose next token depends only on the position: 3, 4, EOT, then 5."""
     model = GPT2(TINY)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -360,7 +360,7 @@ def test_nothing_of_the_process_changes() -> None:
 
 def test_a_compiled_model_is_run_eagerly(model: GPT) -> None:
     def backend(*_: object) -> None:
-        pytest.fail("something was compiled")
+        pytest.fail("the model was compiled")
 
     options = SamplingOptions(max_new_tokens=20, temperature=0, stop_at_eot=False)
     wanted = reference(model, [1, 2], options)

@@ -1,4 +1,4 @@
-"""The training loop: accumulation changes nothing, resume changes nothing, losses stay golden."""
+"""The training loop: accumulation and resuming change nothing, and losses match golden values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.conftest import MicroBatches, NewModel
 
 OPTIM = OptimSection(peak_lr=1e-2, min_lr=1e-3, warmup_steps=4)
 
-# Of the first version, seed 0. They change only with the mathematics, never with a refactor.
+# Losses of the first version, seed 0. Only a change of the math may change them, never a refactor.
 GOLDEN_LOSSES = [
     *(4.8592, 4.7744, 4.6036, 4.5211, 4.3469, 4.1767, 3.9905, 3.8391, 3.6710, 3.5651),
     *(3.3620, 3.2243, 3.1281, 3.0122, 2.9164, 2.8579, 2.7740, 2.7204, 2.6615, 2.6521),
@@ -38,7 +38,7 @@ def steps(
     max_steps: int = 20,
     **changes: Any,
 ) -> Iterator[StepResult]:
-    """The steps of a run of 20, or the first of them, with some settings changed."""
+    """Yield the first `max_steps` steps of a 20-step run, with some settings changed."""
     changes.setdefault("learning_rate", lambda step: learning_rate(step, OPTIM, 20))
     return training.steps(model, optimizer, micro_batches, max_steps, **changes)
 
@@ -46,7 +46,7 @@ def steps(
 def trained(
     model: GPT, micro_batches: Iterator[MicroBatch], **changes: Any
 ) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of all steps; the model is trained."""
+    """Train the model, and return the losses and gradient norms of all steps."""
     results = list(steps(model, build_optimizer(model, OPTIM), micro_batches, **changes))
     return [r.loss.item() for r in results], [r.grad_norm.item() for r in results]
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_are(
 
 
 class Spoilt(torch.nn.Module):
-    """A model whose loss is not finite in one of its calls, though its gradients would be."""
+    """Model whose loss is not finite in one call, although its gradients would be."""
 
     def __init__(self, model: GPT, call: int, added: float) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_one_bad_micro_batch_skips_the_update_of_its_step(
 def test_the_factor_of_good_steps_is_exactly_one(
     new_model: NewModel, micro_batches: MicroBatches, sequences: int
 ) -> None:
-    """Gradients of a step are bitwise those of plain backward passes."""
+    """The gradients of a step are bit-identical to those of plain backward passes."""
     trained_, plain = new_model(), new_model()
     count = 8 // sequences
     optimizer = build_optimizer(trained_, OPTIM)

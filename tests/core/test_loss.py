@@ -1,4 +1,4 @@
-"""The loss in chunks: that of all logits at once, in value and gradients, whatever the chunk."""
+"""Chunked loss: same value and gradients as with all logits at once, for any chunk size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SetChunk = Callable[[int], None]
 
 @pytest.fixture
 def chunk_of(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
-    """Sets the tokens of a chunk."""
+    """Return a function that sets the number of tokens per chunk."""
 
     def set_to(tokens: int) -> None:
         monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", tokens * 4 * VOCAB)
@@ -27,7 +27,10 @@ def chunk_of(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
 
 
 def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states (3, 17, D), a weight (V, D) with losses far from those of guessing, targets (3, 17)."""
+    """Return random hidden states (3, 17, D), a head weight (V, D) and targets (3, 17).
+
+    The losses are far from those of uniform guessing.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 17, CHANNELS, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, CHANNELS, generator=generator).requires_grad_()
@@ -39,7 +42,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 def results(
     at_once: bool, autocast: torch.dtype | None = None, hidden_dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Loss and gradients, of the plain formula or of ours."""
+    """Return the loss and its gradients, from the plain formula or from `head_loss`."""
     hidden, weight, targets = drawn(hidden_dtype)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         if at_once:
@@ -114,6 +117,6 @@ def test_a_compiled_loss_is_one_graph_of_all_logits(chunk_of: SetChunk) -> None:
 
 
 def test_a_small_vocabulary_is_computed_at_once() -> None:
-    """GPT-2's is not, from a few hundred tokens on; bytes are, up to 100,000 tokens."""
+    """Byte vocabularies need no chunks up to 100,000 tokens; GPT-2's needs them from a few hundred."""
     assert loss.chunk_tokens(320, "cpu") > 100_000
     assert 500 < loss.chunk_tokens(50_304, "cpu") < loss.chunk_tokens(50_304, "cuda") < 4096

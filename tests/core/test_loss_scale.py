@@ -1,4 +1,4 @@
-"""Loss scaling: the factor's life, an overflow that changes nothing, and a resume that is bitwise."""
+"""Loss scaling: growth and backoff of the factor, skipped overflows, and bit-identical resumes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_fp16_is_scaled() -> None:
 
 
 def test_a_power_of_two_changes_no_bit(new_model: NewModel, micro_batches: MicroBatches) -> None:
-    """In fp32, where nothing over- or underflows: weights, and the norm that is told."""
+    """Weights and reported gradient norms match in fp32, where nothing over- or underflows."""
     plain, scaled = new_model(), new_model()
     for scale, model in ((None, plain), (LossScale(CPU, 1024.0), scaled)):
         batches = micro_batches(4, 4)
@@ -124,7 +124,7 @@ def test_an_overflow_changes_nothing_but_the_factor(
 def test_going_on_is_bitwise_the_unbroken_run(
     new_model: NewModel, micro_batches: MicroBatches, at: int
 ) -> None:
-    """Also among the overflows of the first steps."""
+    """This also holds for a resume amid the overflows of the first steps."""
     first = 2.0**20
     unbroken, broken = new_model(), new_model()
     scale = LossScale(CPU, first)

@@ -1,4 +1,4 @@
-"""Ranks of 512, one at a time: what each keeps, sends and gets, in a process group that only pretends."""
+"""Shards and messages of single ranks out of 512, in a fake process group."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SHAPES = {
         GPT2, num_layers=3, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
     ),
 }
-"""1,024 rows of embeddings, two for each rank; of every other parameter most ranks have none."""
+"""Shapes with 1,024 embedding rows, two per rank; most ranks have no row of any other parameter."""
 RANKS = (0, 1, 2, 31, 400, WORLD_SIZE - 1)
 CPU = torch.device("cpu")
 
 
 @contextmanager
 def as_rank(rank: int, world_size: int = WORLD_SIZE) -> Iterator[None]:
-    """Inside, this process is a rank of many; collectives move nothing."""
+    """Make this process one rank of a fake group, whose collectives move no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -46,7 +46,7 @@ def as_rank(rank: int, world_size: int = WORLD_SIZE) -> Iterator[None]:
 
 
 class Collectives(TorchDispatchMode):
-    """Names of the collectives that are called inside, in order."""
+    """Recorder of the names of called collectives, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Exchanges:
-    """Stands for `all_to_all_single`, which the pretended group refuses where a rank has nothing to send."""
+    """Stub of `all_to_all_single`, which the fake group rejects if a rank has nothing to send."""
 
     def __init__(self) -> None:
         self.got: list[list[int]] = []
@@ -82,7 +82,7 @@ def model_of(architecture: str) -> GPT:
 
 
 def train(model: GPT, optimizer: str) -> Tensor:
-    """The gradient norm of the second of two updates."""
+    """Train for two updates, and return the gradient norm of the second one."""
     ours = build_optimizer(model, OptimSection(optimizer=optimizer), group=dist.group.WORLD)
     tokens = torch.arange(32).view(2, 16)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_512_ranks_shard_update_and_gather(
             with gathered_weights(model, whole):
                 assert {name: p.shape for name, p in whole.named_parameters()} == shapes
         collectives[rank] = called.names
-    # A rank without rows or matrices takes part in the same collectives, or the others would wait for it.
+    # A rank without rows or matrices must join the same collectives; otherwise the other ranks hang.
     assert collectives[0]
     assert all(collectives[rank] == collectives[0] for rank in RANKS)
     assert len({len(found.sent) for found in exchanges.values()}) == 1
@@ -142,4 +142,4 @@ def test_whole_matrices_travel_once_however_many_ranks_there_are(
         with as_rank(world_size - 1, world_size):
             train(model_of("gpt2"), "muon")
     matrices = SHAPES["gpt2"].num_layers * SHAPES["gpt2"].block_matrix_parameters
-    assert {sum(found) for found in sizes.values()} == {2 * matrices}  # of two updates
+    assert {sum(found) for found in sizes.values()} == {2 * matrices}  # over two updates

@@ -1,4 +1,4 @@
-"""The memory of training, counted without a device, against what the eager model really keeps."""
+"""Training memory, counted without a device, against the memory that the eager model really uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from raytrain_gpt.core.optim import build_optimizer, update
 
 SHAPE = GPTShape(3, 2, 64, 32, 257)
 NARROW = replace(SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=48, tied_embeddings=False)
-"""Keys, values and MLP have fewer channels than the model."""
+"""Shape whose keys, values and MLP have fewer channels than the model."""
 BOTH = pytest.mark.parametrize("shape", [SHAPE, NARROW], ids=["gpt2", "qwen3"])
 SMALL = GPTShape(12, 12, 768, 1024, 50_257)
 
 
 @pytest.fixture(autouse=True)
 def attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused: what is counted is the memory of GPUs."""
+    """Use fused attention, because the memory model counts GPU memory."""
     monkeypatch.setattr(attention, "_products_are_faster", lambda _: False)
 
 
 def kept_bytes(shape: GPTShape, num_sequences: int, bf16: bool, recompute: str) -> int:
-    """Bytes that a real forward pass allocates and does not free, by torch's profiler."""
+    """Return the bytes that a real forward pass allocates and does not free, by torch's profiler."""
     model = new_model(shape, recompute)
     model.init_weights(0)
     model.train()
@@ -63,7 +63,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(
 def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
     shape: GPTShape, recompute: str, bf16: bool
 ) -> None:
-    """The rest of one block: what a block more costs with everything kept, less what it costs so."""
+    """The rest of one block is the cost of an extra block in mode `none`, minus its cost in this mode."""
     deeper = replace(shape, num_layers=4)
     every, kept = (
         kept_bytes(deeper, 10, bf16, mode) - kept_bytes(shape, 10, bf16, mode)
@@ -76,7 +76,7 @@ def test_recomputing_takes_what_is_kept_and_the_rest_of_one_block(
 
 @BOTH
 def test_selective_keeps_attention_and_all_linear_layers_but_the_last(shape: GPTShape) -> None:
-    """Of a block more: its input, what its matrices give, attention and its log-sum of every head."""
+    """An extra block keeps its input, matrix outputs, attention, and each head's log-sum-exp."""
     more, less = (
         kept_bytes(replace(shape, num_layers=layers), 10, False, "selective") for layers in (4, 3)
     )
@@ -101,7 +101,7 @@ def test_the_state_is_16_bytes_a_parameter() -> None:
 
 
 class Peak(_Allocations):
-    """The most bytes that are alive at once, of what is made while it lasts."""
+    """Recorder of the peak number of live bytes, for tensors allocated inside the context."""
 
     def __init__(self, state: list[Tensor]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_an_update_takes_what_a_real_one_has_at_its_peak(
         model = new_model(shape)
         model.init_weights(0)
         optimizer = build_optimizer(model, optim, dtype)
-        for _ in range(2):  # AdamW makes its moments in the first one
+        for _ in range(2):  # AdamW allocates its moments in the first update
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
             state = [*model.parameters()]

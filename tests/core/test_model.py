@@ -1,4 +1,4 @@
-"""The model: GPT-2 exactly, against transformers' own."""
+"""The GPT-2 model, compared with the one in transformers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIZES = {
     "774M": ((36, 20, 1280), 774_030_080),
     "1.5B": ((48, 25, 1600), 1_557_611_200),
 }
-"""Name -> (layers, heads, embedding), parameters of the released model with its 50,257 tokens."""
+"""Name -> (layers, heads, channels), parameter count of the released model with 50,257 tokens."""
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""transformers keeps these transposed."""
+"""Suffixes of the weights that transformers stores transposed."""
 
 
 def reference_logits(model: GPT, ids: Tensor) -> Tensor:
-    """The logits of transformers' GPT-2 with this model's weights."""
+    """Return the logits of transformers' GPT-2 with this model's weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = model.shape
@@ -183,7 +183,7 @@ def test_activation_checkpointing_gives_the_same_gradients(
 def test_nothing_is_compiled_again_from_the_second_evaluation_on(
     new_model: NewModel, micro_batches: MicroBatches, recompute: str
 ) -> None:
-    """One graph for training, one for evaluation: with padding or without, whatever came between."""
+    """Training and evaluation use one graph each, with or without padding, in any order."""
     torch.compiler.reset()
     model = new_model(activation_checkpointing=recompute)
     model.compile(backend="eager")

@@ -1,4 +1,4 @@
-"""Muon: the steps of torch's own, AdamW's for all other weights, and no step for a broken gradient."""
+"""Muon: torch's Muon steps for matrices, AdamW steps for the rest, no step for non-finite gradients."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHAPES = {
         GPT2_SHAPE, architecture="qwen3", num_kv_heads=1, mlp_size=67, tied_embeddings=False
     ),
 }
-"""With square, tall and wide matrices."""
+"""Shapes with square, tall and wide matrices."""
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=SHAPES)
 def make(request: pytest.FixtureRequest) -> Callable[[], GPT]:
-    """Makes a model of each architecture in turn, always with the same weights."""
+    """Return a factory of models with fixed weights, once per architecture."""
 
     def made() -> GPT:
         model = new_model(SHAPES[request.param])
@@ -58,7 +58,7 @@ def take_step(model: GPT, optimizer: torch.optim.AdamW, seed: int, scale: float 
 
 
 def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
-    """Copies of all weights and of all that the optimizer keeps."""
+    """Return copies of all weights and of the optimizer's state."""
     tensors: list[Tensor] = list(model.parameters())
     for parameter in model.parameters():
         tensors += optimizer.state[parameter].values()
@@ -66,9 +66,9 @@ def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
 
 
 def trained_with_torchs(model: GPT, num_steps: int) -> None:
-    """The matrices of the blocks trained with `torch.optim.Muon`, clipped by hand.
+    """Train the block matrices with `torch.optim.Muon`, and clip the gradients by hand.
 
-    Queries, keys and values of GPT-2 are matrices of their own.
+    GPT-2's queries, keys and values are updated as separate matrices.
     """
     thirds = {
         parameter: [torch.nn.Parameter(part.clone()) for part in parameter.detach().chunk(3)]
@@ -108,7 +108,7 @@ def test_steps_are_those_of_torchs_muon(
     close: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's iterates in bf16 only; for ours in fp32 it is made to do so in float64."""
+    """torch's Muon iterates in bf16 only; for the fp32 case it is patched to iterate in float64."""
     ours, theirs = make(), make()
     optimizer = optimizer_of(ours, dtype)
     for step in range(num_steps):
@@ -194,7 +194,7 @@ def test_gradients_are_dropped_after_an_update(make: Callable[[], GPT]) -> None:
 def test_how_many_matrices_are_stacked_changes_no_bit(
     make: Callable[[], GPT], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So weights do not depend on which rank has which matrices."""
+    """Weights therefore do not depend on which rank has which matrices."""
     states = []
     for limit in (muon.STACK_ELEMENTS, 2 * 96 * 32, 1):
         monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)

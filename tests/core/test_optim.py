@@ -1,4 +1,4 @@
-"""AdamW: the reference's steps, its learning rate, clipping by hand, and no step for a broken gradient."""
+"""AdamW: steps and clipping against a reference, learning rates, no step for non-finite gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.conftest import NewModel
 
 
 def put_gradients(model: GPT, seed: int, scale: float) -> float:
-    """Draw gradients; returns their global norm, computed in float64."""
+    """Set random gradients, and return their global norm, computed in float64."""
     generator = torch.Generator().manual_seed(seed)
     squares = 0.0
     for parameter in model.parameters():
@@ -25,7 +25,7 @@ def put_gradients(model: GPT, seed: int, scale: float) -> float:
 
 
 def state_of(model: GPT, optimizer: torch.optim.AdamW) -> list[Tensor]:
-    """Copies of all weights and moments."""
+    """Return copies of all weights and moments."""
     tensors = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         tensors += [optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq")]

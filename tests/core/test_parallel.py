@@ -1,4 +1,4 @@
-"""Sharded models of real processes: the same losses, updates, evaluations and checkpoints as in DDP."""
+"""Models sharded over real processes: losses, updates, evaluations and checkpoints match DDP."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Found = list[dict[str, Any]]
 
 
 def ranks_of(world_size: int, directory: Path, job: Callable[[Path], Any]) -> Found:
-    """What a job gave on every rank."""
+    """Run a job on every rank, and return its results by rank."""
     torch.multiprocessing.spawn(in_ranks, (world_size, directory, job), nprocs=world_size)
     return [torch.load(directory / f"rank-{rank}.pt") for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the two ranks write."""
+    """Return the output directory of the two ranks."""
     return tmp_path_factory.mktemp("two-ranks")
 
 
@@ -60,12 +60,12 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 def closeness(case: str) -> float:
-    """Micro-batches and ranks are summed in another order, which 16 bits make more of."""
+    """Return the relative tolerance for a different summation order, larger with 16-bit numbers."""
     return 1e-5 if CASES[case].precision == "fp32" else 5e-4
 
 
 def files_of(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whatever files they are in."""
+    """Return all tensors of a checkpoint, independent of their distribution over files."""
     return {
         f"{path.name.partition('-')[0]} {name}": tensor
         for path in directory.glob("*.safetensors")
@@ -79,7 +79,7 @@ def test_losses_norms_and_weights_are_those_of_ddp(two: Found, case: str) -> Non
         ddp, fsdp = rank[f"ddp {case}"], rank[f"fsdp {case}"]
         for ours, theirs in zip(fsdp["steps"], ddp["steps"], strict=True):
             assert ours == pytest.approx(theirs, rel=closeness(case), nan_ok=True)
-        # Of all weights: AdamW moves one by a whole step whose gradient is nothing but rounding.
+        # Weights are compared together: AdamW moves a weight by a full step for a gradient of mere rounding.
         ours, theirs = (
             torch.cat([*map(torch.flatten, w.values())]) for w in (fsdp["weights"], ddp["weights"])
         )
@@ -146,7 +146,7 @@ def test_what_goes_on_from_a_checkpoint_is_the_unbroken_training(two: Found) -> 
 def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
     two: Found, directory: Path, tmp_path: Path
 ) -> None:
-    """2 sharded -> 1 whole -> 3 sharded, where the first dimensions do not divide."""
+    """The state goes from 2 shards to 1 rank to 3 shards, where first dimensions do not divide."""
     model = GPT2(SHAPE)
     load_model(directory / "fsdp", model)
     assert same(dict(model.named_parameters()), two[0]["at 3"])
@@ -167,13 +167,16 @@ def test_a_checkpoint_of_two_is_read_by_one_and_by_three(
 
 @pytest.fixture(scope="module")
 def five_with_muon(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
-    """Where five ranks with Muon wrote, and what they found; some have no rows of a matrix, or no matrix."""
+    """Return the output directory and results of five ranks with Muon.
+
+    Some ranks have no rows of a matrix, or no matrix.
+    """
     directory = tmp_path_factory.mktemp("five-ranks")
     return directory, ranks_of(5, directory, train_muon)
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Of all weights, relative to them."""
+    """Return the distance over all weights together, relative to the norm of `theirs`."""
     a, b = (torch.cat([w.detach().flatten() for w in all_.values()]) for all_ in (ours, theirs))
     return float((a - b).norm() / b.norm())
 
@@ -183,7 +186,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 def test_muon_in_several_ranks_is_muon_in_one(
     two: Found, five_with_muon: tuple[Path, Found], name: str, num_ranks: int
 ) -> None:
-    """One rank with the micro-batches of all; the bad step changes nothing in either."""
+    """The single rank gets the micro-batches of all ranks but those of the skipped bad step."""
     case = CASES[name]
     model = new_model(case.shape)
     model.init_weights(0)

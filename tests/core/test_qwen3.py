@@ -1,4 +1,4 @@
-"""The model: Qwen3 exactly, against transformers' own."""
+"""The Qwen3 model, compared with the one in transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {
 
 
 def hf_qwen3(shape: GPTShape) -> Any:
-    """transformers' Qwen3 with random weights, as many rows of the embedding as ours has."""
+    """Return transformers' Qwen3 with random weights and our number of embedding rows."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def hf_qwen3(shape: GPTShape) -> Any:
 
 
 def its_name(name: str) -> str:
-    """transformers' name of a parameter."""
+    """Return a parameter's name in transformers."""
     renamed = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
     module, _, rest = name.partition(".")
     if module in renamed:
@@ -59,7 +59,7 @@ def its_name(name: str) -> str:
 
 
 def ours_and_theirs(shape: GPTShape) -> tuple[Qwen3, Any, Tensor]:
-    """Our model, transformers' with the same weights, and token ids."""
+    """Return our model, transformers' model with the same weights, and token ids."""
     reference, model = hf_qwen3(shape), Qwen3(shape).eval()
     weights = reference.state_dict()
     model.load_state_dict({name: weights[its_name(name)] for name in model.state_dict()})
@@ -127,7 +127,7 @@ def test_a_run_begins_with_blocks_that_add_nothing(tied: bool) -> None:
 
 
 def test_positions_count_from_each_other() -> None:
-    """A text that is moved has the logits that it had."""
+    """Shifting all positions of a text does not change its hidden states."""
     model, _, ids = ours_and_theirs(QWEN3)
     with torch.no_grad():
         positions = torch.arange(8)

@@ -1,4 +1,4 @@
-"""Drawing tokens: as often as they are likely, whatever the other rows and however odd the logits."""
+"""Sampling tokens: frequencies match probabilities, for any other rows and for unusual logits."""
 
 from __future__ import annotations
 

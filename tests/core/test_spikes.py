@@ -1,4 +1,4 @@
-"""Spikes are found, and nothing else: smooth and noisy curves, streaks, resumes."""
+"""Spike detection without false alarms: smooth and noisy curves, streaks, resumes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW = SpikesSection().spike_window_steps
 PATIENCE = SpikesSection().spike_patience
 
 Steps = list[tuple[int, float, float]]
-"""(step, loss, gradient norm)."""
+"""Rows of (step, loss, gradient norm)."""
 
 
 def numbered(losses: Iterable[float], norms: Iterable[float] | None = None) -> Steps:
@@ -27,7 +27,7 @@ def numbered(losses: Iterable[float], norms: Iterable[float] | None = None) -> S
 
 
 def judged(steps: Steps, detector: SpikeDetector | None = None, **changes: object) -> list[BadStep]:
-    """The bad ones of some steps."""
+    """Return the bad steps."""
     detector = detector or SpikeDetector(SpikesSection(**changes))
     return [bad for step in steps if (bad := detector.judge(*step)) is not None]
 
@@ -35,18 +35,18 @@ def judged(steps: Steps, detector: SpikeDetector | None = None, **changes: objec
 def noisy(
     curve: Callable[[np.ndarray], np.ndarray], count: int, noise: float, seed: int
 ) -> np.ndarray:
-    """A curve over steps 1 … count, with normal noise relative to its values."""
+    """Return a curve over steps 1 … count, with normal noise relative to its values."""
     deviations = np.random.default_rng(seed).normal(0, noise, count)
     return np.asarray(curve(np.arange(1.0, count + 1))) * (1 + deviations)
 
 
 def falling(step: np.ndarray) -> np.ndarray:
-    """As a language model's loss falls: from 10.8, steeply at first."""
+    """Return a typical language-model loss: it falls from 10.8, steeply at first."""
     return 2.5 + 8.3 * step**-0.4
 
 
 def rising_and_falling(step: np.ndarray) -> np.ndarray:
-    """As gradient norms go: up while the learning rate warms up, then slowly down."""
+    """Return typical gradient norms: they rise during warm-up, then fall slowly."""
     return 0.4 + 4 * np.minimum(step / 200, 1) * np.exp(-step / 1500)
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_bad_on_noisy_falling_curves(noise: float) -> None:
 
 @pytest.mark.parametrize(("first", "factor"), [(WINDOW // 4, 10.0), (WINDOW, 4.0), (700, 1.5)])
 def test_single_spikes_are_marked_with_their_scores(first: int, factor: float) -> None:
-    """Where the curve is still steep, the deviation is large, and so must be a spike."""
+    """Early spikes must be larger, because the steep curve has a large standard deviation."""
     losses = noisy(falling, 1100, 0.01, seed=3)
     norms = noisy(rising_and_falling, 1100, 0.05, seed=4)
     spiked = [first, first + 20, first + 300]
@@ -211,7 +211,7 @@ def test_the_threshold_decides(zscore: float, found: int) -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> Steps:
-    """Some hundred steps with noise, spikes, long and short, and steps that are not finite."""
+    """Return up to 500 steps with noise, short and long spikes, and non-finite steps."""
     seed, count = draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, 500))
     losses, norms = (
         noisy(falling, count, 0.01, seed),
@@ -233,7 +233,7 @@ def runs(draw: st.DrawFn) -> Steps:
 
 
 def as_rows(steps: Steps) -> list[tuple[int, float | None, float | None, None]]:
-    """What metrics.jsonl has of them: null for what is not finite, and no loss scale."""
+    """Return steps as in metrics.jsonl: None for non-finite values, and no loss scale."""
     losses_and_norms = [
         (step, *(value if math.isfinite(value) else None for value in values))
         for step, *values in steps
@@ -258,7 +258,10 @@ def test_a_run_that_goes_on_judges_like_an_unbroken_one(run: Steps, data: st.Dat
 
 @pytest.mark.parametrize("length", [1, PATIENCE - 1])
 def test_two_windows_of_steps_before_are_as_good_as_all(length: int) -> None:
-    """So many a run that goes on gives: what is bad among them has good ones before it, or is past."""
+    """A resumed run provides only two windows of steps.
+
+    Bad steps among them either follow good ones, or no longer matter.
+    """
     count = 3 * WINDOW
     good = noisy(lambda step: 3 + 0 * step, count, 0.01, seed=11)
     for at in range(0, count - length, 29):

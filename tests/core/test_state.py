@@ -1,4 +1,4 @@
-"""Checkpoint tensors: what comes back is what went in, bit by bit."""
+"""Checkpoint tensors: loaded tensors are bit-identical to saved ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(
 
 @pytest.fixture
 def trained(model: GPT, micro_batches: MicroBatches) -> Trained:
-    """A model after 3 steps, and its optimizer."""
+    """Return a model after 3 steps, and its optimizer."""
     optimizer = build_optimizer(model, OptimSection())
     train(model, optimizer, micro_batches(3), 0, 3)
     return model, optimizer

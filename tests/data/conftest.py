@@ -1,4 +1,4 @@
-"""What the tests of data share."""
+"""Fixtures shared by the tests of data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even little text makes several tasks of several pieces."""
+    """Shrink limits so that little text makes several tasks of several pieces."""
     monkeypatch.setattr("raytrain_gpt.data.sources._JSONL_PIECE_BYTES", 1000)
     monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASK_BYTES", 3000)
     monkeypatch.setattr("raytrain_gpt.data.prepare_plan.MIN_TASKS", 1000)

@@ -1,4 +1,4 @@
-"""Made datasets, and plain readings of shards that share no code with the package's own."""
+"""Generated datasets, and plain readers of shards that share no code with the package's readers."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "other_bytes": lambda path: path.write_bytes(b"x" * path.stat().st_size),
     "not_utf8": lambda path: path.write_bytes(b"\xff" * 100),
 }
-"""Damages of any file."""
+"""Ways to damage any file."""
 
 
 def write_damaged_parquet(path: Path) -> None:
-    """One row of text in a page that cannot be unpacked, behind a footer that is whole."""
+    """Write one row of text in a page that cannot be decompressed, with an intact footer."""
     pq.write_table(pa.table({"text": [made_text(5000)]}), path, compression="zstd")
     content = bytearray(path.read_bytes())
     content[100:160] = bytes(60)
@@ -64,20 +64,20 @@ def write_damaged_parquet(path: Path) -> None:
 
 
 def made_text(num_bytes: int, seed: int = 0) -> str:
-    """About so many bytes of lines of made words, some of them CJK or emoji."""
+    """Return about `num_bytes` of lines of random words, some of them CJK or emoji."""
     words = ["the", "model", "Ray", "0.5", "日本語", "😀", "naïve", "window", "(x)", "  "]
     draws = np.random.default_rng(seed).integers(0, len(words), num_bytes // 6)
     return "".join(words[d] + ("\n" if i % 11 == 10 else " ") for i, d in enumerate(draws))
 
 
 def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> str:
-    """A `.jsonl` file of one text a line; returns its path as a source."""
+    """Write a `.jsonl` file with one text per line; return its path as a source."""
     path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), "utf-8")
     return str(path)
 
 
 def write_parquet(path: Path, texts: Sequence[str], rows: int, field: str = "text") -> str:
-    """A parquet file of `rows` texts a row group; returns its path as a source."""
+    """Write a parquet file with `rows` texts per row group; return its path as a source."""
     pq.write_table(pa.table({"id": range(len(texts)), field: texts}), path, row_group_size=rows)
     return str(path)
 
@@ -88,7 +88,7 @@ def all_tokens(directory: Path, manifest: Manifest, split: Split) -> np.ndarray[
 
 
 def row_groups(manifest: Manifest, split: Split) -> list[tuple[Shard, int, int]]:
-    """(shard, index inside it, tokens) of every row group of a split, in manifest order."""
+    """Return (shard, index inside it, tokens) of every row group of a split, in manifest order."""
     size = manifest.row_group_tokens
     return [
         (shard, index, min(size, shard.tokens - start))
@@ -98,7 +98,7 @@ def row_groups(manifest: Manifest, split: Split) -> list[tuple[Shard, int, int]]
 
 
 def documents(directory: Path, manifest: Manifest, split: Split) -> list[bytes]:
-    """The bytes of a split's documents, decoded with the tokenizer the dataset carries."""
+    """Return the bytes of a split's documents, decoded with the tokenizer stored in the dataset."""
     encoding = read_tokenizer(directory)
     tokens = all_tokens(directory, manifest, split)
     ends = np.flatnonzero(tokens == manifest.eot_token)
@@ -108,7 +108,7 @@ def documents(directory: Path, manifest: Manifest, split: Split) -> list[bytes]:
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Name -> content of everything in a directory."""
+    """Return the content of every file in a directory, by name."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.is_file()}
 
 
@@ -121,15 +121,15 @@ def write_dataset(
     vocab_size: int = 257,
     seed: int = 0,
 ) -> Manifest:
-    """A dataset of drawn tokens.
+    """Write a dataset of random tokens.
 
     Args:
-        directory: Is made.
-        train: Tokens of each train shard.
-        val: Tokens of each val shard.
-        row_group_tokens: Of the manifest.
-        vocab_size: Above 2^16 the tokens are uint32.
-        seed: Of the draws.
+        directory: Created by this function.
+        train: Number of tokens in each train shard.
+        val: Number of tokens in each val shard.
+        row_group_tokens: Tokens per row group.
+        vocab_size: Token ids are uint32 above 2^16, else uint16.
+        seed: Seed of the random tokens.
     """
     directory.mkdir(parents=True)
     encoding = load_tokenizer("bytes")

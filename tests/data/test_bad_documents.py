@@ -1,4 +1,4 @@
-"""Documents that cannot be read: an error, or counted, reported and left out, the same in any order."""
+"""Unreadable documents: an error, or counted, reported and skipped, the same in any order of tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def good_line(i: int) -> bytes:
 
 
 def write_mixed(path: Path, num_good: int = 300) -> tuple[str, list[bytes], list[int]]:
-    """Good lines with every kind of bad one among them: the source, good texts, bad places."""
+    """Write good lines and every kind of bad line; return the source, good texts, offsets of bad lines."""
     lines = [good_line(i) for i in range(num_good)]
     for i, bad in enumerate(BAD_LINES.values()):
         lines.insert(7 + 40 * i, bad)
@@ -82,7 +82,7 @@ def test_up_to_the_limit_they_are_left_out_counted_and_reported(tmp_path: Path, 
 def test_what_is_left_out_does_not_change_the_split_of_the_rest(
     tmp_path: Path, options: dict[str, float]
 ) -> None:
-    """Bad rows behind the good ones, so that positions stay."""
+    """Bad rows follow the good ones, so that positions do not change."""
     texts = [f"row {i}" for i in range(150)]
     shards = []
     for name, rows in (("clean", texts), ("mixed", [*texts, None, None])):

@@ -1,4 +1,4 @@
-"""`data stats` as a command: lines, JSON and a picture; no Ray."""
+"""The commands `data stats` and `data show`: console lines, JSON and a picture, without Ray."""
 
 from __future__ import annotations
 

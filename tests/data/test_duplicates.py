@@ -1,4 +1,4 @@
-"""Exact duplicates: the first in source order stays, whatever the tasks' order, and nothing else goes."""
+"""Exact duplicates: the first in source order stays, in any task order, and no unique text is removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.data.shard_tools import (
 )
 
 TEXTS = [f"text {i}" + "y" * 40 for i in np.random.default_rng(0).integers(0, 250, 400)]
-"""About 200 texts, half of them more than once."""
+"""About 200 different texts, over half of them repeated."""
 
 
 def first_of_each(texts: list[str]) -> list[bytes]:
@@ -73,7 +73,7 @@ def test_tasks_may_run_in_any_order_and_be_cut_off(tmp_path: Path) -> None:
     counts = [hash_task(out, plan, task) for task in reversed(tasks)]
     assert sum(counts) == len(TEXTS)
     (out / "unfinished" / "00001.hashes").unlink()
-    start(out, plan, encoding)  # stopped, and started again
+    start(out, plan, encoding)  # stopped and restarted
     assert [hash_task(out, plan, task) for task in tasks] == counts[::-1]
     left_out = find_duplicates([task_file(out, task, ".hashes") for task in tasks])
     results = [run_task(out, plan, task, 0, left_out[task]) for task in reversed(tasks)]
@@ -111,7 +111,7 @@ def test_bad_documents_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
 def test_a_split_is_made_of_documents_that_stay(
     tmp_path: Path, num_texts: int, options: dict[str, float]
 ) -> None:
-    """The end of the sources repeats their beginning, and all else is in front."""
+    """The second half of the source repeats the first, so its end has only duplicates."""
     texts = [f"text {i}" for i in range(num_texts)] * 2
     source, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     made = prepare_here([source], out, "bytes", dedupe=True, **options)
@@ -129,7 +129,7 @@ def test_a_split_with_nothing_to_train_on_is_refused_before_it_is_made(tmp_path:
 
 
 def test_only_the_first_is_read_however_often(tmp_path: Path) -> None:
-    """A file that is named twice is all duplicates the second time."""
+    """The second time that a file is listed, all its documents are duplicates."""
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "one"])
     pieces = find_pieces([source, source], "text")
     read = only_first(lambda piece: read_documents(piece, "text"))

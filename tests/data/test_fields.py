@@ -1,4 +1,4 @@
-"""Fields inside fields, JSON arrays, and errors that list what a document has."""
+"""Nested fields, JSON arrays, and errors that list the fields of a document."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_an_array_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
 
 
 class Slow(io.StringIO):
-    """A file that hands out one character at a time."""
+    """File that returns one character per read."""
 
     def read(self, size: int | None = -1, /) -> str:
         return super().read(min(1, size or 1))

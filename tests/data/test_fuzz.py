@@ -1,4 +1,4 @@
-"""Damaged and hostile datasets: read as they are, refused in one line, or prepared again."""
+"""Damaged and hostile datasets: read as they are, refused with a one-line error, or prepared again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def restate_hash(manifest: Path) -> None:
-    """Make a manifest's hash agree with what it says, as one who means harm would."""
+    """Recompute a manifest's hash from its content, as an attacker would."""
     try:
         content = json.loads(manifest.read_bytes())
         kept = {k: v for k, v in content.items() if k not in ("source", "manifest_hash")}

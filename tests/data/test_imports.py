@@ -1,4 +1,4 @@
-"""Imports: ids that others made arrive as they are, each once, and what is damaged is refused."""
+"""Imports: externally tokenized ids arrive unchanged, each once, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.conftest import raises_line
 from tests.data.shard_tools import all_tokens, documents, files, prepare_here, write_jsonl
 
 EOT = 256
-"""Of the tokenizer `bytes`."""
+"""End-of-text id of the tokenizer `bytes`."""
 
 
 def drawn(num_ids: int, seed: int = 0, document_ids: int = 40) -> list[int]:
-    """Ids of bytes, of which about every `document_ids`-th closes a document."""
+    """Draw ids of bytes; about every `document_ids`-th is EOT, which closes a document."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(0, 256, num_ids)
     ids[generator.random(num_ids) < 1 / document_ids] = EOT
@@ -102,7 +102,7 @@ Write = Callable[[Path, Sequence[int]], str]
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even few ids make several tasks of several pieces of several chunks."""
+    """Shrink limits so that few ids make several tasks, each of several pieces and chunks."""
     monkeypatch.setattr(sources, "_ID_PIECE_TOKENS", 512)
     monkeypatch.setattr(imports, "_CHUNK_IDS", 200)
     monkeypatch.setattr(imports, "_CHUNK_ROWS", 2)
@@ -111,7 +111,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_read(directory: Path, manifest: Manifest) -> list[int]:
-    """The ids of both splits as training reads them, in sequences of one token and its target."""
+    """Return the ids of both splits as training reads them, in sequences of one token and its target."""
     found: list[int] = []
     for split in ("train", "val"):
         num_sequences = int(manifest.row_group_sequences(split, 1).sum())
@@ -126,7 +126,7 @@ def test_every_format_arrives_token_by_token(tmp_path: Path, name: str) -> None:
     ids = drawn(6400, document_ids=4000)
     source = FORMATS[name](tmp_path / name, ids)
     out = tmp_path / "out"
-    # Of fewer than 100 documents the end validates, so both splits in a row are the source.
+    # With fewer than 100 documents, the end is held out, so train followed by val equals the source.
     manifest = prepare_here([source], out, "bytes", val_fraction=0.1, row_group_tokens=10**6)
     shards = [shard for shard in manifest.shards if shard.split == "train"]
     assert len(shards) > 2
@@ -159,7 +159,7 @@ def test_gpt2_ids_are_those_that_the_tokenizer_makes(tmp_path: Path, gpt2) -> No
     imported = prepare_here([str(tmp_path / "a.bin")], tmp_path / "imported", "gpt2", val_tokens=50)
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     tokenized = prepare_here([source], tmp_path / "tokenized", "gpt2", val_tokens=50)
-    # The manifests are equal in all but where the data came from: the same shards, byte for byte.
+    # The manifests differ only in the source of the data, so the shards are byte-identical.
     assert imported.hash == tokenized.hash
 
 
@@ -222,7 +222,7 @@ def test_val_tokens_are_the_first_ids_up_to_a_documents_end(
     manifest = prepare_here([source], tmp_path / "out", "bytes", val_tokens=val_tokens)
     end = val_tokens - 1 + ids[val_tokens - 1 :].index(EOT) + 1
     val = all_tokens(tmp_path / "out", manifest, "val").tolist()
-    # A document that goes beyond a chunk of 200 ids is cut at the number asked for.
+    # A document that extends past a chunk of 200 ids is cut at `val_tokens`.
     assert val in (ids[:end], ids[:val_tokens])
     assert val + all_tokens(tmp_path / "out", manifest, "train").tolist() == ids
 
@@ -251,7 +251,7 @@ def test_tasks_may_run_in_any_order_and_be_interrupted(tmp_path: Path, order: in
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("empty_first", [True, False])
 def test_empty_rows_count_for_nothing_in_the_split(tmp_path: Path, empty_first: bool) -> None:
-    """Parquet counts an empty list as a value: of 1,100 values here 100 are ids."""
+    """Parquet counts an empty list as a value; only 100 of the 1,100 values here are ids."""
     rows: list[list[int]] = [[i] for i in range(100)]
     rows = [*[[]] * 1000, *rows] if empty_first else [*rows, *[[]] * 1000]
     table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})

@@ -1,4 +1,4 @@
-"""From the configuration to places: endpoints, and configurations that lie in a store."""
+"""Locations from the configuration: endpoints, and configuration files in an object store."""
 
 from __future__ import annotations
 

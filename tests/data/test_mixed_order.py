@@ -1,4 +1,4 @@
-"""The order of a mixture: shares, disjointness, resuming, and what never changes."""
+"""The order of a mixture: shares, disjointness, resume, and values that never change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_gpt.data.order import Ids, extend_order_hash, sequence_hashes
 from raytrain_gpt.errors import DataError
 
 SIZES = ((64,) * 9 + (7,), (0, 33, 50), (40,))
-"""Sequences of the row groups of three datasets."""
+"""Number of sequences in each row group of three datasets."""
 WEIGHTS = ("0.7", "0.2", "0.1")
 STARTS = np.cumsum([0, *(sum(sizes) for sizes in SIZES)])
 
@@ -26,7 +26,7 @@ def mixed(batch_sequences: int, weights: tuple[str, ...] = WEIGHTS, seed: int = 
 
 
 def shares(ids: Ids) -> list[int]:
-    """How many of the ids are of each dataset."""
+    """Count the ids of each dataset."""
     return np.histogram(ids, STARTS)[0].tolist()
 
 
@@ -65,7 +65,7 @@ def test_every_dataset_is_gone_through_before_anything_of_it_comes_again() -> No
         num = stop - start
         epochs = [own[i : i + num] for i in range(0, len(own), num)]
         assert len(epochs) > 3
-        # Inside a batch the sequences are shuffled, so an epoch's ends may be mixed by a batch.
+        # Sequences are shuffled inside a batch, so consecutive epochs may overlap within one batch.
         counts = np.bincount(own[: num * (len(epochs) - 1)] - start, minlength=num)
         assert counts.min() >= len(epochs) - 2
         assert counts.max() <= len(epochs)
@@ -101,7 +101,7 @@ def test_a_batch_follows_from_its_number_alone() -> None:
 
 
 def small_windows(monkeypatch: pytest.MonkeyPatch, batches: int, least_sequences: int) -> None:
-    """Pieces of reading of so many batches of 12 sequences of 8 tokens."""
+    """Set chunks to `batches` batches of 12 sequences of 8 tokens, and the smallest window."""
     monkeypatch.setattr(mixed_order, "WINDOW_TOKENS", 8 * 12 * batches)
     monkeypatch.setattr(mixed_order, "MIN_WINDOW_TOKENS", 8 * least_sequences)
 
@@ -134,7 +134,7 @@ def test_a_small_weight_has_a_window_of_several_chunks(monkeypatch: pytest.Monke
     order = MixedOrder(counts, [Fraction(w) for w in WEIGHTS], 12, 8, seed=1)
     ids = np.concatenate([order.batch_ids(batch) for batch in range(10)])
     shuffled = [len(np.unique(ids[ids // 1600 == k] // 4)) for k in range(3)]
-    # 84, 24 and 12 sequences; those of the last one are of a window of three chunks.
+    # 84, 24 and 12 sequences; the last dataset's window spans three chunks.
     assert shuffled[0] <= 22
     assert shuffled[2] > 5
 

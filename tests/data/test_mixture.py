@@ -1,4 +1,4 @@
-"""Mixtures of made datasets: what `data_path` means, what is refused, and what is read."""
+"""Mixtures of generated datasets: parsing of `data_path`, refused inputs, and sequences read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VAL = {"web": [200], "code": [90], "books": [60]}
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Mixture:
-    """Three datasets, 0.7, 0.2 and 0.1."""
+    """Return a mixture of three datasets with weights 0.7, 0.2 and 0.1."""
     for seed, name in enumerate(TRAIN):
         write_dataset(tmp_path / name, train=TRAIN[name], val=VAL[name], seed=seed)
     weights = [Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)]
@@ -149,10 +149,10 @@ def test_every_dataset_needs_a_sequence_of_both_splits(mixture: Mixture, tmp_pat
 
 
 def another_of_its_size(shard: Path, place: Path) -> Path:
-    """A shard of other tokens, in as many bytes."""
+    """Write a shard with different tokens and the same number of bytes; return its path."""
     tokens = pq.read_table(shard)["tokens"].to_numpy()
     writer = ShardWriter(place, "uint16", 33)
-    writer.add(np.where(tokens < 256, tokens ^ 1, tokens), 500)  # drawn ones are not compressed
+    writer.add(np.where(tokens < 256, tokens ^ 1, tokens), 500)  # random, so not compressed
     assert writer.close("train").file_bytes == shard.stat().st_size
     assert place.read_bytes() != shard.read_bytes()
     return place

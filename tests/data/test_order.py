@@ -1,4 +1,4 @@
-"""The order: disjoint, complete, the same for every number of workers, and resumable anywhere."""
+"""The order: disjoint, complete, the same for any number of workers, and resumable at any step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True)
 class Shape:
-    """What an order depends on, as plain numbers."""
+    """Inputs of an order, as plain numbers."""
 
     row_groups: tuple[int, ...]
     batch_sequences: int
@@ -49,7 +49,7 @@ class Shape:
 
 
 def ragged(num_sequences: int, most: int) -> tuple[int, ...]:
-    """Row groups of uneven size, empty ones among them, that hold so many sequences."""
+    """Return row groups of uneven size, some empty, with `num_sequences` sequences in total."""
     sizes = np.random.default_rng(num_sequences).integers(0, most + 1, num_sequences)
     ends = np.minimum(np.cumsum(sizes), num_sequences)
     return tuple(int(size) for size in np.diff(ends[: np.argmax(ends) + 1], prepend=0))
@@ -65,7 +65,7 @@ GRID = [
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Any shape of at least 40 sequences; windows from less than a batch to all of it."""
+    """Draw a shape of at least 40 sequences, with windows from below one batch to the full epoch."""
     row_groups = draw(st.lists(st.integers(0, 90), min_size=1, max_size=12))
     assume(sum(row_groups) >= 40)
     return Shape(
@@ -78,13 +78,13 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 def epoch_ids(order: Order, epoch: int) -> Ids:
-    """The sequences of an epoch, (batches, batch_sequences)."""
+    """Return the sequences of an epoch, (batches, batch_sequences)."""
     first = epoch * order.batches_per_epoch
     return np.stack([order.batch_ids(first + i) for i in range(order.batches_per_epoch)])
 
 
 def window_sizes(order: Order, epoch: int) -> list[int]:
-    """Global batches in each window of an epoch."""
+    """Return the number of global batches in each window of an epoch."""
     ends = [epoch * order.batches_per_epoch]
     while ends[-1] < (epoch + 1) * order.batches_per_epoch:
         ends.append(order.window_end(ends[-1]))
@@ -97,7 +97,10 @@ def transcribed_permutation(size: int, seed: int, *key: int) -> list[int]:
 
 
 def transcribed_batch(shape: Shape, batch: int) -> list[int]:
-    """The formulas of the order word for word, with lists; sequences numbered in manifest order."""
+    """Return a batch by the formulas of the order, transcribed literally, with lists.
+
+    Sequences are numbered in manifest order.
+    """
     n, b, t = shape.row_groups, shape.batch_sequences, shape.seq_len
     sequences = sum(n)
     s = sequences // b
@@ -252,7 +255,7 @@ def test_the_order_never_changes_its_values() -> None:
 
 
 def rolling_hash(order: Order, first: int, stop: int, world_size: int = 1, before: str = "") -> str:
-    """The order hash as ranks make it: each hashes its share, the sums are added."""
+    """Return the order hash as ranks compute it: each hashes its share, and the sums are added."""
     for batch in range(first, stop):
         shares = np.split(order.batch_ids(batch), world_size)
         sums = [int(sequence_hashes(share).sum()) for share in shares]
@@ -302,18 +305,18 @@ def test_padding_does_not_change_a_sum_of_hashes() -> None:
 
 
 MANY = 400
-"""More global batches than ranges of skipped ones reach."""
+"""Number of global batches, beyond the end of any skipped range."""
 
 
 @st.composite
 def skipped_ranges(draw: st.DrawFn) -> BatchRanges:
-    """In any order; apart, touching, overlapping, one inside another, equal."""
+    """Draw ranges in any order: disjoint, touching, overlapping, nested or equal."""
     firsts = draw(st.lists(st.integers(0, 60), max_size=6))
     return tuple((first, first + draw(st.integers(1, 25))) for first in firsts)
 
 
 def kept(skipped: BatchRanges) -> list[int]:
-    """All global batches that are not skipped, in order."""
+    """Return all global batches that are not skipped, in order."""
     return [i for i in range(MANY) if not any(first <= i < stop for first, stop in skipped)]
 
 
@@ -345,7 +348,7 @@ def test_the_batch_before_is_counted_in_kept_batches(
 def test_steps_and_the_feed_go_through_the_same_batches(
     skipped: BatchRanges, first: int, count: int
 ) -> None:
-    """Rows carry the first batch of a chunk; the step log counts on from a position."""
+    """Rows carry the first batch of a chunk; the step log counts from a position."""
     expected, position, seen = first, first, []
     for begin, stop in batches_to_read(first, count, skipped):
         assert begin == skip_past(expected, skipped)

@@ -1,4 +1,4 @@
-"""Datasets that lost files, and preparations that lost shards: the same command mends them."""
+"""Datasets that lost files, and preparations that lost shards: the same command repairs them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def whole(source: str, out: Path) -> Manifest:
-    """The dataset in `out` before it is damaged."""
+    """Prepare the dataset in `out` before it is damaged."""
     return prepare_here([source], out, "bytes")
 
 
@@ -98,7 +98,7 @@ def test_no_manifest_vouches_for_a_dataset_that_is_being_mended(
     with raises_line(DataError, "not a finished dataset"):
         read_manifest(out)
     run_task(out, plan, 1)
-    assert prepare_here([source], out, "bytes") == whole  # killed there, and started again
+    assert prepare_here([source], out, "bytes") == whole  # killed at this point and restarted
     assert files(out) == before
 
 

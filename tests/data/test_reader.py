@@ -1,4 +1,4 @@
-"""Reading sequences, against a plain reading of the shards; together with the order."""
+"""Reading sequences, compared with a plain reading of the shards, and combined with the order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.data.shard_tools import write_dataset
 def plain_sequences(
     directory: Path, manifest: Manifest, split: Split, seq_len: int
 ) -> list[list[int]]:
-    """Every sequence of a split, in manifest order."""
+    """Return every sequence of a split, in manifest order."""
     sequences = []
     for shard in manifest.split_shards(split):
         file = pq.ParquetFile(directory / shard.path)
@@ -94,7 +94,7 @@ def test_ranks_read_an_epoch_once_for_each_world_size(tmp_path: Path, world_size
     assert len(set(read)) == len(read) == len(expected) - order.remainder_sequences
 
 
-# --- ahead of what is taken
+# --- read-ahead
 
 
 def row_groups(count: int) -> list[tuple[Shard, int]]:
@@ -106,7 +106,7 @@ def test_row_groups_are_read_together_and_come_in_order() -> None:
     together = threading.Barrier(READ_THREADS, timeout=60)
 
     def read(shard: Shard, index: int) -> Tokens:
-        together.wait()  # for as many others
+        together.wait()  # until READ_THREADS threads read
         return np.array([index], np.uint16)
 
     groups = _ahead(read, row_groups(6 * READ_THREADS))

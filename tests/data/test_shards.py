@@ -1,4 +1,4 @@
-"""Shards and manifest: written the same every time; a manifest that was changed is refused."""
+"""Shards and manifest: written deterministically; a changed manifest is refused."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_text_is_no_dataset_but_the_source_of_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The manifest of a dataset of one train shard."""
+    """Write a dataset of one train shard; return the path of its manifest."""
     write_dataset(tmp_path / "d", train=[100])
     return tmp_path / "d" / MANIFEST_FILE
 
@@ -177,7 +177,7 @@ def test_a_manifest_of_another_version_is_refused(path: Path) -> None:
 
 
 def restated(manifest: Path, changed: dict[str, object]) -> None:
-    """Change a manifest, or its first shard, and let its hash agree, as one who means harm would."""
+    """Change a manifest or its first shard, and recompute its hash, as an attacker would."""
     content = json.loads(manifest.read_text())
     content["shards"][0] |= {k: v for k, v in changed.items() if k in content["shards"][0]}
     content |= {k: v for k, v in changed.items() if k in content}

@@ -1,4 +1,4 @@
-"""Sources: every document once, whatever the kind of file and however it is cut into pieces."""
+"""Sources: every document is read once, for any kind of file and any split into pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MANY = [f"document {i} 日本 " + "x" * (i * 37 % 90) for i in range(60)]
 def read(
     *names: str, text_field: str = "text", separator: str | None = None
 ) -> list[tuple[str, int, str]]:
-    """(file name, position, text) of all documents."""
+    """Return (file name, position, text) of all documents."""
     return [
         (piece.name, document.position, document.text)
         for piece in find_pieces(list(names), text_field)
@@ -110,7 +110,7 @@ def test_compressed_json_lines_are_read_as_the_plain_ones(tmp_path: Path, name: 
     plain = write_jsonl(tmp_path / "a.jsonl", [*TEXTS.values(), *MANY])
     half = Path(plain).read_bytes().index(b"\n", 2000) - 5
     content = Path(plain).read_bytes()
-    # Files put one behind the other are one file.
+    # Concatenated compressed files are read as one file.
     (tmp_path / name).write_bytes(
         COMPRESSED[name](content[:half]) + COMPRESSED[name](content[half:])
     )
@@ -161,7 +161,7 @@ def test_a_line_above_the_limit_is_bad_and_the_next_is_read(
 def test_a_gigabyte_in_one_line_takes_no_gigabyte(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
-        file.truncate(2**30)  # sparse: zeros that take no room
+        file.truncate(2**30)  # sparse: zeros that use no disk space
     pieces = find_pieces([str(path)], "text")
     tracemalloc.start()
     with raises_line(DataError, "a.jsonl at byte 0", f"{documents.MAX_LINE_BYTES} bytes or more"):
@@ -276,8 +276,8 @@ def test_a_second_file_of_a_name_has_a_number_before_it(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     single = [str(tmp_path / name) for name in ("a/x.txt", "b/x.txt", "y.txt", "a/x.txt")]
     names = [name for name, _, _ in read(*single, str(tmp_path / "b"))]
-    # A path that stands there twice is the same file; so is one that a directory has once more, but by
-    # its name there.
+    # A path listed twice is the same file. So is a file that a listed directory also contains, but its
+    # name is then relative to that directory.
     assert names == ["x.txt", "1//x.txt", "y.txt", "x.txt", "c/x.txt", "1//x.txt"]
 
 

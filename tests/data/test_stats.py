@@ -1,4 +1,4 @@
-"""What is counted of a dataset, against plain counting of all its tokens at once."""
+"""Statistics of a dataset, compared with plain counts over all its tokens at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.data.shard_tools import all_tokens, made_text, prepare_here, write_da
 
 
 def nothing(done: int, total: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
 def plain_lengths(tokens: np.ndarray, eot: int) -> list[int]:
-    """Lengths of documents, `eot` included, and of what is behind the last one."""
+    """Return the lengths of documents, `eot` included, and of any tokens after the last `eot`."""
     lengths, open_tokens = [], 0
     for token in tokens.tolist():
         open_tokens += 1
@@ -40,7 +40,7 @@ def stats_of(lengths: list[int]) -> SplitStats:
 
 
 def test_documents_are_counted_across_row_groups_and_shards(tmp_path: Path) -> None:
-    """Drawn tokens: documents begin and end anywhere."""
+    """Tokens are random, so documents start and end anywhere."""
     manifest = write_dataset(tmp_path / "d", train=(5000, 333, 1, 70), val=(20, 500))
     seen: list[tuple[int, int]] = []
     found = count_dataset(tmp_path / "d", manifest, lambda *now: seen.append(now))

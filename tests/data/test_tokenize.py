@@ -1,4 +1,4 @@
-"""Preparation: nothing of the text is lost, splits are exact, and it can be stopped anywhere."""
+"""Preparation: no text is lost, splits are exact, and it can be interrupted at any point."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def dealt(plan: Plan) -> dict[str, list[str]]:
-    """Split -> its texts, as a plan deals them."""
+    """Return the texts of each split, as assigned by a plan."""
     texts: dict[str, list[str]] = {"train": [], "val": []}
     for i, piece in enumerate(plan.pieces):
         for document in read_documents(piece, plan.text_field):
@@ -102,7 +102,7 @@ EOT = "<|endoftext|>"
 
 
 def write_stories(directory: Path) -> str:
-    """Stories in three files, one of them compressed; returns the directory."""
+    """Write stories to three files, one of them compressed; return the directory."""
     directory.mkdir()
     for name, first in (("a.txt", 0), ("b.txt.gz", 1000), ("c.txt", 2000)):
         text = f"\n{EOT}\n".join(STORIES[first : first + 1000]) + "\n"
@@ -284,7 +284,7 @@ def test_the_end_of_any_text_validates_and_no_split_is_empty(
 
 
 def write_named_alike(directory: Path, num: int) -> list[str]:
-    """One-document files that are all called text.txt; returns their paths as sources."""
+    """Write one-document files that are all named text.txt; return their paths as sources."""
     for i in range(num):
         (directory / f"{i:03d}").mkdir(parents=True)
         (directory / f"{i:03d}" / "text.txt").write_text(f"document {i}")
@@ -340,7 +340,7 @@ def test_a_split_that_would_be_empty_is_refused(
     assert not (tmp_path / "out" / MANIFEST_FILE).exists()
 
 
-# --- the same bytes, whatever happens
+# --- the same bytes after any interruption
 
 
 @pytest.mark.usefixtures("small_tasks")
@@ -376,7 +376,7 @@ def test_tasks_may_run_in_any_order(tmp_path: Path, source: str, order: str) -> 
 
 
 def interrupted(out: Path, source: str, num_tasks: int) -> Plan:
-    """A preparation that was killed inside task `num_tasks`."""
+    """Imitate a preparation that was killed inside task `num_tasks`; return its plan."""
     encoding = load_tokenizer("bytes")
     plan = make_plan([source], encoding)
     start(out, plan, encoding)

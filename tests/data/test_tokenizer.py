@@ -1,4 +1,4 @@
-"""Tokenizers: text goes in and comes out unchanged, and a dataset carries its own."""
+"""Tokenizers: text survives encoding and decoding, and a dataset stores its tokenizer."""
 
 from __future__ import annotations
 

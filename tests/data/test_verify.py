@@ -1,4 +1,4 @@
-"""Every damage of a shard is found and named, by checking it and by reading it."""
+"""Damaged shards are detected and named, both when checked and when read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put_in_place(path: Path, table: pa.Table, statistics: bool = True) -> None:
 
 
 def with_sizes_of(directory: Path, manifest: Manifest) -> Manifest:
-    """The manifest with the sizes of the files as they are now, so that other checks are reached."""
+    """Write and return the manifest with current file sizes, so that later checks are reached."""
     shards = [
         shard.model_copy(update={"file_bytes": (directory / shard.path).stat().st_size})
         for shard in manifest.shards
@@ -119,7 +119,7 @@ def test_reading_an_id_beyond_the_vocabulary_is_refused_with_its_place(
     manifest = write_dataset(tmp_path / "d", train=[100])
     shard: Shard = manifest.shards[0]
     put_in_place(tmp_path / "d" / shard.path, pa.table({"tokens": BEYOND}), statistics)
-    with raises_line(DataError, shard.path, "was changed: its size"):  # no such id is in this one
+    with raises_line(DataError, shard.path, "was changed: its size"):  # row group 1 has no such id
         read_row_group(tmp_path / "d", manifest, shard, 1)
     with raises_line(DataError, shard.path, "token id 257 at token 70", "ends at 256"):
         read_row_group(tmp_path / "d", manifest, shard, 2)

@@ -1,4 +1,4 @@
-"""A real cluster with a token of its own, and the doctor as a command on it."""
+"""A real cluster with a private token, and a runner of `doctor` commands on it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ WITHIN_S = 150
 
 @dataclass(frozen=True)
 class Visit:
-    """What one `doctor` command printed.
+    """Output of one `doctor` command.
 
     Attributes:
         checks: Name -> (status, text).
-        found: Its JSON object.
+        found: The printed JSON object.
     """
 
     code: int
@@ -36,7 +36,7 @@ class Visit:
     errors: str
 
     def says(self, status: str, name: str, *words: str) -> None:
-        """One check has a status, and some words in its line."""
+        """Check that one check has a status, and that its line contains some words."""
         assert self.checks[name][0] == status, self.output
         for word in words:
             assert word in self.checks[name][1], self.output
@@ -50,7 +50,7 @@ Doctor = Callable[..., Visit]
 
 @pytest.fixture(scope="package")
 def head(forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A head with room for two workers and the data."""
+    """Start a Ray head with room for two workers and the data."""
     with forks_workers():
         made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
     yield made
@@ -59,7 +59,7 @@ def head(forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def doctor() -> Doctor:
-    """Run `doctor --json` for a configuration as a command of its own."""
+    """Return a function that runs `doctor --json` for a configuration in a separate process."""
 
     def run(
         config: Config, *extra: str, env: dict[str, str] | None = None, inside: tuple[str, ...] = ()

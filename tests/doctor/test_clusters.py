@@ -1,4 +1,4 @@
-"""The command on real clusters: a sound one, and one with a node that has everything wrong."""
+"""`doctor` on real clusters: a healthy one, and one with a node that has every fault."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_sound_cluster_passes_and_the_bench_says_when_it_is_done(
 def test_what_the_configuration_asks_for_is_not_there(
     head: Head, doctor: Doctor, make_config: MakeConfig, own_storage: Path, tmp_path: Path
 ) -> None:
-    """Workers, disk, MLflow's directory and a tokenizer."""
+    """The cluster lacks workers, disk space, MLflow's directory and a tokenizer."""
     config = make_config(
         num_workers=6,
         num_layers=1000,
@@ -70,7 +70,7 @@ def test_what_the_configuration_asks_for_is_not_there(
 def test_a_wrong_token_is_said_at_once(
     head: Head, doctor: Doctor, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Ray itself says after 20 s that it cannot connect."""
+    """Ray reports only after 20 s that it cannot connect."""
     visit = doctor(make_config(num_workers=1), env={**head.env, "RAY_AUTH_TOKEN": "f" * 64})
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"token"}
@@ -84,17 +84,20 @@ def test_a_wrong_token_is_said_at_once(
 
 
 def in_namespaces(*argv: str) -> tuple[str, ...]:
-    """The start of a command in namespaces of its own, where it may mount and set up networks."""
+    """Return a command prefix for private namespaces, which allow mounts and network setup."""
     prefix = ("unshare", "--map-root-user", "--mount", *argv)
     if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine makes no user namespaces")
+        pytest.skip("this machine cannot create user namespaces")
     return prefix
 
 
 @pytest.fixture
 def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> Iterator[str]:
-    """Address of a node with another torch, a clock that is ahead, a GPU that is not there, a small
-    disk for Ray, without a compiler and the data, and where the runs cannot be written."""
+    """Start a node with many faults, and return its address.
+
+    It has a different torch version, a fast clock, a GPU that does not exist, and a small disk for Ray.
+    It lacks a compiler and the data, and cannot write to the runs directory.
+    """
     modules = tmp_path / "modules"
     (modules / "torch-0.0.1.dist-info").mkdir(parents=True)
     (modules / "torch-0.0.1.dist-info" / "METADATA").write_text(
@@ -121,7 +124,7 @@ def sick_node(head: Head, own_storage: Path, dataset: Path, tmp_path: Path) -> I
     env = {**head.token, "PYTHONPATH": str(modules)}
     node = Command(argv, env, tmp_path / "node.log")
     try:
-        wait_until(lambda: "Ray runtime started" in node.output, "the node")
+        wait_until(lambda: "Ray runtime started" in node.output, "the node to start")
         yield address
     finally:
         node.kill()
@@ -157,12 +160,12 @@ def test_a_node_with_everything_wrong(
 
 
 def test_a_slow_network_and_an_open_cluster(doctor: Doctor, make_config: MakeConfig) -> None:
-    """A gigabit for both directions of the loopback, in a network of the command's own."""
+    """The command runs in a private network, whose loopback has 1 Gbit/s for both directions together."""
     inside = in_namespaces("--net")
     slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 100ms"
     shell = (*inside, "sh", "-c", f'{slow} && exec "$@"', "sh")
     if subprocess.run([*shell, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine limits no network's rate (iproute2's tc, tbf)")
+        pytest.skip("this machine cannot limit network rates (iproute2's tc, tbf)")
     visit = doctor(make_config(num_workers=2), env={"RAY_AUTH_MODE": "disabled"}, inside=shell)
     assert visit.code == 1
     assert visit.statuses("FAIL") == {"all_reduce", "token"}

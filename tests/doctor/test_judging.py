@@ -1,4 +1,4 @@
-"""What facts mean: each finding provoked by facts alone, and what is just good enough passes."""
+"""Verdicts from facts: each finding is triggered by facts only, and borderline values pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_clock_that_is_surely_wrong() -> None:
     fails(node_probe.judge_clocks([SOUND, at(1.5)]), "clocks", "by 1.5 s", "10.0.0.2 +1.500", "NTP")
     fails(node_probe.judge_clocks([at(-0.7), at(0.7)]), "clocks", "by 1.4 s")
     passes(node_probe.judge_clocks([at(-0.4), at(0.4)]))
-    passes(node_probe.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow answer proves nothing
+    passes(node_probe.judge_clocks([at(1.5, uncertainty_s=0.6)]))  # a slow response proves nothing
 
 
 def test_storage_that_is_not_shared() -> None:
@@ -152,7 +152,7 @@ def test_ranks_without_a_gpu_and_two_on_one() -> None:
 
 
 def test_a_group_that_ends_early(ingest: IngestSpec) -> None:
-    """What failed is said once; what follows from it is skipped."""
+    """A failure is reported once; checks that depend on it are skipped."""
     group = GroupFacts(2, use_gpu=False, error="TimeoutError: nobody there")
     fails(judge_devices(group), "devices", "did not connect", "TimeoutError", "_SOCKET_IFNAME")
     assert judge_all_reduce(group).status == "SKIP"
@@ -196,7 +196,7 @@ def test_a_wrong_sum_is_worse_than_a_slow_one() -> None:
 
 @pytest.fixture
 def ingest(dataset: Path) -> IngestSpec:
-    """Two ranks with 6 of 12 sequences each."""
+    """Return a spec for two ranks with 6 of 12 sequences each."""
     data = read_mixture([(Location.of(dataset), Fraction(1))])
     return spec_of(data, 12)
 
@@ -224,7 +224,7 @@ def given(*ranks: RankIds) -> GroupFacts:
 
 
 def planned(ingest: IngestSpec) -> list[RankIds]:
-    """What two ranks get when all is right."""
+    """Return the sequence ids that two ranks read if all is correct."""
     shares = [ingest.order().batch_ids(batch).reshape(2, -1) for batch in range(3)]
     val = ingest.eval_ids().reshape(2, -1)
     return [RankIds(val[r], {b: shares[b][r] for b in range(3)}) for r in range(2)]
@@ -279,7 +279,7 @@ def test_a_step_of_many_micro_batches_is_reckoned_from_shorter_ones() -> None:
         several, steps = plan_of_timing(micro_batches, one_s)
         assert 1 <= several <= micro_batches
         assert several * steps * one_s <= max(BENCH_S, 3 * several * one_s) + 1e-9
-    # 0.3 s for reducing and updating, 0.1 s for each micro-batch
+    # 0.3 s for all-reduce and update, 0.1 s per micro-batch
     assert full_step_s(0.4, 0.3 + 33 * 0.1, 33, 512) == pytest.approx(0.3 + 512 * 0.1)
 
 
@@ -299,7 +299,7 @@ def test_the_slowest_rank_decides_when_it_is_done() -> None:
 def test_a_firewall_that_drops_what_fetches_a_tokenizer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A server that takes connections and never says anything."""
+    """The proxy accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(examine, "FETCH_TIMEOUT_S", 0.5)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))

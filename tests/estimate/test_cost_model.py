@@ -1,4 +1,4 @@
-"""Estimates against known figures, and against each other."""
+"""Estimates, checked against known figures and against each other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_the_table_gives_a_speed_only_where_the_peak_is_known() -> None:
 
 
 def test_muons_products_take_their_share_of_the_tables_speed_only() -> None:
-    """Of GPT-2 124M by hand: 5 · (4·m²·n + 2·m³) with m = 768 and n = 2304, 768, 3072 twice, 12 times."""
+    """Muon's FLOPs for GPT-2 124M by hand: 5 · (4·m²·n + 2·m³) per matrix.
+
+    m is 768, and n is 2304, 768, 3072 and 3072, in each of 12 blocks.
+    """
     muon = CONFIG.updated({"optimizer": "muon"})
     facts = replace(FACTS, device=H200, num_workers=8)
     adamw, found = (estimate(config, facts) for config in (CONFIG, muon))
@@ -89,7 +92,7 @@ def test_what_fits_a_device_grows_with_its_memory_and_with_recomputing() -> None
     for little, much in zip(on_small, on_large, strict=True):
         assert little.sequences <= little.sequences_recomputing
         assert little.sequences < much.sequences
-    assert on_small[-1].sequences == 0  # the state of 1.5B parameters alone is 25 GB
+    assert on_small[-1].sequences == 0  # the training state of 1.5B parameters takes 25 GB
 
 
 def test_a_micro_batch_fits_where_the_largest_says_so() -> None:

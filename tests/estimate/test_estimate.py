@@ -1,4 +1,4 @@
-"""`estimate --probe` on a real cluster: the run's own steps are timed, and nothing is kept."""
+"""`estimate --probe` on a real cluster: it times steps of the run and stores nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tiny model of the tests of the mathematics."""
+"""Tiny model fixtures of the core tests."""
 
-from tests.core.conftest import (  # noqa: F401, fixtures are found by name
+from tests.core.conftest import (  # noqa: F401, pytest finds fixtures by name
     architecture,
     made_tokens,
     micro_batches,

@@ -1,4 +1,4 @@
-"""Async evaluation on real Ray: the numbers of the inline run, at the same steps."""
+"""Async evaluation on real Ray: same metrics as the inline run, at the same steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inline(straight: Straight) -> RunSummary:
 
 @pytest.fixture(scope="module")
 def config(make_config: MakeConfig) -> Config:
-    # 25 is no multiple of checkpoint_every_steps: a checkpoint is written for the evaluation.
+    # 25 is not a multiple of checkpoint_every_steps, so an extra checkpoint is written to evaluate.
     changes = {"run_name": "async", "eval_mode": "async", "keep_checkpoints": 1}
     return make_config(num_workers=1, **changes, mlflow_uri="auto", experiment="async")
 
@@ -79,14 +79,14 @@ def test_training_is_that_of_an_inline_run_and_loses_no_time(
         row["step"] for row in read_rows(evaluated.run_dir.path) if row.get("event") == "checkpoint"
     ]
     assert saved == [10, 20, 25, 30, 40, 50]
-    # The best and the newest; nothing waits any more.
+    # Only the best and the newest checkpoint remain; no evaluation is pending.
     assert len(Catalog(evaluated.run_dir).complete()) <= 2
 
 
 def test_what_was_lost_behind_the_last_step_is_made_up_for_and_tracked_once(
     evaluated: RunSummary, config: Config, storage: Path
 ) -> None:
-    """A row and an evaluation, as a killed driver leaves them."""
+    """A killed driver can lose a row of metrics.jsonl, or an evaluation result."""
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -123,7 +123,7 @@ def test_evaluations_that_fail_again_and_again_are_left_out_until_the_next_comma
     shutil.copytree(evaluated.run_dir.path, lost.path)
     checkpoints = Catalog(lost).complete()
     due = [c.state.step for c in checkpoints if c.evaluated_row is not None]
-    assert due == [50]  # which is the best as well: nothing else is kept
+    assert due == [50]  # also the best, so no other checkpoint is kept
     (lost / "checkpoints" / "step=00000050" / "evaluation.json").remove()
     metrics = (lost / METRICS_FILE).read_text().splitlines(keepends=True)
     (lost / METRICS_FILE).write_text("".join(x for x in metrics if '"val/loss"' not in x))

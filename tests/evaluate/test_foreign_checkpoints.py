@@ -1,4 +1,4 @@
-"""Checkpoints and runs from elsewhere: they choose no store, no endpoint and no server."""
+"""Untrusted checkpoints and runs: they cannot choose a store, an endpoint or a server."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.serve.checkpoints import SEQ_LEN, small_config, write_checkpoint
 
 @pytest.fixture
 def theirs() -> Iterator[str]:
-    """An address that nobody may connect to: the endpoint of whoever made the checkpoint."""
+    """Return the endpoint of the checkpoint's author, and fail the test if a client connects to it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert not select.select([server], [], [], 0)[0], "somebody connected"
+        assert not select.select([server], [], [], 0)[0], "a client connected"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""HellaSwag's file, its download, how its examples become rows and batches, and how endings are scored."""
+"""HellaSwag: file parsing, download, encoding into rows and batches, and scoring of endings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def without(*fields: str, **more: Any) -> dict[str, Any]:
 
 
 def made(num: int) -> list[Example]:
-    """Examples of many lengths."""
+    """Return examples of various lengths."""
     return [
         Example("a man " * (7 * i % 40 + 1), tuple(f"{e} " * (i % 3 + 1) for e in ENDINGS), i % 4)
         for i in range(num)
@@ -128,7 +128,7 @@ def test_examples_are_the_same_after_their_way_between_ranks() -> None:
 
 
 def row(choices: Choices, number: int) -> tuple[bytes, bytes]:
-    """A row's text, and the end of it that is scored."""
+    """Return a row's text, and its scored ending."""
     tokens = choices.tokens[choices.starts[number] : choices.starts[number + 1]]
     return bytes(tokens.tolist()), bytes(tokens[-choices.num_scored[number] :].tolist())
 
@@ -203,7 +203,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
         return of_torch(q, k, v, **options)
 
     def scores(device_type: str) -> Tensor:
-        """Summed and mean losses of each example's endings, float64 (examples, 8)."""
+        """Return the summed and mean losses of each example's endings, float64 (examples, 8)."""
         shapes.clear()
         found = torch.zeros(400, 8, dtype=torch.float64)
         for batch in choices.batches(0, 1, device_type):
@@ -226,7 +226,7 @@ def test_as_on_a_gpu_few_shapes_occur_and_the_scores_stay_the_same(
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one content, and counts how often."""
+    """HTTP server of one content, which counts its requests."""
 
     def __init__(self, content: bytes, announced: int | None = None, status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Serves a content in place of the public address, with an empty cache."""
+    """Return a function that serves a content instead of the public URL, with an empty cache."""
     servers: list[Server] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -319,13 +319,16 @@ ROWS = 12
 
 @pytest.fixture
 def tokens(made_tokens: MadeTokens) -> Tensor:
-    """12 rows of 17 tokens."""
+    """Return 12 rows of 17 tokens."""
     return made_tokens(ROWS, 17)
 
 
 @pytest.fixture
 def scored() -> Tensor:
-    """Rows of 5 to 16 places, the last 1 to 4 of each an ending; what follows fills up."""
+    """Return a mask of scored positions, bool (12, 16).
+
+    Rows have 5 to 16 positions, then padding; the last 1 to 4 positions are the ending.
+    """
     lengths, counts = torch.arange(5, 17)[:, None], (torch.arange(ROWS) % 4 + 1)[:, None]
     places = torch.arange(16)
     return (places < lengths) & (places >= lengths - counts)
@@ -336,7 +339,7 @@ def losses(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rewritten(model: GPT, tokens: Tensor, scored: Tensor) -> tuple[list[float], list[float]]:
-    """Summed and mean losses in float64, row by row, over the 100 ids that are not padding."""
+    """Compute summed and mean losses in float64, row by row, over the 100 ids that are not padding."""
     summed, mean = [], []
     for row, counts in zip(tokens, scored, strict=True):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""HellaSwag in a run and by `eval`: the answers of `transformers` on the export, whoever asks."""
+"""HellaSwag in a run and in `eval`: the same answers as `transformers` on the export."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 SEQ_LEN = 256
 NUM_EXAMPLES = 250
 Answers = dict[int, tuple[int, int]]
-"""Place of an example -> endings with the smallest summed loss and with the smallest per token."""
+"""Index of an example -> endings with the smallest summed loss and the smallest loss per token."""
 
 
 def made_lines() -> Iterator[str]:
@@ -47,7 +47,7 @@ def made_lines() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real examples where there are some, else made ones."""
+    """Return the path of real examples if they are available, or of synthetic ones."""
     lines: Iterable[str] = made_lines()
     if test_data is not None:
         lines = (test_data / "hellaswag_val_1000.jsonl").read_text("utf-8").splitlines()
@@ -57,7 +57,7 @@ def examples(test_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def telling(directory: Path) -> Callable[[WorkerSpec], None]:
-    """`train_worker` whose ranks write down what they answer."""
+    """Return a `train_worker` whose ranks write their answers to files."""
 
     def train_loop(spec: WorkerSpec) -> None:
         answers = Evaluation.answers
@@ -75,7 +75,7 @@ def telling(directory: Path) -> Callable[[WorkerSpec], None]:
 
 
 def together(batches: Iterator[Any]) -> Answers:
-    """The answers of some batches, each example once."""
+    """Return the answers of some batches, and check that no example occurs twice."""
     found = [answer for batch in batches for answer in zip(*batch, strict=True)]
     answers = {int(place): (int(by_sum), int(by_mean)) for place, _, by_sum, by_mean in found}
     assert len(answers) == len(found)
@@ -84,13 +84,13 @@ def together(batches: Iterator[Any]) -> Answers:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks of the run tell their answers."""
+    """Return the directory in which the run's ranks write their answers."""
     return tmp_path_factory.mktemp("answers")
 
 
 @pytest.fixture(scope="module")
 def run(cluster: str, make_config: Any, examples: Path, told: Path) -> RunSummary:
-    """A run of two workers, asked once."""
+    """Train a run of two workers with one HellaSwag evaluation."""
     config = make_config(
         run_name="hellaswag",
         num_workers=2,
@@ -110,7 +110,7 @@ def last_evaluation(run: RunSummary) -> Row:
 
 @pytest.fixture(scope="module")
 def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What `transformers` answers on the export."""
+    """Return the answers of `transformers` on the export."""
     assert run.checkpoint is not None
     export = tmp_path_factory.mktemp("export") / "hf"
     export_checkpoint(str(run.checkpoint.path), export, "fp32", print)
@@ -118,7 +118,7 @@ def wanted(run: RunSummary, examples: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def answers_of_transformers(export: Path, examples: Path) -> Answers:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: it takes seconds
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # lazy import: it takes seconds
 
     model = AutoModelForCausalLM.from_pretrained(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
@@ -143,7 +143,7 @@ def answers_of_transformers(export: Path, examples: Path) -> Answers:
 
 
 def scores(answers: Answers, examples: Path) -> tuple[float, float]:
-    """acc and acc_norm of some answers, from the file's labels."""
+    """Return acc and acc_norm of some answers, from the file's labels."""
     labels = [int(json.loads(line)["label"]) for line in examples.read_text("utf-8").splitlines()]
     right = [[answer[how] == labels[place] for place, answer in answers.items()] for how in (0, 1)]
     return sum(right[0]) / len(answers), sum(right[1]) / len(answers)
@@ -206,7 +206,7 @@ def test_the_log_and_the_console_tell_of_it(run: RunSummary) -> None:
 
 def test_eval_answers_as_the_run_did(run: RunSummary, examples: Path, run_cli: RunCli) -> None:
     out = run_cli.succeeds("eval", run.run_dir, "--hellaswag", examples, "--json")
-    *_, line, _, last = out.splitlines()  # before them how far it is, on a slow machine
+    *_, line, _, last = out.splitlines()  # on a slow machine, progress lines come first
     metrics = json.loads(last)
     norm = f"{metrics['hellaswag/acc_norm']:.4f} ± {metrics['hellaswag/acc_norm_stderr']:.4f}"
     assert f"step 50 | hellaswag acc_norm {norm} | acc {metrics['hellaswag/acc']:.4f} ± " in line

@@ -1,4 +1,4 @@
-"""A checkpoint is sampled in this process: what is shown while it is, and what comes back."""
+"""Sampling a checkpoint in this process: streamed output and returned texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_first_sample_is_shown_while_it_is_generated(
         *(f"\n{text}" for text in texts[1:]),
         "",
     ]
-    assert events[1] == "a", "the first line is there after the first token"
+    assert events[1] == "a", "the first line is shown after the first token"
 
 
 def test_a_sample_is_as_long_as_those_of_the_run() -> None:

@@ -1,4 +1,4 @@
-"""Validation sums: each target once, however it is shared, and against a float64 rewrite."""
+"""Validation sums: each target counts once for any sharding, and sums match a float64 reference."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raytrain_gpt.evaluate.validation_loss import evaluation_sums, loss_metrics
 from tests.core.conftest import MadeTokens, NewModel
 
 BYTES = torch.tensor([i % 5 + 1 if i < 99 else 0 for i in range(128)])
-"""Bytes of the tiny vocabulary's tokens; 99 closes documents, 100 and above are padding."""
+"""Byte lengths of the tiny vocabulary's tokens; 99 closes documents, 100 and above are padding."""
 
 
 @pytest.fixture
 def sequences(made_tokens: MadeTokens) -> Tensor:
-    """24 sequences of 17 tokens, a seventh of them `eot`."""
+    """Return 24 sequences of 17 tokens; about one token in seven is `eot`."""
     tokens = made_tokens(24, 17)
     return torch.where(tokens % 7 == 3, 99, tokens)
 
@@ -31,7 +31,7 @@ def sums(model: GPT, sequences: Tensor, micro_batch: int) -> Tensor:
 
 
 def rewritten(model: GPT, sequences: Tensor) -> tuple[float, int, float, int]:
-    """The four sums in float64, target by target, from the logits alone."""
+    """Compute the four sums from the logits in float64, target by target."""
     with torch.no_grad():
         logits = model.eval().logits(sequences[:, :-1]).double().numpy()
     nats, text_nats, text_bytes = [], [], 0

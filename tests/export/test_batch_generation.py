@@ -1,4 +1,4 @@
-"""`sample --batch`: a line for each line, in their order, the same for any number of replicas."""
+"""`sample --batch`: one output line per input line, in order, for any number of replicas."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ PROMPTS: list[dict[str, Any]] = [
 ]
 PROMPTS[3] = {"prompt": ""}
 PROMPTS[4] = {"prompt": "é 漢 \ud800"}
-"""Two tasks; those of seven and eight words are longer than the context of 32 tokens."""
+"""Prompts for two tasks; those of seven and eight words exceed the context of 32 tokens."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Location:
-    """One of a tiny model of bytes."""
+    """Return a checkpoint of a tiny byte-level model."""
     tokenizer = load_tokenizer("bytes")
     config = Config().updated({"num_layers": 1, "num_heads": 2, "embd_size": 16, "seq_len": 32})
     model = GPT2(GPTShape.of(config, 257))

@@ -1,4 +1,4 @@
-"""Damaged and hostile directories of Hugging Face: imported, or refused in one line with nothing written."""
+"""Damaged and hostile Hugging Face directories: imported, or refused in one line without output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (directory / "hf" / INDEX).write_text(
         json.dumps({"weight_map": {"wte.weight": "w.safetensors"}})
     )
-    # The calls of imports would count.
+    # Run one import first: otherwise, calls that load modules would count as work.
     import_weights(directory / "hf", directory / "imported", print)
     return directory / "hf"
 

@@ -1,4 +1,4 @@
-"""GGUF files, judged by llama.cpp itself: the same tokens, probabilities and continuations."""
+"""GGUF files, loaded by llama.cpp: same tokens, probabilities and continuations."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ TEXTS = [
 
 
 def write_checkpoint(place: Path, model: str, encoding: tiktoken.Encoding) -> GPT:
-    """A checkpoint with weights so large that choices are clear; returns its model."""
+    """Write a checkpoint with weights large enough for clear choices, and return its model."""
     made = new_model(GPTShape(2, 4, 64, SEQ_LEN, encoding.n_vocab, **MODELS[model]))
     torch.manual_seed(1)
     for name, parameter in made.named_parameters():
         is_scale = parameter.dim() == 1 and name.endswith("weight")
         torch.nn.init.normal_(parameter, mean=float(is_scale), std=0.15)
     with torch.no_grad():
-        # llama.cpp gives no probabilities before a character is complete: ASCII is the likeliest.
+        # llama.cpp returns no probabilities before a character is complete, so favor ASCII.
         made.head_weight[128:257] *= 0.1
-        made.head_weight[encoding.n_vocab :] = 9.0  # padding that must not be there
+        made.head_weight[encoding.n_vocab :] = 9.0  # padding, which must not be exported
     huggingface._write(made, encoding, Location.of(place), "random")
     return made.eval()
 
 
 def bf16_matrices(model: GPT) -> None:
-    """Round what a file in bf16 rounds."""
+    """Round the weights that a bf16 file rounds."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and name != "wpe.weight":
@@ -69,12 +69,12 @@ def bf16_matrices(model: GPT) -> None:
 
 @torch.no_grad()
 def log_probabilities(model: GPT, ids: list[int]) -> Tensor:
-    """Of the token after each: (T, vocabulary)."""
+    """Return log-probabilities of the token after each id, (T, vocabulary)."""
     return model.logits(torch.tensor([ids]))[0, :, : model.shape.vocab_size].log_softmax(-1)
 
 
 class LlamaCpp:
-    """llama.cpp's server with one model; its cache of keys and values is fp32, fp16 by default."""
+    """llama.cpp server with one model, and an fp32 KV cache instead of the default fp16."""
 
     def __init__(self, file: Path) -> None:
         params = xllamacpp.CommonParams()
@@ -97,12 +97,12 @@ class LlamaCpp:
         return answer
 
     def tokens(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a special token."""
+        """Return the ids of a text, without parsing special tokens."""
         found: list[int] = self.ask("/tokenize", content=text, parse_special=False)["tokens"]
         return found
 
     def log_probabilities(self, prompt: list[int], size: int) -> Tensor:
-        """Of the token after the prompt: (size,)."""
+        """Return log-probabilities of the token after the prompt, (size,)."""
         answer = self.ask("/completion", prompt=prompt, n_predict=1, n_probs=size, temperature=0)
         (drawn,) = answer["completion_probabilities"]
         found = torch.full((size,), torch.nan)
@@ -116,9 +116,9 @@ class LlamaCpp:
 def test_llama_cpp_computes_what_the_model_computes(
     name: str, dtype: str, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    """Probabilities of all tokens after each of a text, and a greedy continuation of 100 tokens.
+    """Probabilities after each token of a text match, and so does a greedy continuation of 100 tokens.
 
-    llama.cpp's GELU has a table in fp16, and its products of bf16 matrices round the other factor, too.
+    llama.cpp's GELU uses an fp16 table, and its bf16 matrix products also round the other factor.
     """
     encoding = load_tokenizer("bytes")
     model = write_checkpoint(tmp_path / "checkpoint", name, encoding)
@@ -148,7 +148,7 @@ def test_llama_cpp_computes_what_the_model_computes(
     assert len(drawn) == 100
     choices = log_probabilities(model, ids + drawn)[len(ids) - 1 : -1]
     behind = choices.amax(-1) - choices[torch.arange(100), drawn]
-    assert behind.max() <= 2 * limit  # the best one, or as good
+    assert behind.max() <= 2 * limit  # the best token, or one nearly as likely
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
@@ -176,7 +176,7 @@ def test_a_generation_ends_where_the_model_ends_its_text(tmp_path: Path) -> None
 
 
 def test_what_a_file_says(tmp_path: Path) -> None:
-    """Matrices are bf16, vectors and positions fp32; texts end at one id, whatever it is called."""
+    """Matrices are bf16, vectors and positions fp32; BOS and EOS are the same id."""
     write_checkpoint(tmp_path / "checkpoint", "gpt2", load_tokenizer("bytes"))
     reader = GGUFReader(export_gguf(tmp_path / "checkpoint", tmp_path / "a.gguf", "bf16", print))
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
@@ -270,7 +270,7 @@ def test_a_directory_receives_a_file_with_the_name_of_the_run(
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond a size, as on a full disk."""
+    """Limit the size of files that this process writes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -281,7 +281,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [100, 50_000])
 def test_a_full_disk_leaves_nothing_behind(size: int, tmp_path: Path) -> None:
-    """Neither in the names nor in the tensors."""
+    """This holds for a failure in the names and for one in the tensors."""
     write_checkpoint(tmp_path / "run", "gpt2", load_tokenizer("bytes"))
     with largest_file(size), raises_line(CheckpointError, "cannot write", "free space"):
         export_gguf(tmp_path / "run", tmp_path / "out" / "a.gguf", "fp32", print)

@@ -1,4 +1,4 @@
-"""Tokenizers to and from Hugging Face's files: the same ids for every text."""
+"""Tokenizers to and from Hugging Face files: same ids for every text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POSSESSIVE = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-"""cl100k's pattern, with all that the two dialects read differently."""
+"""cl100k's pattern, with all syntax that the two regex dialects read differently."""
 
 WHITESPACE = [
     *(" ", "  ", "a ", "a  b", "\n\n a", "a\r\n\r\n", "\t \n", "x \u00a0y", "12345 678", "\x85 "),
@@ -43,7 +43,7 @@ MADE = st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=40).map("".join
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
-    """A byte-level BPE that `tokenizers` itself trained, `<|endoftext|>` first."""
+    """Return a byte-level BPE trained by `tokenizers`, with `<|endoftext|>` as id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def trained() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def made(trained: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
-    """An encoding with its ids, another pattern, a gap, and a token that merging does not make."""
+    """Return an encoding with the ids of `trained`, a different pattern, a gap, and an unmergeable token."""
     directory = tmp_path_factory.mktemp("trained")
     trained.save(str(directory / HF_TOKENIZER_FILE))
     found = read_hf_tokenizer(directory, print)
@@ -82,7 +82,7 @@ def encoding(request: pytest.FixtureRequest) -> tiktoken.Encoding:
 
 @pytest.fixture(scope="module")
 def hf_files(encoding: tiktoken.Encoding) -> dict[str, str]:
-    """Its files; those of gpt2 take most of a second."""
+    """Return the encoding's Hugging Face files; those of gpt2 take most of a second."""
     return hf_tokenizer_files(encoding, 64)
 
 
@@ -90,7 +90,7 @@ def hf_files(encoding: tiktoken.Encoding) -> dict[str, str]:
 def pair(
     encoding: tiktoken.Encoding, hf_files: dict[str, str]
 ) -> tuple[tiktoken.Encoding, Tokenizer]:
-    """An encoding and what `tokenizers` makes of its files."""
+    """Return an encoding, and the tokenizer that `tokenizers` loads from its files."""
     return encoding, Tokenizer.from_str(hf_files[HF_TOKENIZER_FILE])
 
 
@@ -119,7 +119,7 @@ def test_ids_of_real_text_are_those_of_tiktoken(
     pair: tuple[tiktoken.Encoding, Tokenizer], test_data: Path | None
 ) -> None:
     if test_data is None:
-        pytest.skip("real text comes with RAYTRAIN_GPT_TEST_DATA")
+        pytest.skip("real text needs RAYTRAIN_GPT_TEST_DATA")
     for path in sorted((test_data / "text").glob("*.txt")):
         check_same(*pair, path.read_text("utf-8")[:100_000].splitlines(keepends=True))
 
@@ -150,7 +150,7 @@ def test_what_was_written_is_read_as_the_same_tokenizer(
 def test_known_tokenizers_are_known_by_their_tokens(
     encoding: tiktoken.Encoding, hf_files: dict[str, str], tmp_path: Path
 ) -> None:
-    """Data that was prepared with them then fits a model from elsewhere."""
+    """Data prepared with a built-in tokenizer therefore fits an imported model."""
     read = read_hf_tokenizer(
         write(tmp_path, {HF_TOKENIZER_FILE: hf_files[HF_TOKENIZER_FILE]}), print
     )
@@ -166,7 +166,7 @@ def test_a_tokenizer_from_elsewhere_has_the_same_ids(
         trained.model.save(str(tmp_path))
     else:
         content = json.loads(trained.to_str())
-        if form == "old":  # as the file of the released GPT-2
+        if form == "old":  # like the file of the released GPT-2
             for part, key in (("model", "type"), ("pre_tokenizer", "use_regex")):
                 del content[part][key]
             for key in ("byte_fallback", "ignore_merges"):
@@ -185,7 +185,7 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 
 
 def split(pattern: str) -> dict[str, Any]:
-    """A pre_tokenizer with a pattern of its own."""
+    """Return a pre_tokenizer with a custom pattern."""
     cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     level = {
         "type": "ByteLevel",
@@ -213,7 +213,7 @@ QWEN_PATTERN = (
 
 
 def test_a_tokenizer_like_qwens_is_carried(trained: Tokenizer, tmp_path: Path) -> None:
-    """With its pattern, normal form, tags that are no special tokens, and fewer ids than rows."""
+    """It has a custom pattern, NFC normalization, non-special added tokens, and fewer ids than rows."""
     tokenizer = Tokenizer.from_str(trained.to_str())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

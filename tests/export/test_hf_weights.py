@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's layout: the same model, in and out, and nothing but a plain GPT-2 or Qwen3."""
+"""Weights in Hugging Face's layout: lossless round trips, for plain GPT-2 and Qwen3 models only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raytrain_gpt.export.hf_weights import hf_tensors, model_of, read_hf_weights
 from tests.conftest import raises_line
 
 ODD = [GPTShape(1, 1, 8, 3, 65), GPTShape(3, 5, 40, 33, 257), GPTShape(2, 12, 96, 17, 1000)]
-"""Layers, heads, channels, context, vocabulary."""
+"""Unusual shapes, as (layers, heads, channels, context, vocabulary)."""
 QWEN3 = [
     replace(ODD[0], architecture="qwen3", tied_embeddings=False, num_heads=2),
     replace(ODD[1], architecture="qwen3", num_kv_heads=1, mlp_size=50, rope_theta=77.0),
@@ -32,7 +32,7 @@ PLAIN = {"gpt2": ODD[1], "qwen3": QWEN3[2]}
 
 
 def hf_model(shape: GPTShape, std: float = 0.2) -> Any:
-    """transformers' model of our configuration, with random weights everywhere, biases too."""
+    """Return transformers' model of our configuration, with random weights and biases."""
     from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def hf_model(shape: GPTShape, std: float = 0.2) -> Any:
 
 
 def saved(model: Any, directory: Path) -> dict[str, Tensor]:
-    """The tensors that transformers itself writes."""
+    """Save a model with transformers, and return the tensors read back."""
     model.save_pretrained(directory)
     return read_hf_weights(directory)
 
@@ -86,12 +86,12 @@ def test_a_model_of_ours_goes_out_and_comes_back(shape: GPTShape) -> None:
 
 
 def plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the prefix, as the released files."""
+    """Return the tensors named without a prefix, as in the released files."""
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
 def old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the head and the masks, as older versions of transformers wrote them."""
+    """Add the head and the masks, as older versions of transformers wrote them."""
     mask = torch.ones(33, 33, dtype=torch.bool).tril().view(1, 1, 33, 33)
     masks = {f"transformer.h.{i}.attn.bias": mask for i in range(3)}
     masks |= {f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(3)}
@@ -117,7 +117,7 @@ def test_half_precision_becomes_fp32(dtype: torch.dtype, shape: GPTShape, tmp_pa
 
 
 def test_padded_rows_take_no_probability_from_a_trained_model() -> None:
-    """As in the released GPT-2, whose logits are all far below the 0 of a row of zeros."""
+    """The released GPT-2 needs this: its logits are all far below the 0 that a row of zeros gives."""
     shape = ODD[1]
     reference = hf_model(shape, std=1.0)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_tensors_of_no_plain_model_are_refused(
 
 
 def sharded(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Two files and their index, as transformers writes large models."""
+    """Write two files and their index, as transformers does for large models."""
     names = sorted(tensors)
     parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
     for file, part in parts.items():

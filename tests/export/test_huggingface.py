@@ -1,4 +1,4 @@
-"""Weights out to Hugging Face and in again: whole or not at all, and of use at once."""
+"""Export to and import from Hugging Face: complete or absent, and ready to use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ROWS: tuple[Row, ...] = (
 
 @pytest.fixture(autouse=True, scope="module")
 def offline() -> Iterator[None]:
-    """What is asked of transformers must work without a network."""
+    """Make transformers work without a network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -68,7 +68,7 @@ def offline() -> Iterator[None]:
 def write_checkpoint(
     run_dir: Location, tokenizer: str = "bytes", rows: Sequence[Row] = ROWS, **sizes: Any
 ) -> GPT:
-    """A checkpoint of step 20 with random weights; returns its model."""
+    """Write a checkpoint of step 20 with random weights, and return its model."""
     encoding = load_tokenizer(tokenizer)
     shape = dataclasses.replace(SHAPE, vocab_size=encoding.n_vocab, **sizes)
     model = new_model(shape)
@@ -108,7 +108,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 @pytest.fixture
 def hf(exported: Exported, tmp_path: Path) -> Path:
-    """A copy of the export that a test may spoil."""
+    """Return a copy of the export that a test may damage."""
     for file in exported[1].iterdir():
         (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
@@ -117,7 +117,10 @@ def hf(exported: Exported, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(run_cli: RunCli, tmp_path: Path) -> Refused:
-    """The one line with which a command refuses, having written nothing."""
+    """Return a function that runs a refused command and returns its error line.
+
+    It also checks that the command wrote nothing.
+    """
 
     def run(*argv: object) -> str:
         out = tmp_path / "refused" / "out"
@@ -239,7 +242,7 @@ def test_the_model_card_of_a_qwen3_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_checkpoint_cannot_change_the_model_card(tmp_path: Path) -> None:
-    """They come from whoever made it: no HTML, no link, no line and no cell of theirs."""
+    """These texts are untrusted: they must add no HTML, link, line or table cell."""
     hostile = "x` | <img src=http://h>\n\n# [a](javascript:b) \x1b[1m"
     shown = "x? ? ?img src=http://h???# ?a?(javascript:b) ??1m"
     cards = []
@@ -334,7 +337,7 @@ def test_what_is_imported_is_exported_bit_for_bit(shape: tuple[int, ...], tmp_pa
 def test_a_qwen3_that_is_imported_is_exported_bit_for_bit(
     tied: bool, dtype: torch.dtype, in_shards: bool, tmp_path: Path
 ) -> None:
-    """As transformers itself writes it, in one file or several."""
+    """The model is saved by transformers, in one file or several."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -440,11 +443,11 @@ def test_a_qwen3_that_cannot_be_is_one_line(
 def test_an_imported_checkpoint_samples_and_evaluates(
     hf: Path, dataset: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    """With the loss that transformers finds on the same tokens."""
+    """The loss is the one that transformers computes on the same tokens."""
     from transformers import AutoModelForCausalLM
 
     tensors = load_file(hf / "model.safetensors")
-    # Logits far below 0, as the released GPT-2's: padded rows must not matter.
+    # Logits are far below 0, as in the released GPT-2: padded rows must not matter.
     tensors["transformer.wte.weight"] = 4 * tensors["transformer.wte.weight"] + 1
     tensors["transformer.ln_f.bias"] -= 2
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
@@ -546,7 +549,7 @@ def test_init_from_refuses_what_does_not_fit(
 ) -> None:
     place, _ = import_weights(exported[1], tmp_path / "checkpoint", print)
     manifest = read_manifest(dataset)
-    # Quickstart's Qwen3 with a tied head would be refused: nothing of its shape is left.
+    # The quickstart preset's Qwen3 with a tied head would be refused: its shape must be fully replaced.
     sizes = sizes_of_init_from(None, None, {"init_from": str(place), "seq_len": 32})
     plain = resolve(None, None, {**sizes, "init_from": str(place), "seq_len": 32})
     assert check_init_from(plain, manifest) == plain

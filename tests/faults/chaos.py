@@ -1,8 +1,8 @@
 """Kill a random process at a random moment of a run, twenty times: `python -m tests.faults.chaos`.
 
-Every run is the `train` command on a cluster of its own. When a command fails because of the kill it is
-given again, as a user would. Afterwards every step must be there once, with the weights of an unbroken
-run, no process may be left and nothing in the temporary directory.
+Every run is the `train` command on a private cluster. If the kill makes a command fail, it is repeated, as
+a user would repeat it. Afterwards every step must be recorded once, with the weights of an uninterrupted
+run. No process and no file in the temporary directory may remain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOMENTS = ("start-up", "first step", "middle", "checkpoint", "evaluation", "last
 COMMAND_TIMEOUT_S = 240
 GONE_TIMEOUT_S = 60
 COMMANDS = 4
-"""What a user would give at most until the run is done."""
+"""Most commands that a user would need to finish the run."""
 
 KINDS = {
     "gcs_server": "head (GCS)",
@@ -53,11 +53,11 @@ KINDS = {
     "ray::": "task",
     "default_worker.py": "starting worker",
 }
-"""Part of a command line -> what the process is; the first that matches."""
+"""Substring of a command line -> kind of process; the first match wins."""
 
 
 def kind_of(process: psutil.Process) -> str | None:
-    """What a process of a run is; None: it is gone, or none of Ray's."""
+    """Return the kind of a process, or None if it has exited or is not one of Ray's."""
     with contextlib.suppress(psutil.Error):
         line = process.cmdline()
         for part, kind in KINDS.items():
@@ -67,7 +67,7 @@ def kind_of(process: psutil.Process) -> str | None:
 
 
 def described(process: psutil.Process) -> str:
-    """A process for people."""
+    """Describe a process by PID, status and command line."""
     with contextlib.suppress(psutil.Error):
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
     return f"{process.pid} (gone)"
@@ -87,7 +87,7 @@ class Chaos:
             "RAY_TMPDIR": str(self.ray_dir),
             "TMPDIR": str(self.ray_dir),
             "PYTHONUNBUFFERED": "1",
-            # How long Ray's processes wait for a head that is gone.
+            # Time that Ray's processes wait for a lost head, in seconds.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         }
         prepare_here(["stdlib"], directory / "data", "bytes", val_fraction=0.01)
@@ -96,7 +96,7 @@ class Chaos:
         assert code == 0, (directory / "whole.log").read_text()
 
     def config(self, name: str) -> Config:
-        """A run of 60 steps of two workers, with dropout, evaluations and checkpoints on the way."""
+        """Return a run of 60 steps on two workers, with dropout, evaluations and checkpoints."""
         values = {
             "data_path": str(self.directory / "data"),
             "storage_path": str(self.directory / "runs"),
@@ -111,7 +111,7 @@ class Chaos:
         return Config().updated({**SMALL, **values})
 
     def command(self, config: Config, act: Callable[[int], None]) -> tuple[int | None, float]:
-        """Give a command and act while it goes on: its exit code, None if it hangs; and its seconds."""
+        """Run a command and `act` on its PID; return its exit code, or None if it hangs, and its seconds."""
         started = time.monotonic()
         with (self.directory / f"{config.run.run_name}.log").open("a") as log:
             process = subprocess.Popen(
@@ -133,7 +133,7 @@ class Chaos:
         return code, time.monotonic() - started
 
     def run(self, number: int) -> str:
-        """One run with one kill: what happened, on one line; `FAILED` in it: what should not."""
+        """Run once with one kill and report on one line; problems follow `FAILED`."""
         config = self.config(f"run-{number}")
         moment = self.random.choice(MOMENTS)
         what: list[str] = []
@@ -159,7 +159,7 @@ class Chaos:
         )
 
     def kill(self, pid: int, config: Config, moment: str) -> str:
-        """Kill one process of the run that starts in `pid`, at a moment."""
+        """Kill one process of the command `pid` at a moment, of a kind killed least often so far."""
         self.wait_for(pid, config, moment)
         driver = psutil.Process(pid)
         deadline = time.monotonic() + 30
@@ -178,7 +178,7 @@ class Chaos:
         return f"nothing killed at {moment}"
 
     def wait_for(self, pid: int, config: Config, moment: str) -> None:
-        """Return at the moment, at the latest when the command has ended."""
+        """Wait for the moment of the kill or the exit of the command."""
         run_dir = Path(config.run.storage_path, config.run.run_name)
         log = self.directory / f"{config.run.run_name}.log"
         last = config.train.max_steps
@@ -202,15 +202,15 @@ class Chaos:
             time.sleep(0.01)
 
     def differences(self, run_dir: Path) -> list[str]:
-        """What a finished run has that the unbroken one has not."""
+        """Return the differences between a finished run and the uninterrupted one."""
         whole = Path(self.whole.run.storage_path, self.whole.run.run_name)
         columns = ("step", "train/loss", "data/order_hash")
         rows, expected = ([[r[c] for c in columns] for r in steps(d)] for d in (run_dir, whole))
-        found = [] if rows == expected else ["other steps"]
-        return found + ([] if weights(run_dir) == weights(whole) else ["other weights"])
+        found = [] if rows == expected else ["different steps"]
+        return found + ([] if weights(run_dir) == weights(whole) else ["different weights"])
 
     def left_behind(self) -> list[str]:
-        """Processes that are alive after a minute, and files in the temporary directory."""
+        """Return the temporary files and the processes alive after a minute, and kill those."""
         deadline = time.monotonic() + GONE_TIMEOUT_S
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -221,7 +221,7 @@ class Chaos:
         return left + files
 
     def alive(self) -> list[psutil.Process]:
-        """Processes that were started with this directory."""
+        """Return the processes started with this directory as `RAY_TMPDIR`."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -231,12 +231,12 @@ class Chaos:
 
 
 def main() -> None:
-    """Print a line for every run; exit code 1 if one failed."""
+    """Print one line per run; exit with code 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     args = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a socket's path is short
+    directory = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # socket paths must be short
     print(f"{datetime.date.today()}, seed {args.seed}: {args.runs} runs", flush=True)
     chaos = Chaos(directory, args.seed)
     failed = 0

@@ -1,9 +1,9 @@
-"""A process that trains a small GPT and writes checkpoints, for tests that kill it. No Ray.
+"""Process that trains a small GPT and writes checkpoints, for tests that kill it. No Ray.
 
-It goes on from the newest good checkpoint, after the same cleaning as before an attempt of a run. All
-ranks train the same replica on the same made batches, so the weights depend on the step alone, and
-each writes its part. When all is built it waits for a message before it looks at the run's directory.
-It sends one line for each thing as it happens:
+It resumes from the newest good checkpoint, after the same cleanup as before an attempt of a run. All ranks
+train the same replica on the same generated batches, so the weights depend only on the step. Each rank
+writes its shard. After setup, it waits for a message before it reads the run's directory. It sends one
+line per event:
 
     from step=8 · step=9 · begin step=12 · committed step=12 write_s=0.0312 · skipped: …
 """
@@ -32,7 +32,7 @@ from tests.training import STATE, steps
 EVERY_STEPS = 4
 KEEP = 2
 SHAPE = GPTShape(num_layers=4, num_heads=4, embd_size=256, seq_len=16, vocab_size=257)
-"""3.3M parameters, 39 MB a checkpoint: long enough to write that a kill finds it half done."""
+"""3.3M parameters and 39 MB per checkpoint, so that a write takes long enough to be interrupted."""
 
 
 def write_checkpoints(arguments: list[str], go: Connection, said: Connection) -> None:
@@ -40,11 +40,11 @@ def write_checkpoints(arguments: list[str], go: Connection, said: Connection) ->
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir")
     parser.add_argument("--max_steps", type=int, required=True)
-    parser.add_argument("--mark", default="001", help="of this attempt")
-    parser.add_argument("--wait", action="store_true", help="write while training stands still")
+    parser.add_argument("--mark", default="001", help="mark of this attempt")
+    parser.add_argument("--wait", action="store_true", help="pause training during each write")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world_size", type=int, default=1)
-    parser.add_argument("--rendezvous", help="a file that is not there yet; two ranks need it")
+    parser.add_argument("--rendezvous", help="path of a new file; required for two ranks")
     args = parser.parse_args(arguments)
     say = said.send
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def go_on(
     optimizer: torch.optim.AdamW,
     say: Callable[[str], None],
 ) -> int:
-    """Load the newest good checkpoint, the same on all ranks: its step, 0 without one."""
+    """Load the newest good checkpoint, the same on all ranks; return its step, or 0 without one."""
     newest = None
     if ranks.rank == 0:
         newest = catalog.newest_good(say)
@@ -104,7 +104,7 @@ def go_on(
 
 
 def made_batches(first_step: int) -> Iterator[MicroBatch]:
-    """A batch a step, which depends on the step only."""
+    """Yield one batch per step, a function of the step only."""
     step = first_step
     while True:
         generator = torch.Generator().manual_seed(step)
@@ -120,6 +120,6 @@ def state(step: int, ranks: Collectives) -> CheckpointState:
 
 
 def collected(saver: CheckpointWriter) -> str:
-    """Wait for the checkpoint in flight; the line that says that it is there."""
+    """Wait for the checkpoint in flight and return the line that reports it."""
     saved = saver.collect()
     return f"committed step={saved.state.step} write_s={saved.write_s:.4f}"

@@ -1,4 +1,4 @@
-"""The cluster, data and runs of the other tests, and processes to kill."""
+"""Gates and gated `train` commands to kill; cluster, data and runs are shared with the other tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_FAULTS = Faults()
 
 
 class Command:
-    """A gated `train` command as a process group of its own."""
+    """A gated `train` command in a separate process group."""
 
     def __init__(self, argv: list[str], env: dict[str, str], log: Path) -> None:
         self._log = log
@@ -50,14 +50,14 @@ class Command:
         assert text in self.output, self.output
 
     def reaches(self, gate: Gate) -> int:
-        """Wait until one of its ranks is at a gate; that rank's process id."""
+        """Wait until a rank of the command reaches a gate; return the rank's process ID."""
         try:
             return gate.reached(unless=lambda: self.process.poll() is not None)
         except AssertionError as error:
             raise AssertionError(f"{error}; it printed:\n{self.output}") from None
 
     def kill(self) -> None:
-        """End it and all its processes."""
+        """Kill the command and all its descendants."""
         for pid in [*descendants(self.process.pid, ""), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -70,7 +70,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def gate(tmp_path: Path) -> MakeGate:
-    """Makes gates in this test's directory."""
+    """Return a function that makes gates in this test's directory."""
 
     def make(rank: int, step: int, *, in_checkpoint: bool = False) -> Gate:
         return Gate(str(tmp_path), rank, step, in_checkpoint)
@@ -80,7 +80,7 @@ def gate(tmp_path: Path) -> MakeGate:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts gated `train` commands; what still runs at the end dies."""
+    """Yield a function that starts gated `train` commands; those still running at the end are killed."""
     commands: list[Command] = []
 
     def run(

@@ -1,8 +1,8 @@
-"""Stop a run at an exact place, or spoil an exact step: what a fault test needs to hit what it means.
+"""Gates that stop a run at an exact step, and faults injected at exact steps, for fault tests.
 
 `gated(faults)` is a train loop for `launch.train`; `python -m tests.faults.gates FILE` is the `train`
-command with the configuration and the faults of a JSON file. A rank that comes to a gate says so by a
-file and waits for another one, so that a test kills at this step and never too early or too late.
+command with the configuration and the faults of a JSON file. A rank that reaches a gate writes a file and
+waits for a second one. A test therefore kills at exactly this step, never too early or too late.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ WITHIN_S = 150.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> Any:
-    """The condition's first true value; fails when it does not come."""
+    """Return the condition's first true value, or fail after `within_s`."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if value := condition():
             return value
         time.sleep(POLL_S)
-    raise AssertionError(f"{what} did not come within {within_s:g} s")
+    raise AssertionError(f"timed out after {within_s:g} s waiting for {what}")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A place where a rank waits until the test lets it go on.
+    """A point where a rank waits until the test releases it.
 
     Attributes:
-        directory: Of the gate's two files; a gate once opened stays open.
-        rank: Who waits.
-        step: Behind this step; with `in_checkpoint` in the middle of writing this step's checkpoint.
-        in_checkpoint: See `step`.
+        directory: Directory of the gate's two files; an opened gate stays open.
+        rank: Rank that waits.
+        step: Step after which the rank waits.
+        in_checkpoint: Wait in the middle of writing the checkpoint of `step` instead.
     """
 
     directory: str
@@ -70,43 +70,43 @@ class Gate:
         return Path(self.directory, f"{kind}-{self.step}-rank-{self.rank}")
 
     def pass_through(self) -> None:
-        """In the worker: say that the gate is reached, with the process, and wait."""
+        """In the worker: record the process IDs of rank and raylet at the gate, and wait."""
         if self._file.with_suffix(".open").exists():
             return
         self._file.write_text(f"{os.getpid()} {os.environ.get('RAY_RAYLET_PID', 0)}")
         wait_until(self._file.with_suffix(".open").exists, f"the opening of {self._file.name}", 600)
 
     def reached(self, unless: Callable[[], bool] = lambda: False) -> int:
-        """In the test: wait until the rank is there, unless that cannot be; its process id."""
+        """In the test: wait until the rank is at the gate, and fail if `unless`; return its process ID."""
 
         def there() -> str:
-            assert not unless(), f"{self._file.name} cannot be reached any more"
+            assert not unless(), f"{self._file.name} can no longer be reached"
             return self._file.read_text() if self._file.exists() else ""
 
         return int(wait_until(there, self._file.name).split()[0])
 
     @property
     def raylet(self) -> int:
-        """Process id of the raylet of the node whose rank is there."""
+        """Process ID of the raylet on the node of the waiting rank."""
         return int(self._file.read_text().split()[1])
 
     def open(self) -> None:
-        """In the test: let the rank go on, now and whenever it comes here."""
+        """In the test: release the rank, now and every time it reaches the gate again."""
         self._file.with_suffix(".open").touch()
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong inside the workers.
+    """Faults inside the workers.
 
     Attributes:
-        gates: Where ranks wait.
-        nan_rank: The rank whose gradients become NaN …
-        nan_steps: … in these steps.
-        spiked_batches: Global batches whose loss, and so its gradient, is a thousand times too large.
-        notice_step: Behind this step every rank waits until Ray has told it of a preemption.
-        stop_step: Behind this step every rank waits until it is told to stop.
-        evaluations: Where tasks of async evaluation wait; their step is the checkpoint's.
+        gates: Gates where ranks wait.
+        nan_rank: Rank whose gradients become NaN in `nan_steps`.
+        nan_steps: Steps in which the gradients of `nan_rank` become NaN.
+        spiked_batches: Global batches whose loss, and therefore gradient, is a thousand times too large.
+        notice_step: Step after which every rank of several waits for Ray's preemption notice.
+        stop_step: Step after which every rank waits for the request to stop.
+        evaluations: Gates where async evaluation tasks wait; their step is the checkpoint's.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -119,7 +119,7 @@ class Faults:
 
 
 def gated(faults: Faults) -> Callable[[WorkerSpec], None]:
-    """`train_worker` with faults."""
+    """Return `train_worker` with faults."""
 
     def train_loop(spec: WorkerSpec) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -145,10 +145,10 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
                 gate.pass_through()
         if at["step"] == faults.notice_step and worker.collectives.world_size > 1:
             context = get_train_context()
-            wait_until(lambda: context.preemption_context.preemption_info, "the notice")
-            worker._preemption_checked_at = -math.inf  # asks now
+            wait_until(lambda: context.preemption_context.preemption_info, "the preemption notice")
+            worker._preemption_checked_at = -math.inf  # check immediately
         if at["step"] == faults.stop_step:
-            assert worker.recorder.stop.wait(WITHIN_S), "nobody told this rank to stop"
+            assert worker.recorder.stop.wait(WITHIN_S), "this rank received no request to stop"
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
         if at["rank"] == faults.nan_rank and at["step"] + 1 in faults.nan_steps:
@@ -163,7 +163,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
     def setting_up(*args: Any) -> TrainingSetup:
         at["rank"] = ray.train.get_context().get_world_rank()
         setup = set_up(*args)
-        # In a tensor's hook the gradient is this rank's own, not yet the mean over the ranks.
+        # A tensor's hook sees the gradient of this rank, before it is averaged over the ranks.
         next(iter(setup.raw_model.parameters())).register_hook(spoil_gradient)
         setup.raw_model.register_forward_hook(spoil_loss)
         return setup
@@ -175,7 +175,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
             if gate.in_checkpoint and gate.rank == at["rank"] and name in str(path):
                 gate.pass_through()
 
-    if faults.notice_step is not None:  # else the step before may ask already, and be answered here
+    if faults.notice_step is not None:  # else a check may start one step earlier
         patch.setattr(worker_module, "PREEMPTION_CHECK_S", math.inf)
     patch.setattr(Worker, "record", recording)
     patch.setattr(HostSnapshot, "write", writing)
@@ -183,7 +183,7 @@ def _install(faults: Faults, spec: WorkerSpec, patch: pytest.MonkeyPatch) -> Non
 
 
 def evaluates(before: Callable[[Checkpoint], None]) -> Any:
-    """The task that evaluates a checkpoint asynchronously, with something to do before."""
+    """Return the async evaluation task with a function to call first."""
     task = async_evaluation._evaluate
 
     def _evaluate(checkpoint: Checkpoint, *more: Any) -> Any:
@@ -194,7 +194,7 @@ def evaluates(before: Callable[[Checkpoint], None]) -> Any:
 
 
 def held(gates: tuple[Gate, ...]) -> Any:
-    """The same, waiting at gates."""
+    """Return the async evaluation task with gates to wait at first."""
 
     def wait(checkpoint: Checkpoint) -> None:
         for gate in gates:
@@ -205,13 +205,13 @@ def held(gates: tuple[Gate, ...]) -> Any:
 
 
 def command(config: Config, faults: Faults, file: Path) -> list[str]:
-    """The command line of a gated run as a process of its own."""
+    """Write the JSON file of a gated run and return the command line that reads it."""
     file.write_text(json.dumps({"config": config.model_dump(), "faults": asdict(faults)}))
     return [sys.executable, "-m", "tests.faults.gates", str(file)]
 
 
 def main(file: str) -> None:
-    """Train like the command: lines on stdout, an error on stderr, its exit code."""
+    """Train like the `train` command: lines on stdout, an error on stderr, the same exit codes."""
     from raytrain_gpt.train.launch import train
 
     content = json.loads(Path(file).read_text())

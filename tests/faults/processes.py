@@ -1,4 +1,4 @@
-"""Find the processes of a test's own Ray clusters."""
+"""Processes of a test's private Ray clusters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def descendants(of: int, title: str) -> list[int]:
-    """Process ids below a process whose command line contains a text."""
+    """Return the IDs of a process's descendants whose command line contains `title`."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(of).children(recursive=True):
@@ -20,5 +20,5 @@ def descendants(of: int, title: str) -> list[int]:
 
 
 def own(title: str) -> list[int]:
-    """Process ids below this process whose command line contains a text."""
+    """Return the IDs of this process's descendants whose command line contains `title`."""
     return descendants(os.getpid(), title)

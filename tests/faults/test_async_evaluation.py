@@ -1,4 +1,4 @@
-"""Async evaluation when its task, the workers or the driver die: nothing is lost."""
+"""Async evaluation when its task, the workers or the driver die: no evaluation is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.faults
 
 
 def evaluated(run_dir: Path) -> dict[int, float]:
-    """Step -> validation loss, each step once."""
+    """Return step -> validation loss; assert that each step was evaluated once."""
     rows = [row for row in read_rows(run_dir) if "val/loss" in row]
     losses = {row["step"]: row["val/loss"] for row in rows}
     assert len(losses) == len(rows)
@@ -78,7 +78,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
     monkeypatch: pytest.MonkeyPatch,
     storage: Path,
 ) -> None:
-    """Step 30 comes twice: its first checkpoint is being evaluated when the run goes back behind it."""
+    """Step 30 runs twice: the run rolls back to before it while its first checkpoint is evaluated."""
     spiked = tuple(range(24, 34))
     evaluating = Gate(str(tmp_path / "evaluation"), rank=0, step=30)
     Path(evaluating.directory).mkdir()
@@ -113,7 +113,7 @@ def test_what_a_rollback_sets_aside_is_not_evaluated(
 def test_the_last_evaluation_is_done_by_the_next_command(
     cluster: str, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
-    """Behind the last step the run is stopped, and then its driver is killed."""
+    """After the last step, the first command is stopped and the driver of the second is killed."""
     evaluating = Gate(str(tmp_path), rank=0, step=50)
     faults = Faults(evaluations=(evaluating,))
     config = make_config(num_workers=1, run_name="async-end", eval_mode="async")

@@ -1,4 +1,4 @@
-"""SIGKILL in the midst of writing a checkpoint: what has a checkpoint's name is whole. No Ray."""
+"""SIGKILL during a checkpoint write: a directory named as a checkpoint is always complete. No Ray."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.faults.checkpoint_writer import EVERY_STEPS, KEEP, write_checkpoints
 pytestmark = pytest.mark.faults
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Writers are forked from a process that has imported all they need, which is most of their time."""
+"""Forks writers from a process with all imports done, which would take most of a writer's time."""
 FORKS.set_forkserver_preload(["tests.faults.checkpoint_writer", "torch._dynamo"])
 ROUNDS = 20
 MUST_BE_WRITING = 5
-"""Rounds that must have been hit while writing; of delays drawn over the writing most are."""
+"""Fewest kills that must hit a write; most do, as the random delays span the write time."""
 WITHIN_S = 60.0
 
 
 class Writer:
-    """A process of `checkpoint_writer`, which stands by until `go`, and the lines it has said."""
+    """A `checkpoint_writer` process, idle until `go`, and the lines it has sent."""
 
     def __init__(self, run_dir: Path, max_steps: int, *arguments: str) -> None:
         command = [str(run_dir), "--max_steps", str(max_steps), *arguments]
@@ -49,25 +49,25 @@ class Writer:
         self._go.send("go")
 
     def _read(self) -> Iterator[str]:
-        with contextlib.suppress(EOFError, OSError):  # in the midst of a line, if it was killed
+        with contextlib.suppress(EOFError, OSError):  # if killed while it sends a line
             while True:
                 self.lines.append(self._said.recv())
                 yield self.lines[-1]
 
     def read_until(self, kind: str, times: int = 1) -> None:
-        """Read until a line of this kind has come so many times."""
+        """Read until `times` lines of this kind have arrived."""
         for line in self._read():
             times -= line.startswith(kind)
             if times == 0:
                 return
-        raise AssertionError(f"no more {kind!r} came; the lines were {self.lines}")
+        raise AssertionError(f"too few lines {kind!r}; received {self.lines}")
 
     def kill(self) -> None:
         self._process.kill()
         self.ended()
 
     def ended(self) -> int:
-        """Exit code, once it has ended; by then all its lines are read."""
+        """Wait for the exit, read all lines and return the exit code."""
         for _ in self._read():
             pass
         self._process.join(WITHIN_S)
@@ -75,18 +75,18 @@ class Writer:
         return int(self._process.exitcode)
 
     def finished(self) -> int:
-        """Exit code of one that is let run to its end."""
+        """Run the writer to its end and return the exit code."""
         self.go()
         return self.ended()
 
     def steps(self, kind: str) -> list[int]:
-        """Steps of the lines of a kind: `from`, `step`, `begin`, `committed`."""
+        """Return the steps in lines of a kind: `from`, `step`, `begin`, `committed`."""
         return [
             int(m[1]) for line in self.lines if (m := re.match(rf"{kind}(?: step)?=(\d+)", line))
         ]
 
     def write_s(self) -> list[float]:
-        """Seconds that each checkpoint took."""
+        """Return the write time of each checkpoint in seconds."""
         return [float(line.partition("write_s=")[2]) for line in self.lines if "write_s=" in line]
 
 
@@ -95,7 +95,7 @@ StartWriter = Callable[..., Writer]
 
 @pytest.fixture
 def start_writer() -> Iterator[StartWriter]:
-    """Makes writers; what still runs at the end dies."""
+    """Yield a function that starts writers; those still running at the end are killed."""
     writers: list[Writer] = []
 
     def start(*arguments: Any) -> Writer:
@@ -112,7 +112,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def newest_of_whole_ones(run_dir: Path) -> int:
-    """Step of the newest checkpoint, after every single one was compared with its hashes."""
+    """Verify every checkpoint against its hashes; return the step of the newest."""
     directory = run_dir / "checkpoints"
     for name in names(run_dir):
         assert name.startswith(("step=", "unfinished-")), name
@@ -128,7 +128,7 @@ def newest_of_whole_ones(run_dir: Path) -> int:
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, str]:
-    """SHA-256 of the files with weights and moments."""
+    """Return the SHA-256 of each file with weights or moments."""
     path = Location.of(run_dir / "checkpoints" / f"step={step:08d}")
     return {n: (path / n).sha256() for n in path.names() if n.endswith(".safetensors")}
 
@@ -141,14 +141,14 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
     run_dir = tmp_path / "killed"
 
     def stand_by(i: int) -> Writer:
-        # In every other round training stands still while a checkpoint is written.
+        # In every second round, training pauses during a write.
         return start_writer(run_dir, 10**6, f"--mark={i:03d}", *(["--wait"] if i % 2 else []))
 
     goes_on_from = 3 * EVERY_STEPS
     first, following = start_writer(run_dir, goes_on_from), stand_by(0)
     assert first.finished() == 0
     write_s = statistics.median(first.write_s())
-    # One delay from each 20th of the writing and a bit beyond, so that all its phases are hit.
+    # One delay from each 20th of 1.1 times the write time, so that the kills hit all phases.
     delays_s = [1.1 * write_s * (i + rng.random()) / ROUNDS for i in range(ROUNDS)]
     rng.shuffle(delays_s)
 
@@ -157,7 +157,7 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
         writer, following = following, stand_by(i + 1)
         writer.go()
         writer.read_until("begin", times=rng.choice([1, 2]))
-        time.sleep(delay_s)  # waits for nothing: it is the random moment of the kill
+        time.sleep(delay_s)  # random moment of the kill, not a wait for an event
         writer.kill()
 
         assert writer.steps("from") == [goes_on_from]
@@ -165,8 +165,8 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
         newest = newest_of_whole_ones(run_dir)
         last_begun, last_step = writer.steps("begin")[-1], writer.steps("step")[-1]
         assert newest >= max([goes_on_from, *writer.steps("committed")])
-        # At most the one being written is lost: its steps are repeated, and those trained meanwhile,
-        # which are fewer than EVERY_STEPS because the next one waits for it.
+        # At most the checkpoint being written is lost. Its steps and those trained during the write are
+        # repeated. The latter are fewer than EVERY_STEPS, as the next checkpoint waits for the write.
         assert newest >= last_begun - EVERY_STEPS
         most_repeated = EVERY_STEPS if i % 2 else 2 * EVERY_STEPS
         assert last_step - newest <= most_repeated
@@ -175,7 +175,7 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
         goes_on_from = newest
 
     assert len(hit) >= MUST_BE_WRITING, hit
-    assert len(set(hit)) > 1, f"all kills hit the same phase of the writing: {hit}"
+    assert len(set(hit)) > 1, f"all kills hit the same phase of the write: {hit}"
     end = goes_on_from + 2 * EVERY_STEPS
     for directory in (run_dir, tmp_path / "unbroken"):
         assert start_writer(directory, end).finished() == 0
@@ -184,7 +184,7 @@ def test_a_process_killed_20_times_while_writing_never_has_a_broken_newest_check
 
 
 def is_writing(writer: Writer, directory: Path) -> bool:
-    """Whether a process has a file in a directory open."""
+    """Return whether a process has an open file in a directory."""
     files = psutil.Process(writer.pid).open_files()
     return any(Path(file.path).parent == directory for file in files)
 
@@ -206,8 +206,8 @@ def test_a_checkpoint_of_two_ranks_is_absent_when_one_was_killed_while_writing_i
         writers[victim].read_until(f"begin step={lost}")
         unfinished = run_dir / "checkpoints" / f"unfinished-step={lost:08d}-{mark}"
         while not is_writing(writers[victim], unfinished):
-            # The moment is short, so it is looked for all the time.
-            assert f"step={lost:08d}" not in names(run_dir), "written before it was seen"
+            # The moment is short, so poll without pauses.
+            assert f"step={lost:08d}" not in names(run_dir), "write ended unseen"
         writers[victim].kill()
         assert writers[1 - victim].ended() > 0
         assert names(run_dir) == [f"step={former:08d}", unfinished.name]

@@ -1,4 +1,4 @@
-"""Asked to leave by `ray job stop`, or because a node is taken away: saved first, nothing is lost."""
+"""Runs that stop for `ray job stop` or the removal of a node: they save first and lose no step."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def answers(port: int) -> bool:
 
 
 class Head:
-    """`ray start --head` of a test's own, with a token, a dashboard and workers that are forked."""
+    """A private `ray start --head` with a token, a dashboard and forked workers."""
 
     def __init__(self, num_cpus: int, log: Path) -> None:
-        self.directory = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a socket's path is short
+        self.directory = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # socket paths must be short
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         port, dashboard, agent, client = free_ports(4)
         flags = {
@@ -78,7 +78,7 @@ class Head:
         self._jobs = f"http://127.0.0.1:{dashboard}"
 
     def job(self, action: str, *flags: str) -> str:
-        """What `ray job ACTION` prints."""
+        """Run `ray job ACTION` and return its output."""
         done = subprocess.run(
             [*RAY, "job", action, f"--address={self._jobs}", *flags],
             env={**os.environ, **self.token},
@@ -99,7 +99,7 @@ class Head:
 def head(
     cluster: str, forks_workers: ForksWorkers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Head]:
-    """Room for a worker of two CPUs, or two of one, and the data."""
+    """Start a head with CPUs for one worker of two CPUs, or two of one, and for the data."""
     with forks_workers():
         made = Head(3, tmp_path_factory.mktemp("head") / "head.log")
     yield made
@@ -129,7 +129,7 @@ def test_a_stopped_job_has_saved_and_the_same_command_goes_on_bitwise(
     place.open()
     assert "'stopped' was stopped" in head.job("stop", "stopped")
     printed = head.job("logs", "stopped")
-    # Two ranks agree on it while they train a step more.
+    # Two ranks agree on the stop while they train one more step.
     assert "interrupted at step 24, saved" in printed, printed
     saved = Catalog(Location.of(config.run.storage_path) / "job").newest_good(pytest.fail)
     assert saved is not None
@@ -151,7 +151,7 @@ def test_a_node_that_gets_sigterm_leaves_when_the_run_has_saved(
     start: Start,
     tmp_path: Path,
 ) -> None:
-    """SIGTERM to every process of the node at once, as systemd sends it."""
+    """Every process of the node gets SIGTERM at once, as systemd sends it."""
     flags = ("--num-cpus=2", "--labels=zone=a", "--dashboard-agent-listen-port=0")
     argv = command("node", "--address", head.address, "--grace-s", "90", "--", *flags)
     node = Command(argv, head.token, tmp_path / "node.log")

@@ -1,4 +1,4 @@
-"""Steps that go wrong: skipped when not finite, gone back on when they do not end."""
+"""Bad steps: skipped if not finite, rolled back if they continue."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.faults
 Spiked = tuple[RunSummary, list[str], Config]
 NAN_STEP = 8
 SPIKED = tuple(range(24, 34))
-"""Ten global batches, read by the steps 25 to 34."""
+"""Ten global batches, read in steps 25 to 34."""
 SKIPPED = (22, 34)
-"""From two before the first spiked one to the last one."""
+"""Skipped batches (first, stop): from two before the first spiked batch to the last one."""
 
 
 @pytest.fixture(scope="module")
 def spiked(cluster: str, make_config: MakeConfig) -> Spiked:
-    """A run of 2 workers with one NaN on rank 1 and ten spikes: what came of it, lines, configuration."""
+    """Run 2 workers with one NaN on rank 1 and ten spikes; return summary, lines and configuration."""
     config = make_config(
         num_workers=2,
         run_name="spiked",
@@ -77,7 +77,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(spiked: Spi
 def test_ten_spikes_lead_back_and_their_batches_are_skipped(spiked: Spiked) -> None:
     run, lines, config = spiked
     run_dir = run.run_dir.path
-    # The two attempts: until patience ended, and from the last checkpoint before the spikes.
+    # Two attempts: until patience ran out, then from the last checkpoint before the spikes.
     assert [row["step"] for row in events(run_dir, "spike")] == [batch + 1 for batch in SPIKED]
     (event,) = events(run_dir, "rollback")
     assert (event["to_step"], event["first_bad_step"]) == (20, 25)
@@ -125,7 +125,7 @@ def test_events_stand_in_mlflow(spiked: Spiked, storage: Path) -> None:
 def test_spikes_behind_a_resume_lead_back_to_where_it_went_on(
     spiked: Spiked, storage: Path
 ) -> None:
-    """Only where a rollback itself led did it go wrong before; a run in this process goes back as well."""
+    """Only an earlier rollback to a checkpoint rules it out, not a resume; local mode also rolls back."""
     run, _, config = spiked
     copy = restarted_from(run, 20, storage, "spiked-resumed")
     (copy / SKIPPED_FILE).remove()

@@ -1,4 +1,4 @@
-"""Nodes that die, come back and are taken away: the order stays, whoever is there to read it."""
+"""Nodes that die, return and are preempted: the data order does not depend on them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.faults
 def nodes(
     cluster: str, forks_workers: ForksWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
-    """A head without work, and three nodes: for two workers and for the data."""
-    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # else 15 s until a node is dead
+    """Start a head without CPUs, and three nodes for two workers and the data."""
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # by default detection takes 15 s
     with forks_workers():
         made = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
@@ -42,7 +42,7 @@ def nodes(
 
 
 def node_at(nodes: Cluster, gate: Gate) -> Any:
-    """The node whose rank is at a gate."""
+    """Return the node whose rank waits at a gate."""
     (found,) = (
         node
         for node in nodes.list_all_nodes()
@@ -52,7 +52,7 @@ def node_at(nodes: Cluster, gate: Gate) -> Any:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone; one that nobody collects counts."""
+    """Return whether a process has exited; a zombie counts as exited."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -66,14 +66,14 @@ def has_ended(pid: int) -> bool:
 def test_two_workers_become_one_and_two_and_one_again(
     nodes: Cluster, straight: Straight, make_config: MakeConfig, gate: MakeGate, start: Start
 ) -> None:
-    """A node dies, another one comes, and that one is preempted."""
+    """One node dies, a new one joins, and then rank 0's node is preempted."""
     dies, grows, drained = gate(1, 12), gate(0, 25), gate(0, 40)
     config = make_config(run_name="elastic", num_workers=2, min_workers=1, resize_after_s=1)
     env = {"RAY_ADDRESS": nodes.address, "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
     command = start(config, Faults((dies, grows, drained), notice_step=40), env)
 
     orphan = command.reaches(dies)
-    # What ends a node; its worker, which Ray leaves behind, has to end by itself.
+    # Killing the raylet ends the node. Ray orphans its worker, which must exit without help.
     os.kill(dies.raylet, signal.SIGKILL)
     command.reaches(grows)
     assert has_ended(orphan)
@@ -98,7 +98,7 @@ def test_two_workers_become_one_and_two_and_one_again(
     assert [row["num_workers"] for row in attempts] == [2, 1, 2, 1]
     kinds = ("failed", "resized", "preempted", "finished")
     assert [row["event"] for row in events(run_dir, *kinds)] == list(kinds)
-    # Asked to leave, the workers save first; only the dead node costs steps.
+    # Preempted or resized workers save first; only the dead node costs steps.
     assert [row["lost_steps"] for row in attempts[2:]] == [0, 0]
     assert attempts[1]["lost_steps"] <= config.train.checkpoint_every_steps
     assert [row["step"] for row in events(run_dir, "preemption_notice")] == [41]
@@ -115,7 +115,7 @@ def test_a_run_waits_for_a_node_that_it_cannot_do_without(
     orphan = command.reaches(dies)
     os.kill(dies.raylet, signal.SIGKILL)
     command.prints("waiting for nodes: the run needs 2 workers")
-    wait_until(lambda: has_ended(orphan), "the end of the worker without a node")
+    wait_until(lambda: has_ended(orphan), "the exit of the orphaned worker")
     dies.open()
     nodes.add_node(num_cpus=1)
     assert command.ends() == 0, command.output

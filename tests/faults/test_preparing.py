@@ -1,4 +1,4 @@
-"""`prepare` killed again and again ends with the bytes of a preparation that nothing disturbed."""
+"""`prepare`, killed repeatedly, produces the same bytes as an undisturbed preparation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = "a few words " * 2000
 
 @pytest.fixture
 def sources(tmp_path: Path) -> str:
-    """Files of a task each, with duplicates and a bad line in all of them."""
+    """Write files for one task each; every file has duplicates and one bad line."""
     (tmp_path / "in").mkdir()
     draw = random.Random(0)
     for i in range(NUM_FILES):
@@ -51,7 +51,7 @@ def all_files(directory: Path) -> dict[str, bytes]:
 
 
 def written(directory: Path) -> set[str]:
-    """Whole files, also in directories that vanish meanwhile."""
+    """Return the complete files; directories may vanish during the walk."""
     found = {str(Path(parent, name)) for parent, _, names in os.walk(directory) for name in names}
     return {name for name in found if not name.endswith(".unfinished")}
 
@@ -81,10 +81,10 @@ def test_killed_five_times_it_ends_with_the_same_bytes(
                 start_new_session=True,
             )
 
-    # Hashes, shards and results of tasks; behind three quarters it might be done before it is killed.
+    # Files of hashes, shards and task results; kills in the last quarter might come after the end.
     num_written = 2 + 2 * NUM_FILES + len(whole.shards)
     moments = random.Random(1).sample(range(1, num_written * 3 // 4), NUM_KILLS)
-    assert sum(moment > 2 + NUM_FILES for moment in moments) >= 2, "kills among the shards"
+    assert sum(moment > 2 + NUM_FILES for moment in moments) >= 2, "too few kills during shards"
     for moment in sorted(moments):
         process = start()
         try:

@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of every process of a run: it ends with the bits of an unbroken one."""
+"""SIGKILL and SIGSTOP of every process of a run: the final bits are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.faults
 
 
 def in_background(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
-    """A test's hand that kills while the run goes on; what it fails with is kept."""
+    """Start a thread that acts on a run, usually to kill; return it and a list for its exception."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -51,7 +51,7 @@ def in_background(action: Callable[[], None]) -> tuple[threading.Thread, list[Ba
 
 
 def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tuple[Path, list[str]]:
-    """Run a configuration while something happens to it: its directory and its lines."""
+    """Train while `action` runs in a thread; return the run's directory and lines."""
     lines: list[str] = []
     thread, raised = in_background(action)
     try:
@@ -68,7 +68,7 @@ def train_while(config: Any, faults: Faults, action: Callable[[], None]) -> tupl
 def test_a_worker_killed_three_times_costs_no_step(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, optimizer: str
 ) -> None:
-    """Once is in tests/train/test_runs.py. Muon's runs are its own: its work is dealt to the ranks."""
+    """tests/train/test_runs.py covers one kill. Muon needs separate runs, as it splits work over ranks."""
     fields = {"num_workers": 2, "optimizer": optimizer}
     unbroken = straight(2)
     if optimizer == "muon":
@@ -97,7 +97,7 @@ def test_a_worker_killed_three_times_costs_no_step(
 def test_a_killed_actor_of_the_run_is_replaced(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, actor: str
 ) -> None:
-    """With three of the cluster's six CPUs it only goes on if the dead attempt's are free again."""
+    """The run needs three of the cluster's six CPUs, so the dead attempt must release its CPUs."""
     place, others = gate(0, 25), set(own(f"ray::{actor}"))
 
     def kill() -> None:
@@ -114,7 +114,7 @@ def test_a_killed_actor_of_the_run_is_replaced(
 def test_a_controller_that_hangs_behind_the_last_step_is_ended(
     straight: Straight, make_config: MakeConfig, gate: MakeGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of its own: its controller is frozen."""
+    """Needs a separate run, because the test freezes its controller."""
     monkeypatch.setattr(attempt, "END_TIMEOUT_S", 3.0)
     place, others = gate(0, 50), set(own("ray::TrainController"))
 
@@ -133,7 +133,7 @@ def test_a_controller_that_hangs_behind_the_last_step_is_ended(
 
 
 def without_rank_1_at_first(spec: WorkerSpec) -> None:
-    """A train loop whose rank 1 says nothing in the first attempt."""
+    """Train, but block rank 1 forever in the first attempt."""
     if spec.attempt == 1 and ray.train.get_context().get_world_rank() == 1:
         threading.Event().wait()
     train_worker(spec)
@@ -143,14 +143,14 @@ def without_rank_1_at_first(spec: WorkerSpec) -> None:
 def test_a_start_without_all_workers_is_given_up_and_tried_again(
     straight: Straight, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of its own: in no other one does a rank stay away."""
+    """Needs a separate run, because in no other run does a rank fail to start."""
     monkeypatch.setattr(attempt, "START_TIMEOUT_S", 5.0)
     lines: list[str] = []
 
     def log(line: str) -> None:
         lines.append(line)
         if line.endswith("of 2 workers started within 5 s"):
-            monkeypatch.undo()  # the next start has all the time that it needs
+            monkeypatch.undo()  # the next start has the normal timeout
 
     config = make_config(num_workers=2, run_name="stays-away")
     summary = train(config, log, without_rank_1_at_first)
@@ -160,7 +160,7 @@ def test_a_start_without_all_workers_is_given_up_and_tried_again(
 
 
 def read_behind_a_gate(gate: Gate, table: pa.Table, spec: IngestSpec) -> pa.Table:
-    """A reading task that a test can find and hold."""
+    """Read a chunk behind a gate, where a test can find and hold the task."""
     gate.pass_through()
     return _read_chunk(table, spec)
 
@@ -230,7 +230,7 @@ def test_a_hanging_and_a_frozen_rank_are_noticed_with_the_stacks_of_all(
     first, second = ((run_dir / f"stacks-{n:03d}.txt").read_text() for n in (1, 2))
     assert "pass_through" in first
     assert "[rank 0]" in first
-    # The other rank waits in the log's collective, or in Ray's, which comes every few seconds.
+    # The other rank waits in the log's collective, or in Ray's, which runs every few seconds.
     assert any(f"in {call}" in first for call in ("all_gather_rows", "get_preemption_info"))
     assert "[rank 0] does not respond (process" in second
     assert "[rank 1] thread" in second
@@ -250,7 +250,7 @@ def test_a_killed_driver_goes_on_by_the_same_command(
     config = make_config(num_workers=2, run_name="driver")
     command = start(config, Faults((place,)), environment(cluster))
     command.reaches(place)
-    # Ray rewrites its own index in place, so a kill can leave it empty; it is never read.
+    # Ray rewrites its index in place, so a kill can empty it; raytrain-gpt never reads it.
     storage = Path(config.run.storage_path, "driver")
     indexes = wait_until(
         lambda: list(storage.rglob("checkpoint_manager_snapshot.json")), "Ray's index"
@@ -273,15 +273,15 @@ def test_a_run_killed_again_and_again_goes_on_in_another_mode_each_time(
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With 4 workers, one, in a process, with 3, in a process to its end: exact sums keep every bit.
+    """With 4 workers, 1, local mode, 3 workers and local mode to the end, exact sums keep every bit.
 
-    The attempts with workers are of no other test: they begin behind what local mode left, at steps
-    that nobody chose, and what they leave must be enough for a process without Ray.
+    No other test covers such attempts on Ray. They resume from local mode's files at random steps, and
+    local mode must be able to resume from theirs.
     """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     seed = random.randrange(10**6)
     kills = sorted(random.Random(seed).sample(range(1, 50), 4))
-    print(f"seed {seed}: killed behind the steps {kills}")
+    print(f"seed {seed}: killed after steps {kills}")
     exact = {"exact": True, "micro_batch_sequences": 1, "dropout": 0.1}
     for num_workers, step in zip((4, 1, 0, 3), kills, strict=True):
         place = gate(max(num_workers - 1, 0), step)
@@ -308,10 +308,10 @@ def test_a_dead_cluster_goes_on_by_the_same_command(
     start: Start,
     what: str,
 ) -> None:
-    """The head alone, which ends the driver; and every process at once, with a private cluster again."""
+    """Kill only the head, which ends the driver, or kill every process and resume on a private cluster."""
     place = gate(1, 33)
     config = make_config(num_workers=2, run_name=f"dead-{what}")
-    # How long Ray's processes wait for a head that is gone; a minute if it is not said.
+    # Time that Ray's processes wait for a lost head, in seconds; 60 by default.
     command = start(config, Faults((place,)), {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"})
     command.reaches(place)
     if what == "everything":
@@ -333,7 +333,7 @@ def test_a_dead_cluster_goes_on_by_the_same_command(
 def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
     cluster: str, make_config: MakeConfig, gate: MakeGate, start: Start
 ) -> None:
-    place = gate(1, 15)  # a rank that never comes back, so that saving cannot succeed
+    place = gate(1, 15)  # this rank never returns, so saving cannot succeed
     config = make_config(num_workers=2, run_name="forced")
     command = start(config, Faults((place,)), environment(cluster))
     command.reaches(place)
@@ -344,7 +344,7 @@ def test_a_third_interrupt_ends_a_run_at_once_with_its_checkpoint_intact(
         command.process.send_signal(signal.SIGINT)
         return command.process.poll() is not None
 
-    wait_until(interrupted, "the end")
+    wait_until(interrupted, "the exit of the command")
     assert command.ends() == 130, command.output
     newest = Catalog(Location.of(config.run.storage_path) / "forced").newest_good(pytest.fail)
     assert newest is not None

@@ -1,4 +1,4 @@
-"""Storage that goes away or fills up: an outage costs time, the end of the disk costs no checkpoint."""
+"""Unreachable or full storage: an outage costs only time, and a full disk costs no checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AWAY_S = 2.5
 
 @pytest.fixture(scope="module")
 def bucket(s3: S3Server, dataset: Path) -> Location:
-    """A bucket with the dataset in it."""
+    """Make a bucket that contains the dataset."""
     s3.make_bucket("faults")
     made = Location.of("s3://faults", endpoint=s3.endpoint)
     for file in dataset.iterdir():
@@ -47,7 +47,7 @@ def bucket(s3: S3Server, dataset: Path) -> Location:
 
 @pytest.fixture
 def in_bucket(bucket: Location, make_config: MakeConfig) -> Callable[..., Any]:
-    """A configuration whose data and runs are in the bucket."""
+    """Return a function that makes configurations with data and runs in the bucket."""
 
     def make(**changes: object) -> Any:
         places = {"data_path": f"{bucket}/data", "storage_path": f"{bucket}/runs"}
@@ -72,7 +72,7 @@ def test_an_outage_of_the_object_store_costs_nothing_but_time(
         place.reached()
         s3.stop()
         place.open()
-        time.sleep(OUTAGE_S)  # this is the fault, nothing waits for it
+        time.sleep(OUTAGE_S)  # length of the outage, not a wait for an event
         s3.start()
 
     thread, raised = in_background(outage)
@@ -89,7 +89,7 @@ def test_an_outage_of_the_object_store_costs_nothing_but_time(
     (run / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 51))
     stood_still = sum(row.get("perf/checkpoint_blocked_s", 0.0) for row in read_rows(tmp_path))
-    assert stood_still > OUTAGE_S / 2, "the run did not meet the outage"
+    assert stood_still > OUTAGE_S / 2, "the outage did not block the run"
     assert {"config.yaml", "log.txt", "report.html", "tensorboard"} <= set(run.names())
 
 
@@ -121,7 +121,7 @@ def test_an_object_store_that_is_gone_for_good_stops_the_run_with_its_newest_che
     assert not raised
     newest = Catalog(bucket / "runs" / "gone").newest_good(pytest.fail)
     assert newest is not None
-    # The one of step 20 may still have been on its way.
+    # The checkpoint of step 20 may have been in flight.
     assert newest.state.step in (10, 20)
     lines: list[str] = []
     train(config.updated({"num_workers": 0}), lines.append)
@@ -167,12 +167,12 @@ def test_a_node_without_room_for_ray_is_refused(disk: Path) -> None:
 
 @pytest.fixture
 def disk(small_disk: Callable[[str], Path]) -> Path:
-    """A disk of 40 MB."""
+    """Mount a disk of 40 MB."""
     return small_disk("40m")
 
 
 def fill(file: Path) -> None:
-    """Leave not one byte of a disk."""
+    """Fill a disk to the last byte."""
     with file.open("wb", buffering=0) as filler:
         while True:
             try:

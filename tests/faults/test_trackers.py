@@ -1,4 +1,4 @@
-"""A tracking server that is down slows nothing, and gets everything when it is there."""
+"""A tracking server that is down delays nothing, and receives all rows once it is up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.faults
 def test_rows_wait_for_a_server_that_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlflow import MlflowClient  # here: it takes seconds
+    from mlflow import MlflowClient  # imported here because it takes seconds
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr("raytrain_gpt.tracking.trackers._RETRY_S", 1.0)
@@ -40,7 +40,7 @@ def test_rows_wait_for_a_server_that_is_down(
     returned = threading.Event()
 
     def open_run() -> MLflowRun:
-        assert returned.wait(WITHIN_S), "a tracker that is down must not hold up anybody"
+        assert returned.wait(WITHIN_S), "adding rows must not wait for a tracker that is down"
         return MLflowRun(place, config, {"seed": 1}, {}, starts_over=True)
 
     tracker = MLflow(open_run, run_dir, uri, lines.put)
@@ -50,7 +50,7 @@ def test_rows_wait_for_a_server_that_is_down(
 
     store = f"sqlite:///{tmp_path / 'server.db'}"
     client = MlflowClient(store)
-    client.search_experiments()  # makes the tables, before the server would do so at the same time
+    client.search_experiments()  # makes the tables now, or the server would make them at the same time
     port = uri.rpartition(":")[2]
     argv = ["-m", "mlflow", "server", "--port", port, "--backend-store-uri", store]
     server = subprocess.Popen(
@@ -62,13 +62,13 @@ def test_rows_wait_for_a_server_that_is_down(
     try:
 
         def logged() -> list[int]:
-            assert server.poll() is None, "the server ended"
+            assert server.poll() is None, "the server exited"
             found = client.get_experiment_by_name("down")
             runs = client.search_runs([found.experiment_id]) if found else []
             history = client.get_metric_history(runs[0].info.run_id, "train/loss") if runs else []
             return sorted(metric.step for metric in history)
 
-        wait_until(lambda: logged() == list(range(1, 21)), "the rows of before")
+        wait_until(lambda: logged() == list(range(1, 21)), "the rows added first")
         tracker.add_rows(rows[20:])
         tracker.close("FINISHED", None)
         assert logged() == list(range(1, 41))

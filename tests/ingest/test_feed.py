@@ -1,4 +1,4 @@
-"""From rows of the dataset to micro-batches: every sequence once, in order, and nothing dealt wrongly."""
+"""Dataset rows to micro-batches: every sequence once, in order; wrongly delivered rows are detected."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def config(make_config: MakeConfig) -> Config:
 
 @pytest.fixture(scope="module")
 def spec(config: Config) -> IngestSpec:
-    """Batches 4 and 5 are left out."""
+    """Return a spec that skips batches 4 and 5."""
     data = data_of(config)
     return IngestSpec(config, data, WORLD_SIZE, first_batch=2, skipped=((4, 6),))
 
 
 def dealt(spec: IngestSpec, rank: int, *ranges: tuple[int, int]) -> Iterator[pa.Table]:
-    """What Ray deals a rank: its validation share, then its part of some global batches."""
+    """Yield rows as Ray sends them to a rank: its validation share, then its share of global batches."""
     order = spec.order()
     yield rank_rows(spec, "val", 0, spec.eval_ids(), range(spec.world_size)).slice(rank, 1)
     for first, stop in ranges:
@@ -110,7 +110,7 @@ def test_rows_that_are_dealt_wrongly_are_noticed(
 def test_a_validation_share_is_filled_up_with_targets_that_do_not_count(spec: IngestSpec) -> None:
     tokens = np.arange(5 * (spec.seq_len + 1), dtype=np.uint16).reshape(5, -1) % 250
     ids = np.array([0, 1, 2, 3, -1])
-    for _ in range(2):  # every evaluation has them again
+    for _ in range(2):  # every evaluation repeats them
         (part,) = EvalFeed(tokens, ids, spec.data, 3, CPU).micro_batches()
         found = list(part)
         assert [inputs.shape for inputs, _ in found] == [(3, spec.seq_len)] * 2

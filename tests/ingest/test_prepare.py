@@ -1,4 +1,4 @@
-"""`prepare` in the command's own process, and as Ray Data tasks."""
+"""`prepare` in the command's process, and as Ray Data tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.s3 import S3Server
 
 @pytest.fixture(params=["process", pytest.param("ray", marks=pytest.mark.ray)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where small text is prepared, which RAY_ADDRESS decides."""
+    """Set RAY_ADDRESS, which decides where small text is prepared: in this process or on Ray."""
     where = request.getfixturevalue("cluster") if request.param == "ray" else "local"
     monkeypatch.setenv("RAY_ADDRESS", where)
     return str(request.param)
@@ -37,7 +37,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def on_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names what would have run on a cluster; RAY_ADDRESS is unset."""
+    """Record the functions that would have run on a cluster, with RAY_ADDRESS unset."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ran: list[str] = []
 
@@ -152,7 +152,7 @@ def write_and_die(directory, task, *args):
 tokenize.write_result = write_and_die
 cli.main(sys.argv[2:])
 """
-"""A command that gets a signal in the midst of its third task, after the file with its result."""
+"""Command that gets a signal during its third task, just after writing the task's result file."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -283,5 +283,5 @@ def test_a_store_out_of_reach_ends_tasks_in_one_line(
         prepare([str(source)], out, "bytes", log=print)
     s3.start()
     monkeypatch.undo()
-    (bucket / ".lost.lease").remove()  # this process holds it until it ends
+    (bucket / ".lost.lease").remove()  # held by this process until it exits
     assert prepare([str(source)], out, "bytes", log=print).shards

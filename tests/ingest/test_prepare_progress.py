@@ -1,4 +1,4 @@
-"""The lines of `prepare`: how far, how fast, and when it will be done."""
+"""Progress lines of `prepare`: fraction done, rates and ETA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_gpt.ingest.prepare import _Progress
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """Fake of the module `time`."""
 
     now = 100.0
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """Ten tasks of equal size."""
+    """Return a plan of ten tasks of equal size."""
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text("a line of text\n" * 100)
     made = make_plan([str(tmp_path)], load_tokenizer("bytes"))
@@ -58,7 +58,7 @@ def test_what_was_done_before_counts_as_done_and_not_as_speed(plan: Plan, clock:
     assert lines == []
     clock.now += 4
     progress.add(7, documents=100, tokens=1_000)
-    # Nothing is new yet, so nothing is known of how long the rest takes.
+    # No task is new yet, so the remaining time cannot be estimated.
     assert lines == ["prepare  80% | 800 documents, 0/s | 8.0k tokens, 0/s"]
     clock.now += 16
     progress.add(8, documents=100, tokens=1_000)

@@ -1,4 +1,4 @@
-"""What a reading task makes of a chunk; the order of rows is the runs' to show."""
+"""Rows that a reading task makes from a chunk; their order is tested by real runs."""
 
 from __future__ import annotations
 

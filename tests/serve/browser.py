@@ -1,4 +1,4 @@
-"""The browser that is installed."""
+"""The installed browser."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from playwright.sync_api import Browser, Playwright
 
 
 def installed() -> str | None:
-    """Where Chromium is, None if it is not installed."""
+    """Return the path of Chromium or Chrome, or None if neither is installed."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def launched(playwright: Playwright) -> Browser:
-    """Chromium without a window."""
-    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox needs another user
+    """Launch Chromium without a window."""
+    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # the sandbox does not run as root
     return playwright.chromium.launch(executable_path=installed(), args=as_root)

@@ -1,4 +1,4 @@
-"""Checkpoints of small models, written as a run does, without training."""
+"""Checkpoints of small models, written as in a run, but without training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_NAME = "small"
 
 
 def small_config(seq_len: int) -> Config:
-    """Two layers, bytes as tokens."""
+    """Return a configuration of a small model with two layers."""
     model = {"num_layers": 2, "num_heads": 2, "embd_size": 32, "seq_len": seq_len}
     run = {"global_batch_tokens": 4 * seq_len, "micro_batch_sequences": 4, "run_name": RUN_NAME}
     return Config().updated({**model, **run})
@@ -36,16 +36,16 @@ def write_checkpoint(
     manifest_hash: str = "m",
     **fields: object,
 ) -> Path:
-    """A checkpoint whose weights are drawn from its step; returns its directory.
+    """Write a checkpoint with weights seeded by its step; return its directory.
 
     Args:
-        fields: Of its configuration.
+        fields: Changed fields of the configuration.
     """
     config, tokenizer = small_config(seq_len).updated(fields), load_tokenizer("bytes")
     model = GPT2(GPTShape.of(config, tokenizer.n_vocab))
     model.init_weights(step)
     with torch.no_grad():
-        model.wte.weight.mul_(20)  # else all tokens are equally likely, and a text ends at any
+        model.wte.weight.mul_(20)  # else all tokens, eot included, are equally likely
     draft = Catalog(Location.of(run_dir)).draft(step, "001")
     entries = {
         MODEL_FILE: draft.add(MODEL_FILE, lambda path: save_file(dict(model.state_dict()), path))
@@ -65,14 +65,14 @@ def write_checkpoint(
 
 
 def write_damaged(run_dir: Path, step: int, val_loss: float, seq_len: int = SEQ_LEN) -> Path:
-    """The same with a changed byte; whoever looks at the run never sees it whole."""
+    """Write a checkpoint with one changed byte; a reader of the run never sees it undamaged."""
     whole = write_checkpoint(run_dir.with_name("elsewhere"), step, val_loss, seq_len)
     flip_last_byte(whole / MODEL_FILE)
     return whole.rename(run_dir / CHECKPOINTS_DIR / whole.name)
 
 
 def flip_last_byte(file: Path) -> None:
-    """Damage a file; a second time repairs it."""
+    """Damage a file, or repair it on a second call."""
     content = bytearray(file.read_bytes())
     content[-1] ^= 255
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""One server for all tests: two replicas that follow a run, open to others with a key."""
+"""One server for all tests: two replicas that follow a run, open to other hosts with a key."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.serve.checkpoints import RUN_NAME, write_checkpoint
 
 KEY = "a-key-of-the-server's"
 CONTEXT_TOKENS = 4096
-"""As long as a text that is to last while others come and go."""
+"""Context length at which a long request outlasts others."""
 MAX_BATCH = 16
 MAX_QUEUE = 84
-"""With a batch it is 100 sequences, for a replica that gets all of them."""
+"""Plus one batch makes 100 sequences, in case one replica gets all of them."""
 WITHIN_S = 120
 
 
 class Server:
-    """`serve --follow` as a process of its own."""
+    """`serve --follow` in a separate process."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # a socket's path is short
+        self.ray_dir = Path(tempfile.mkdtemp(prefix="own-", dir="/tmp"))  # sockets need short paths
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.headers = {"Authorization": f"Bearer {KEY}"}
@@ -66,13 +66,13 @@ class Server:
             self._lines.put(line)
 
     def said(self, words: str) -> str:
-        """The next line with these words, waited for."""
+        """Wait for the next line that contains `words` and return it."""
         while words not in (line := self._lines.get(timeout=WITHIN_S)):
             pass
         return line
 
     def facts(self) -> dict[str, Any]:
-        """What it tells about the model that it serves now."""
+        """Return the server's description of the current model."""
         answer = httpx2.get(f"{self.url}/v1/models", headers=self.headers, timeout=WITHIN_S)
         found: dict[str, Any] = answer.json()["data"][0]
         return found
@@ -82,7 +82,7 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
 
     def ended(self) -> int:
-        """The exit code, once it and all that it started are gone and its output is complete."""
+        """Wait until the server and its descendants exit and the output is complete; return the exit code."""
         code = self.process.wait(WITHIN_S)
         _, left = psutil.wait_procs(self._started, timeout=WITHIN_S)
         assert not left, left
@@ -91,7 +91,7 @@ class Server:
         return code
 
     def alone(self, step: int, prompt: bytes, options: SamplingOptions, stream: int = 0) -> bytes:
-        """What a step's model continues a prompt with that has a batch for itself."""
+        """Return the continuation of a prompt by the model of a step, in a batch of one."""
         weights = load_weights(str(self.run_dir / "checkpoints" / f"step={step:08d}"))
         batch = DecodingBatch(weights.model, weights.tokenizer.eot_token, 1)
         batch.add(prompt, options, stream)
@@ -103,7 +103,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serves step 10 of a run until somebody writes a better one."""
+    """Serve step 10 of a run until a test writes a better checkpoint."""
     run_dir = tmp_path_factory.mktemp("served") / RUN_NAME
     write_checkpoint(run_dir, 10, 3.0, CONTEXT_TOKENS)
     started = Server(run_dir)

@@ -1,4 +1,4 @@
-"""The picture of the page in the docs, taken of a server that runs.
+"""Screenshot of the page for the docs, taken from a running server.
 
 python -m tests.serve.screenshot http://127.0.0.1:8000 "ROMEO:" docs/images/serve-page.png
 """

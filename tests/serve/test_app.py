@@ -1,4 +1,4 @@
-"""Who may call, what is refused, and that the page runs nothing but itself."""
+"""Access to the server, refused requests, and a page that runs only its script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ask(run_dir: Path) -> Ask:
-    """Send a request to an application of its own."""
+    """Return a function that sends a request to a new application."""
 
     def send(method: str, path: str, host: str = "127.0.0.1", **content: Any) -> httpx2.Response:
         async def sent() -> httpx2.Response:
@@ -61,7 +61,7 @@ def complete(ask: Ask, headers: dict[str, str] | None = None, **fields: Any) -> 
 
 
 def message(answer: httpx2.Response, status: int) -> str:
-    """The line that a refusal has, in OpenAI's form."""
+    """Return the one-line message of a refusal in OpenAI's format."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -147,7 +147,7 @@ def test_unknown_addresses_have_the_same_form(ask: Ask) -> None:
 
 
 def test_another_page_of_the_browser_cannot_call(ask: Ask) -> None:
-    """It may send a form or plain text to any address, or give this one a name of its own."""
+    """A foreign page may send a form or plain text to any address, or map its host name to this one."""
     plain = ask("POST", "/v1/completions", content="{}", headers={"Content-Type": "text/plain"})
     assert "application/json" in message(plain, 415)
     named = {"Content-Type": "Application/JSON; charset=utf-8"}
@@ -195,10 +195,10 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 
 @pytest.mark.fault("slow request bodies in `serve`", "above 50, the oldest get one more second")
 def test_slow_bodies_make_room_for_others(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over sockets; with less time than the others, the oldest bodies are given up."""
+    """The oldest bodies get less time than the others and are dropped; tested over sockets."""
     monkeypatch.setattr(app, "MAX_ARRIVING_BODIES", 3)
     monkeypatch.setattr(app, "HURRIED_BODY_WITHIN_S", 0.0)
-    assert MAX_ARRIVING_BODIES < SPARE_REQUESTS, "else they keep Ray Serve's places"
+    assert MAX_ARRIVING_BODIES < SPARE_REQUESTS, "slow bodies could occupy all of Ray Serve's slots"
     head = (
         f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
     )
@@ -237,7 +237,7 @@ def test_the_page_may_run_its_own_script_and_load_nothing(ask: Ask) -> None:
     (nonce,) = re.findall(r'<script nonce="([\w-]{40,})">', answer.text)
     assert answer.text.count("<script") == 1
     assert policy["script-src"] == policy["style-src"] == f"'nonce-{nonce}'"
-    assert nonce not in ask("GET", "/").text, "nobody can know the next one"
+    assert nonce not in ask("GET", "/").text, "the next nonce must be unpredictable"
     assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
     assert "http" not in answer.text
     assert "innerHTML" not in answer.text

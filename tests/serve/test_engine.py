@@ -1,4 +1,4 @@
-"""The engine: everyone gets what they would get alone, by arrival, whatever happens to the others."""
+"""Engine: each job gets the tokens of a batch of one, in order of arrival, whatever happens to others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def job(of: Weights, length: int, index: int = 0, prompt: Sequence[int] = b"ab")
 
 
 def alone(of: Weights, options: SamplingOptions, stream: int = 0) -> list[int | None]:
-    """The tokens of a sequence that has a batch for itself."""
+    """Return the tokens of a sequence drawn in a batch of one."""
     batch = DecodingBatch(of.model, TOKENIZER.eot_token, 1)
     batch.add(b"ab", options, stream)
     tokens = []
@@ -47,7 +47,7 @@ def alone(of: Weights, options: SamplingOptions, stream: int = 0) -> list[int | 
 
 
 async def tokens_of(taken: Job) -> list[int | None]:
-    """All tokens of a job, waited for."""
+    """Wait for all tokens of a job and return them."""
     tokens: list[int | None] = []
     while True:
         _, drawn = await taken.drawn.get()
@@ -112,7 +112,7 @@ def test_a_cancelled_job_makes_room_whether_it_waits_or_not() -> None:
         with pytest.raises(asyncio.QueueFull):
             engine.submit([third])
         engine.cancel([second, first])
-        while True:  # the engine's thread takes it in between two steps
+        while True:  # the engine's thread cancels between two steps
             try:
                 engine.submit([third])
                 break
@@ -158,7 +158,7 @@ def test_as_on_a_gpu_it_runs_in_bf16_and_keeps_no_copy_of_weights_without_jobs(
         own.model.h[0].attn.c_attn.register_forward_hook(lambda *of: types.add(of[2].dtype))
         engine = Engine(own, asyncio.get_running_loop(), max_batch=1, max_queue=10)
         for seed in (1, 2):
-            own.model.init_weights(seed)  # in place: a copy that was kept would be of other weights
+            own.model.init_weights(seed)  # in place: a cached copy would have the old weights
             drawn = job(own, 30)
             engine.submit([drawn])
             found.append(await tokens_of(drawn))

@@ -1,4 +1,4 @@
-"""A run that is followed: which checkpoint is served, and when one that failed is tried again."""
+"""Following a run: choice of the served checkpoint, and retries after failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.checkpoints import flip_last_byte, write_checkpoint, write_dama
 
 
 class Followed:
-    """A run, two replicas of it that load nothing, and what was said."""
+    """A run, two stub replicas that load nothing, and the log."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -110,7 +110,7 @@ def test_a_replica_that_started_again_gets_what_the_others_serve(followed: Follo
     followed.follower.look()
     assert followed.loaded == ["step=00000020"] * 2
     assert len(set(followed.hashes)) == 1
-    assert len(followed.said) == 1, "nothing new is served"
+    assert len(followed.said) == 1, "the same checkpoint was logged twice"
 
 
 def test_while_a_replica_is_missing_nothing_changes(

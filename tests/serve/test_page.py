@@ -1,4 +1,4 @@
-"""The page, tried in a real browser."""
+"""The page in a real browser."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Page]:
-    """The page, which asks for the key first, and on which nothing may go wrong unseen."""
+    """Open the page, enter the key it requests first, and fail on errors and requests to other hosts."""
     opened = browser.new_page(viewport=PHONE)
     complaints: list[str] = []
     opened.on("pageerror", lambda error: complaints.append(str(error)))
@@ -111,7 +111,7 @@ def test_it_fits_a_phone(page: Page) -> None:
 
 @pytest.fixture
 def unguarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """URL of an application that asks for no key."""
+    """Yield the URL of an application that requires no key."""
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     write_checkpoint(tmp_path / RUN_NAME, 10, 3.0)
     listening = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Requests: what is taken, and the one line for each that is not."""
+"""Accepted requests, and a one-line error for each refused one."""
 
 from __future__ import annotations
 

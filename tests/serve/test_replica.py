@@ -16,7 +16,7 @@ from tests.serve.checkpoints import write_checkpoint
 def test_it_loads_what_it_does_not_serve_yet_and_keeps_what_it_has_where_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It is changed for the whole process.
+    # The replica changes this function for the whole process, so restore it afterwards.
     listen = serve_replica.add_port_to_grpc_server
     monkeypatch.setattr(serve_replica, "add_port_to_grpc_server", listen)
     first = write_checkpoint(tmp_path / "run", 10, 3.0)

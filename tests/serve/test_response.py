@@ -1,4 +1,4 @@
-"""Prompts that the tokenizer cannot take; text as its tokens come, without a stop text."""
+"""Prompts that cannot be tokenized, and text streamed per token up to a stop text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 
 def weights(longest_token: bytes) -> Weights:
-    """Bytes and one more token, cut as GPT-2 does."""
+    """Return weights whose tokenizer has bytes and one longer token, and splits words as GPT-2 does."""
     ranks = {bytes([byte]): byte for byte in range(256)} | {longest_token: 256}
     special = {"<|endoftext|>": 257}
     tokenizer = tiktoken.Encoding(
@@ -48,7 +48,7 @@ def test_a_text_at_which_the_tokenizer_panics_is_refused() -> None:
 
 
 def pieces(data: bytes, stops: list[str]) -> tuple[list[str], bool]:
-    """What is shown after each byte and at the end, and whether a stop text ended it."""
+    """Return the text shown after each byte and at the end, and whether a stop text ended it."""
     stream, shown = TextStream(BYTES, stops), []
     for token in data:
         shown.append(stream.push(token))

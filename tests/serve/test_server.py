@@ -1,4 +1,4 @@
-"""Before anything starts: addresses and options."""
+"""Addresses and options, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import raises_line
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """Yield a port that is in use."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -1,4 +1,4 @@
-"""The server as its callers see it: many at once, OpenAI's own client, new weights, the key."""
+"""The server as callers see it: concurrent requests, OpenAI's client, new weights, the API key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET_PROMPT = "a prompt that nobody else may read"
 
 
 def options(index: int) -> dict[str, Any]:
-    """Every third one greedy, the others drawn; of different lengths."""
+    """Return options of different lengths; every third request is greedy, the others are sampled."""
     return {
         "max_tokens": 5 + index % 40,
         "temperature": (0, 0.7, 1.3)[index % 3],
@@ -47,7 +47,7 @@ def text(drawn: bytes) -> str:
 
 
 def client(server: Server) -> openai.AsyncOpenAI:
-    import openai  # here: it takes seconds
+    import openai  # imported here because it takes seconds
 
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
@@ -232,13 +232,13 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_again(server: Serve
 
 
 def long_body(n: int) -> dict[str, Any]:
-    """Continuations as long as the context: at this temperature none ends before."""
+    """Return a body for continuations as long as the context; at this temperature none ends earlier."""
     long = {"max_tokens": CONTEXT_TOKENS - 1, "temperature": 0.3, "seed": 4}
     return {"prompt": "a", "n": n, "stream": True, **long}
 
 
 def test_callers_who_leave_make_room(server: Server) -> None:
-    """A short request is answered while a long one, that came before those who left, still runs."""
+    """A short request finishes while a long one, older than the disconnected callers', still runs."""
 
     async def read(events: AsyncIterator[str]) -> None:
         async for _ in events:
@@ -264,14 +264,14 @@ def test_callers_who_leave_make_room(server: Server) -> None:
                 task.cancel()
             short = await caller.post(url, json={"prompt": "a", "max_tokens": 1})
             assert short.status_code == 200
-            assert not reading.done(), "it had to wait for the places of those who left"
+            assert not reading.done(), "the slots of disconnected callers were not freed"
             reading.cancel()
 
     asyncio.run(run())
 
 
 def test_new_weights_come_without_a_request_lost(server: Server) -> None:
-    """Callers go on all the time; each answer is whole, and of one model or the other."""
+    """Callers send requests throughout; each response is complete and from only one of the two models."""
     stop, before = asyncio.Event(), server.facts()
     step, loss = before["step"], before["val_loss"]
 
@@ -321,7 +321,7 @@ def test_nobody_is_answered_without_the_key(server: Server) -> None:
         ({"Authorization": "Bearer other"}, 401),
         (server.headers, 200),
     ):
-        for _ in range(6):  # so that each replica gets some
+        for _ in range(6):  # so that each replica gets some of them
             assert httpx2.get(f"{server.url}/v1/models", headers=given).status_code == status
             answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=given)
             assert answer.status_code == status
@@ -334,7 +334,7 @@ def test_its_address_alone_is_open_to_others(server: Server) -> None:
     for process in [started, *started.children(recursive=True)]:
         try:
             title, connections = process.cmdline()[0], process.net_connections("inet")
-        except (psutil.Error, IndexError):  # ended meanwhile
+        except (psutil.Error, IndexError):  # exited in the meantime
             continue
         listening = [one.laddr for one in connections if one.status == psutil.CONN_LISTEN]
         if listening and title.startswith("ray::"):

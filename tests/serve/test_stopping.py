@@ -1,4 +1,4 @@
-"""The end of the server, after all other tests of it: the files' names order them."""
+"""Shutdown of the server, after all its other tests; the file names determine the order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Reading(threading.Thread):
-    """Reads an answer's events as they come."""
+    """Thread that reads a response's events as they arrive."""
 
     def __init__(self, server: Server, body: dict[str, object]) -> None:
         super().__init__(daemon=True)
@@ -46,7 +46,7 @@ class Reading(threading.Thread):
 
 
 def hold_follower(server: Server, tmp_path: Path) -> None:
-    """The best checkpoint of the run, which takes minutes to verify: a file of 1 TB without content."""
+    """Add a best checkpoint that takes minutes to verify, an empty file of 1 TB; wait until it is read."""
     whole = write_checkpoint(tmp_path / "run", step=99_999_999, val_loss=0.0)
     hashes = json.loads((whole / HASHES_FILE).read_text())
     hashes[MODEL_FILE]["bytes"] = 2**40
@@ -54,11 +54,11 @@ def hold_follower(server: Server, tmp_path: Path) -> None:
     os.truncate(whole / MODEL_FILE, 2**40)
     place = whole.rename(server.run_dir / CHECKPOINTS_DIR / whole.name)
     files = psutil.Process(server.process.pid).open_files
-    wait_until(lambda: str(place / MODEL_FILE) in {file.path for file in files()}, "the look")
+    wait_until(lambda: str(place / MODEL_FILE) in {file.path for file in files()}, "the check")
 
 
 def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    """Also while it looks at the run, as for a swap that takes long."""
+    """This also holds while the server verifies a checkpoint of the run, as in a slow swap."""
     step, length = server.facts()["step"], 1000
     hold_follower(server, tmp_path)
     options = {"temperature": 0.3, "seed": 3}
@@ -71,7 +71,7 @@ def test_it_ends_after_what_is_in_flight_and_leaves_nothing(server: Server, tmp_
     reading.join(WITHIN_S)
     times, events = zip(*reading.came, strict=True)
     assert events[-1] == "[DONE]"
-    assert sum(came > stopping for came in times) > 1, "more than the end came after it said so"
+    assert sum(came > stopping for came in times) > 1, "no token came after the stop was logged"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert sum(choice["finish_reason"] is not None for choice in choices) == MAX_BATCH
     drawn = SamplingOptions(max_new_tokens=length, temperature=0.3, top_k=None, seed=3)

@@ -1,4 +1,4 @@
-"""A guard that is removed while others wait for it."""
+"""A lock file that is removed while others wait for it."""
 
 from __future__ import annotations
 

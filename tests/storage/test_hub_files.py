@@ -23,7 +23,7 @@ from tests.web import HUB_COMMIT, HUB_TOKEN, HubServer
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that HF_ENDPOINT names."""
+    """Start a hub and set HF_ENDPOINT to it."""
     server = HubServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -38,7 +38,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test of this process may have imported the hub's library as an offline one."""
+    """Set the hub's library online, as a different test of this process may have imported it offline."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 

@@ -1,4 +1,4 @@
-"""One live writer: real processes that hold, are killed, are frozen, and come at the same moment."""
+"""One live writer: real processes that hold the lease, are killed or frozen, or start simultaneously."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.s3 import S3Server
 
 FAST = LeaseTimes(heartbeat_s=0.05, expiry_s=0.2, settle_s=0.0)
 BETWEEN_BEATS_S = 0.5
-"""Long enough to freeze a process that just got the lease before it writes again."""
+"""Long enough to freeze a process between taking the lease and its next write, in seconds."""
 WATCHED_S = 6.0
-"""Long enough for a beat, short enough for frequent looks (60 in this time)."""
+"""Long enough for a beat, short enough for frequent reads (60 in this time), in seconds."""
 WAIT_S = 30.0
-"""For what happens at once, so that a test which fails ends."""
+"""Time limit of immediate events, so that a failing test ends, in seconds."""
 
 HOLD = """
 import json, socket, sys
@@ -66,7 +66,7 @@ except ClusterError as error:
 
 
 class Process:
-    """A process that takes a lease when told, and leaves it when told again."""
+    """Process that takes a lease at its start, and releases it on `go_on`."""
 
     def __init__(self, location: Location, elsewhere: bool, **times: float) -> None:
         arguments = json.dumps([str(location), elsewhere, asdict(replace(FAST, **times))])
@@ -91,19 +91,19 @@ class Process:
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Freeze it, and wait until it is."""
+        """Freeze the process, and wait until it is frozen."""
         self.send(signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self, collect: bool = True) -> None:
-        """Kill it, and wait until it is dead; uncollected it stays a zombie."""
+        """Kill the process, and wait until it is dead; without `collect` it stays a zombie."""
         self.send(signal.SIGKILL)
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         if collect:
             self._process.wait()
 
     def wait(self) -> None:
-        """Wait until it has ended by itself."""
+        """Wait until the process has exited normally."""
         assert self._process.wait(WAIT_S) == 0
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ Refused = Callable[..., None]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process and waits until it has the lease."""
+    """Yield a function that starts a process and waits until it has the lease."""
     started: list[Process] = []
 
     def go(location: Location, *, elsewhere: bool = False, **times: float) -> Process:
@@ -133,13 +133,13 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def location(tmp_path: Path) -> Location:
-    """The lease file of a run that is not there yet."""
+    """Return the lease file of a run that does not exist yet."""
     return Location.of(tmp_path / "x" / LEASE_FILE)
 
 
 @pytest.fixture
 def refused() -> Refused:
-    """Checks that a lease is refused in one line with these words."""
+    """Return a function that checks that a lease is refused in one line with these words."""
 
     def check(location: Location, *words: str, **options: Any) -> None:
         with raises_line(ClusterError, *words), hold_lease(location, "run x", **options):
@@ -149,13 +149,13 @@ def refused() -> Refused:
 
 
 def elsewhere(**changes: Any) -> Holder:
-    """A holder on a machine that this one cannot look into."""
+    """Return a holder on a different machine, whose processes are invisible here."""
     changes |= {"host": "elsewhere", "machine": "another machine"}
     return Holder.this_process("another").model_copy(update=changes)
 
 
 def dead() -> Holder:
-    """A holder of this machine whose process is gone and whose number was given to another one."""
+    """Return a holder on this machine whose process is gone and whose pid was reused."""
     return Holder.this_process("another").model_copy(update={"process_started": 1})
 
 
@@ -166,7 +166,7 @@ def token_in(location: Location) -> str:
 
 
 def test_every_beat_has_the_same_length() -> None:
-    """An object that is replaced between the requests for its size and its content is not cut off."""
+    """An object replaced between the requests for its size and its content is not truncated."""
     holders = [elsewhere(beat=beat, beat_at=beat / 7) for beat in (1, 10, 1_000_000)]
     assert len({len(holder.to_text()) for holder in holders}) == 1
 
@@ -295,7 +295,7 @@ end.set()
 for process in processes:
     process.join()
 """
-"""One interpreter that becomes ten: starting each would take a third of a second."""
+"""One interpreter that forks ten processes; starting each would take a third of a second."""
 
 
 @pytest.mark.fault("two runs with one name")
@@ -410,7 +410,7 @@ def test_a_lease_that_is_left_while_it_is_watched_is_taken_at_once(
 def test_time_in_which_nobody_could_look_does_not_count(
     location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an outage of the storage the holder gets its whole time again."""
+    """After a storage outage, the holder's full expiry time restarts."""
     location.write_text(elsewhere().to_text())
     now, lines = [0.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -440,7 +440,7 @@ def test_a_lost_lease_is_noticed_and_left_alone(
     location: Location, change: Callable[[Location], None]
 ) -> None:
     with hold_lease(location, "run x", pytest.fail, FAST) as lease:
-        with lease_module._guarded(location):  # else a beat may write over the change
+        with lease_module._guarded(location):  # otherwise a beat may overwrite the change
             change(location)
         assert lease.lost.wait(WAIT_S)
         with raises_line(ClusterError, "lost the lease on run x: ", str(location)):
@@ -515,7 +515,7 @@ def test_a_lease_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def outcome(
     location: Location, gone: threading.Event, log: Callable[[str], object], times: LeaseTimes
 ) -> str:
-    """`held`, or the refusal; a holder holds until `gone`."""
+    """Return `held` or the refusal; a holder keeps the lease until `gone` is set."""
     try:
         with hold_lease(location, "run x", log, times):
             assert gone.wait(WAIT_S)
@@ -538,7 +538,7 @@ def check_one_of_two(
 
 
 def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts whose locks do not meet find no lease at the same moment: one file is made."""
+    """Two hosts without a common lock see no lease at the same moment; one of them gets it."""
     both = threading.Barrier(2)
     read = lease_module._read
 
@@ -555,13 +555,13 @@ def test_a_first_lease_needs_no_lock(location: Location, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def object_lease(s3: S3Server, tmp_path: Path) -> Location:
-    """A lease file in an object store, with a prefix of its own."""
+    """Return a lease file in an object store, with a separate prefix."""
     s3.make_bucket("leases")
     return Location.of(f"s3://leases/{tmp_path.name}/{LEASE_FILE}")
 
 
 def test_in_an_object_store_the_last_writer_of_two_gets_it(object_lease: Location) -> None:
-    """Both find a dead holder and write; each sees what stands there when it looks again."""
+    """Both see a dead holder and write; each then reads the file again and sees the last writer."""
     both = threading.Barrier(2)
     object_lease.write_text(dead().to_text())
     check_one_of_two(

@@ -1,4 +1,4 @@
-"""Locations: the same behaviour on a disk and in an object store, and outages of the latter."""
+"""Locations: the same behavior on a disk and in an object store, and outages of the store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ After = Callable[[Callable[[], None]], None]
 
 @pytest.fixture
 def remote(s3: S3Server, remote_dir: Location) -> Iterator[Location]:
-    """A place of the test's own in the object store, which is reached again afterwards."""
+    """Yield a separate directory in the object store, and make the store reachable again afterwards."""
     yield remote_dir
     s3.start()
     s3.thaw()
@@ -60,13 +60,13 @@ def remote(s3: S3Server, remote_dir: Location) -> Iterator[Location]:
 
 @pytest.fixture
 def place(run_dir: Location) -> Location:
-    """A directory that is not there yet, on a disk and in the object store."""
+    """Return a directory that does not exist yet, on a disk and in the object store."""
     return run_dir
 
 
 @pytest.fixture
 def after() -> Iterator[After]:
-    """Calls a function in `OUTAGE_S`."""
+    """Yield a function that schedules a call in `OUTAGE_S`."""
     timers: list[threading.Timer] = []
 
     def start_timer(call: Callable[[], None]) -> None:
@@ -80,7 +80,7 @@ def after() -> Iterator[After]:
 
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a few MiB take several requests. S3 allows no parts below 5 MiB."""
+    """Make files of a few MiB take several requests. S3 requires upload parts of at least 5 MiB."""
     monkeypatch.setattr(object_files, "UPLOAD_BYTES", UPLOAD_BYTES)
     for module in (object_files, location):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
@@ -92,7 +92,7 @@ def put_tree(directory: Path, place: Location) -> None:
             (place / str(path.relative_to(directory))).upload(path)
 
 
-# The value
+# Paths and URLs
 
 
 def test_two_writers_of_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -386,11 +386,11 @@ def test_an_upload_cut_off_anywhere_is_whole_or_absent(
         file = replace(remote, retry_for_s=0) / str(i)
         with ThreadPoolExecutor(1) as thread:
             upload = thread.submit(file.upload, source)
-            time.sleep(0.05 * 2**i)  # not for synchronisation: any moment has to be good
+            time.sleep(0.05 * 2**i)  # not for synchronization: any moment must be safe
             s3.stop()
             failed = upload.exception() is not None
         s3.start()
-        # The answer to the last request may be lost: a failed upload can still be there, but whole.
+        # The reply to the last request may be lost, so a failed upload may exist, but only complete.
         assert file.exists() or failed
         if file.exists():
             assert file.sha256() == Location.of(source).sha256()
@@ -549,11 +549,11 @@ def test_an_interrupted_preparation_goes_on_in_a_store(remote: Location, tmp_pat
     first = run_task(remote, plan, 0)
     shard = remote / "train-00000.parquet"
     mark = bytes(shard.size_bytes())
-    shard.write_bytes(mark)  # a task that is done is not done again
+    shard.write_bytes(mark)  # a finished task is not repeated
     assert start(remote, plan, encoding) is None
     assert run_task(remote, plan, 0) == first
     assert shard.read_bytes() == mark
-    shard.remove()  # but one whose shard was lost is
+    shard.remove()  # but a task whose shard was lost is repeated
     assert run_task(remote, plan, 0) == first
     assert shard.sha256() == first["shards"][0]["sha256"]
     other = make_plan([source], encoding, val_fraction=0.2)

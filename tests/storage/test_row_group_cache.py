@@ -1,4 +1,4 @@
-"""The cache of row groups: full up to its limit and no more, shared, and never believed unchecked."""
+"""The cache of row groups: filled up to its limit, shared by processes, and verified on every read."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ FILE_BYTES = BYTES + 32
 
 
 def content(index: int) -> memoryview:
-    """What is put for a row group."""
+    """Return the content of a row group."""
     return memoryview(np.random.default_rng(index).bytes(BYTES))
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> RowGroupCache:
-    """Has room for nine row groups."""
+    """Return a cache with room for nine row groups."""
     return RowGroupCache(tmp_path / "deep" / "row_groups", HERE, 10_000)
 
 
 def kept(cache: RowGroupCache, count: int = 100) -> list[int]:
-    """Indices of what is there."""
+    """Return the indices of the cached row groups, and check their content."""
     found = {index: cache.get(SHARD, index) for index in range(count)}
     assert all(tokens in (None, content(index)) for index, tokens in found.items())
     return [index for index, tokens in found.items() if tokens is not None]
@@ -55,7 +55,7 @@ def fill(cache: RowGroupCache, indices: range) -> None:
 
 
 def check_used(directory: Path) -> int:
-    """Bytes of all row groups, which is what is written down, and nothing else is there."""
+    """Return the bytes of all row groups, after checking that they are recorded and nothing else is there."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     used = json.loads((directory / USED_FILE).read_text())["num_bytes"]
     assert used == sum(path.stat().st_size for path in files if path.name != USED_FILE)
@@ -146,7 +146,7 @@ def test_what_others_keep_in_its_directory_stays(cache: RowGroupCache, tmp_path:
         last_read(replace(cache, dataset=Path(name).parts[0]), 2 * IN_USE_S)
     (cache.directory / OTHER).symlink_to(cache.directory / "elsewhere")
     last_read(replace(cache, dataset=OTHER), 2 * IN_USE_S)
-    fill(cache, range(20))  # more than there is room for
+    fill(cache, range(20))  # more than fit
     assert all((cache.directory / name).exists() for name in own)
     assert (cache.directory / OTHER).is_symlink()
 

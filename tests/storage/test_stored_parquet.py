@@ -1,4 +1,4 @@
-"""Reading a dataset in an object store: what it is asked for, what is kept, and what is damaged."""
+"""Reading a dataset in an object store: requests to the store, the cache, and damaged data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.s3 import S3Server
 
 SEQ_LEN = 8
 TRAIN = [330, 132, 33, 65, 231]
-"""Tokens of each shard, in row groups of 33: 10, 4, 1, 2 and 7 of them."""
+"""Tokens in each shard: 10, 4, 1, 2 and 7 row groups of at most 33 tokens."""
 NUM_ROW_GROUPS = 24
 
 Read = Callable[..., Counter[str]]
@@ -30,7 +30,7 @@ Read = Callable[..., Counter[str]]
 
 @pytest.fixture
 def manifest(remote_dir: Location, tmp_path: Path) -> Manifest:
-    """Of a dataset that is on the disk and in the store."""
+    """Return the manifest of a dataset that is on the disk and in the store."""
     manifest = write_dataset(tmp_path / "d", train=TRAIN, row_group_tokens=33)
     for path in (tmp_path / "d").iterdir():
         (remote_dir / path.name).upload(path)
@@ -39,14 +39,14 @@ def manifest(remote_dir: Location, tmp_path: Path) -> Manifest:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of kept row groups."""
+    """Return the directory of cached row groups."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "raytrain-gpt" / "row_groups"
 
 
 @pytest.fixture
 def read(s3: S3Server, remote_dir: Location, manifest: Manifest, tmp_path: Path) -> Read:
-    """Reads the train split, compares it with the disk's, and counts the store's requests."""
+    """Return a function that reads the train split, compares it with the disk's, and counts requests."""
     num = int(manifest.row_group_sequences("train", SEQ_LEN).sum())
     ids = np.append(np.random.default_rng(0).permutation(num), -1)
     expected = read_sequences(tmp_path / "d", manifest, "train", SEQ_LEN, ids)

@@ -1,4 +1,4 @@
-"""Small sweeps, some of them over the data of the other tests."""
+"""Small sweeps, some with the dataset that all tests share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WriteSweep = Callable[..., Path]
 
 
 def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
-    """A small sweep over a space."""
+    """Make a small sweep over a search space."""
     fields = {
         "sweep_name": "small",
         "base": {"preset": "quickstart"},
@@ -33,7 +33,7 @@ def sweep_of(space: dict[str, Any], **changes: Any) -> Sweep:
 
 @pytest.fixture
 def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
-    """Writes a sweep file over runs of seconds; tokens are given in steps of `BATCH_TOKENS`."""
+    """Return a function that writes a sweep file of short runs; budgets are in steps of `BATCH_TOKENS`."""
 
     def write(name: str, space: dict[str, Any], *, steps: int, report: int, **more: Any) -> Path:
         overrides = {k: v for k, v in SMALL.items() if k not in (*SET_BY_SWEEP, *space)}
@@ -57,7 +57,7 @@ def write_sweep(dataset: Path, tmp_path: Path) -> WriteSweep:
 
 @pytest.fixture
 def make_sweep(write_sweep: WriteSweep) -> Callable[..., Sweep]:
-    """The sweep of such a file."""
+    """Return a function that writes such a file and loads its sweep."""
 
     def make(name: str, space: dict[str, Any], **more: Any) -> Sweep:
         return load_sweep(write_sweep(name, space, **more), {})

@@ -1,4 +1,4 @@
-"""What is shown while a sweep runs."""
+"""Progress output of a running sweep."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_the_table_of_trials_is_for_terminals(
     callback._show([])
     (shown,) = lines
     assert shown.startswith("1 trial: 1 running")
-    assert ("\n000 " in shown) == terminal, "elsewhere its first line, that counts them"
+    assert ("\n000 " in shown) == terminal, "without a terminal, only the line of counts"
 
 
 class NamedTrial(SimpleNamespace):
-    """A trial as Ray Tune gives it to a callback."""
+    """Trial as Ray Tune passes it to a callback."""
 
     def __str__(self) -> str:
         return "000"

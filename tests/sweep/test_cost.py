@@ -1,4 +1,4 @@
-"""What `tune --dry_run` says: the trials, their resources, tokens and hours."""
+"""Output of `tune --dry_run`: the trials, their resources, tokens and hours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "sweeps.md"
 
 
 def sweep(**changes: Any) -> Sweep:
-    """Nine trials of 90 steps of 512 tokens."""
+    """Make a sweep of nine trials with 90 steps of 512 tokens each."""
     fields: dict[str, Any] = {
         "sweep_name": "rates",
         "base": {"preset": "quickstart"},
@@ -37,7 +37,7 @@ ASHA = {"kind": "asha", "grace_tokens": 10 * 512, "reduction_factor": 3}
 
 def test_halving_saves_what_stopped_trials_do_not_train() -> None:
     assert halved_tokens(sweep(), 9) == 9 * 90 * 512
-    # Nine trials come to the first rung, three to the second, one to the end.
+    # Nine trials reach the first rung, three the second, and one the end.
     assert halved_tokens(sweep(scheduler=ASHA), 9) == (9 * 10 + 3 * 20 + 1 * 60) * 512
 
 
@@ -52,7 +52,7 @@ def test_the_cost_is_said_before_a_sweep_starts(monkeypatch: pytest.MonkeyPatch)
     )
     assert tokens.startswith("tokens: 9 × 46.1k = 414.7k at most; 107.5k if all trials are stopped")
     assert time.startswith("time: at most 12m 0s: 6m 45s of steps at 1,024 tok/s per trial")
-    assert "5m 15s of 9 starts" in time, "of so small trials the starts take as long as the steps"
+    assert "5m 15s of 9 starts" in time, "starting such small trials takes as long as their steps"
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])
@@ -96,7 +96,7 @@ def test_what_does_not_fit_here_has_no_time() -> None:
 def test_the_example_of_the_documentation_has_a_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A forward pass of its 124M parameters would take seconds; only the speed is made up.
+    # A forward pass of the 124M model would take seconds, so only the speed is made up.
     measured = []
 
     def speed(config: SizedConfig, device: torch.device) -> float:

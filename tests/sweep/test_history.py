@@ -1,4 +1,4 @@
-"""A sweep's history: what was written comes back, and what is damaged is named."""
+"""A sweep's history: written entries are read back, and errors name damaged ones."""
 
 from __future__ import annotations
 

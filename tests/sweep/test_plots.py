@@ -1,4 +1,4 @@
-"""Which pictures a sweep gets and what is in them."""
+"""Choice and content of a sweep's plots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trial(
     tokens: int = BUDGET,
     state: State | None = None,
 ) -> Trial:
-    """A trial with an evaluation every tenth of the budget, that begins at a loss of 6."""
+    """Make a trial with an evaluation every tenth of the budget and an initial loss of 6."""
     places = range(BUDGET // 10, tokens + 1, BUDGET // 10)
     curve = [(at, 3 + 3 * math.exp(-5 * at / BUDGET)) for at in places]
     if end is not None and curve:
@@ -52,7 +52,7 @@ def trial(
 
 
 def grid(**changes: tuple[float | None, int, State | None]) -> list[Trial]:
-    """3 rates x 2 batches, trial by trial 0.1 nats worse; `t004=(end, tokens, state)` changes one."""
+    """Make 3 rates x 2 batches, each trial 0.1 nats worse; `t004=(end, tokens, state)` changes one."""
     found = []
     for i, (lr, batch) in enumerate(itertools.product(LRS, BATCHES)):
         end, tokens, state = changes.get(f"t{i:03}", (3 + 0.1 * i, BUDGET, None))
@@ -65,12 +65,12 @@ def lines(axes: Axes, gid: str) -> list[Line2D]:
 
 
 def legend(figure: Figure) -> list[str]:
-    """The lines of text in a figure's legend."""
+    """Return the text lines of a figure's legend."""
     return [line for text in figure.legends[0].get_texts() for line in text.get_text().split("\n")]
 
 
 def edge_names(axes: Axes) -> list[str]:
-    """The texts above the upper edge of a picture, from left to right."""
+    """Return the texts above the upper edge of a plot, from left to right."""
     return [text.get_text() for text in axes.texts if text.get_gid() == "edge name"]
 
 
@@ -93,7 +93,7 @@ def test_a_grid_gets_all_three_pictures_as_png() -> None:
 
 
 def pictures_of(trials: list[Trial], space: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Which pictures there are, without rendering them."""
+    """Return the names of a sweep's plots, without rendering them."""
     monkeypatch.setattr(drawing, "png", lambda figure: b"")
     return set(sweep_plots(trials, space, "val/loss", BUDGET))
 

@@ -1,4 +1,4 @@
-"""How many trials fit a cluster, fractions of GPUs included: pure functions of what there is."""
+"""Number of trials that fit a cluster, with fractional GPUs: pure functions of its resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .conftest import sweep_of
 
 
 def sweep(overrides: dict[str, Any] | None = None, **more: Any) -> Sweep:
-    """Eight learning rates."""
+    """Make a sweep over eight learning rates."""
     rates = {"peak_lr": {"grid": [n * 1e-3 for n in range(1, 9)]}}
     overrides = {"num_workers": 1, "cpus_per_worker": 1, **(overrides or {})}
     return sweep_of(**{"space": rates, "overrides": overrides, **more})
@@ -32,17 +32,17 @@ def at_once(one: Sweep, *nodes: Node) -> int:
 @pytest.mark.parametrize(
     ("overrides", "nodes", "fit"),
     [
-        ({}, [Node(4, 0)], 2),  # a worker and a CPU for data each
+        ({}, [Node(4, 0)], 2),  # one worker and one CPU for data per trial
         ({}, [Node(3, 0)], 1),
         ({}, [Node(2, 0)], 1),
-        ({}, [Node(64, 0)], 8),  # no more than there are
+        ({}, [Node(64, 0)], 8),  # all of the trials
         ({"num_workers": 2}, [Node(6, 0)], 2),
-        ({"cpus_per_worker": 4}, [Node(4, 0), Node(8, 0)], 2),  # the third has no node
+        ({"cpus_per_worker": 4}, [Node(4, 0), Node(8, 0)], 2),  # no node has room for a third
         ({"use_gpu": True}, [Node(64, 4)], 4),
         ({"use_gpu": True, "num_workers": 2}, [Node(64, 4)], 2),
         ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(64, 2)], 4),
-        ({"use_gpu": True, "gpus_per_worker": 0.3}, [Node(64, 2)], 6),  # 3 on each
-        ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(4, 2)], 2),  # CPUs are short
+        ({"use_gpu": True, "gpus_per_worker": 0.3}, [Node(64, 2)], 6),  # 3 per GPU
+        ({"use_gpu": True, "gpus_per_worker": 0.5}, [Node(4, 2)], 2),  # limited by CPUs
         ({"use_gpu": True, "num_workers": "auto"}, [Node(64, 4)], 4),
     ],
 )

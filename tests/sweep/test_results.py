@@ -1,4 +1,4 @@
-"""Who is the best, and what the tables and files of a sweep say."""
+"""Ranking of trials, and the tables and files of a sweep's results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trial(
     error: str | None = None,
     **values: Any,
 ) -> Trial:
-    """A trial that was evaluated at its newest tokens, unless it has no objective."""
+    """Make a trial, evaluated at its latest tokens unless its objective is None."""
     values = values or {"peak_lr": 1e-3, "min_lr": 1e-4}
     curve = () if objective is None else ((tokens // 2, objective + 1), (tokens, objective))
     rate = None if objective is None else 1234.5
@@ -120,7 +120,7 @@ def test_failed_trials_are_a_failure_and_other_ends_are_results() -> None:
 
 
 def test_a_trial_is_compared_where_it_was_evaluated() -> None:
-    """Some steps after its last evaluation do not put a trial before another."""
+    """Steps after the last evaluation do not improve a trial's rank."""
     longer = trial(0, 3.5, "stopped", BUDGET // 2)
     longer = Trial(**{**longer.__dict__, "tokens_seen": BUDGET // 2 + 5000})
     assert best_name(longer, trial(1, 3.4, "stopped", BUDGET // 2)) == "001"

@@ -1,4 +1,4 @@
-"""Halving decides after a restart what it would have decided without one."""
+"""Successive halving makes the same decisions after a restart as without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = 90
 
 
 class Named:
-    """As much of Ray Tune's trial as halving looks at: it is called by its name."""
+    """Stub of Ray Tune's trial for halving, which uses only its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,12 +34,12 @@ class Named:
 
 
 def halving() -> TokenHalving:
-    """Rungs at 10 and 30 tokens."""
+    """Make a scheduler with rungs at 10 and 30 tokens."""
     return TokenHalving(Asha(kind="asha", grace_tokens=10, reduction_factor=3), BUDGET)
 
 
 def decisions(scheduler: TokenHalving, reports: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What it decides on each report, until it stops a trial."""
+    """Return (trial, decision) for each report, except reports of stopped trials."""
     known: dict[str, Named] = {}
     stopped: set[str] = set()
     decided = []
@@ -58,7 +58,7 @@ def decisions(scheduler: TokenHalving, reports: list[dict[str, Any]]) -> list[tu
 
 
 def made_reports(losses: list[list[float]], order: list[int]) -> list[dict[str, Any]]:
-    """Reports of trials at every 10 tokens, in some order of the trials."""
+    """Make reports every 10 tokens, in the given order of the trials."""
     reached = [0] * len(losses)
     reports = []
     for number in order:
@@ -104,9 +104,9 @@ def test_a_trial_is_stopped_at_a_rung_only_if_others_were_better_there() -> None
         ("000", TrialScheduler.CONTINUE),
         ("001", TrialScheduler.STOP),
         ("002", TrialScheduler.CONTINUE),
-        ("002", TrialScheduler.CONTINUE),  # 20 tokens are no rung
+        ("002", TrialScheduler.CONTINUE),  # 20 tokens is not a rung
         ("000", TrialScheduler.CONTINUE),
-        ("002", TrialScheduler.CONTINUE),  # the first one at 30 tokens
+        ("002", TrialScheduler.CONTINUE),  # the first trial at 30 tokens
     ]
 
 
@@ -130,7 +130,7 @@ def test_the_history_is_there_again_after_a_restart(tmp_path: Path) -> None:
 
 
 class Member:
-    """As much of Ray Tune's trial as a population looks at."""
+    """Stub of Ray Tune's trial with the attributes that population-based training uses."""
 
     def __init__(self, number: int, rate: float) -> None:
         self.status, self.checkpoint = TuneTrial.RUNNING, f"checkpoint-{number}"
@@ -146,7 +146,7 @@ class Member:
 
 
 class Tune:
-    """A controller whose failed trials stay live, as Ray Tune's do."""
+    """Controller whose failed trials stay live, as in Ray Tune."""
 
     search_alg = None
 
@@ -162,7 +162,7 @@ class Tune:
 
 @pytest.fixture
 def population() -> tuple[Population, Tune]:
-    """Three trials that are compared at every 40 tokens."""
+    """Make three trials that are compared every 40 tokens."""
     pbt = Pbt(kind="pbt", perturb_every_tokens=40, mutate=("peak_lr",), quantile_fraction=0.5)
     sweep = sweep_of(
         {"peak_lr": {"uniform": [1e-3, 2e-3]}},
@@ -181,14 +181,14 @@ def population() -> tuple[Population, Tune]:
 
 
 def report(scheduler: Population, tune: Tune, number: int, objective: float) -> None:
-    """A trial reports at 40 tokens, and is paused as all are."""
+    """Report a trial at 40 tokens, then pause it, as happens to every trial."""
     member = tune.members[number]
     scheduler.on_trial_result(tune, member, {"tokens_seen": 40, "objective": objective})
     member.status = TuneTrial.PAUSED
 
 
 def fail(scheduler: Population, tune: Tune, number: int) -> None:
-    """A trial fails, in the order in which Ray Tune says so."""
+    """Fail a trial with the calls in Ray Tune's order."""
     scheduler.on_trial_error(tune, tune.members[number])
     tune.members[number].status = TuneTrial.ERROR
 
@@ -203,10 +203,10 @@ def test_a_population_goes_on_without_one_that_failed(
     report(scheduler, tune, 0, 1.0)
     report(scheduler, tune, 1, 2.0)
     if not fails_first:
-        assert scheduler.choose_trial_to_run(tune) is None  # the two wait for it
+        assert scheduler.choose_trial_to_run(tune) is None  # the two others wait for the third
         fail(scheduler, tune, 2)
     assert scheduler.choose_trial_to_run(tune) is not None
-    assert scheduler._exploit.called == fails_first  # a comparison of two, or none
+    assert scheduler._exploit.called == fails_first  # two trials are compared, or none
 
 
 def test_what_is_mutated_stays_in_its_domain(population: tuple[Population, Tune]) -> None:

@@ -1,4 +1,4 @@
-"""Domains draw what they say, and an expression is arithmetic and nothing else."""
+"""Domains draw from their stated distribution, and expressions allow only arithmetic."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_what_is_more_than_arithmetic_is_refused_before_it_is_worked_out(text: s
 
 @pytest.fixture
 def recursion_limit() -> Iterator[None]:
-    """Python's own, which a library that was imported before may have raised."""
+    """Restore Python's default limit, which an imported library may have raised."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)
     yield

@@ -1,4 +1,4 @@
-"""A sweep file: what it may say, and one line for each thing that it may not."""
+"""Sweep files: the accepted content, and a one-line error for everything else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Load = Callable[..., Sweep]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Load a small sweep file with some of its keys changed; None leaves a key out."""
+    """Return a function that loads a small sweep file with changed keys; None removes a key."""
 
     def load_changed(flags: dict[str, Any] | None = None, **changes: Any) -> Sweep:
         tree = {k: v for k, v in {**FILE, **changes}.items() if v is not None}

@@ -1,4 +1,4 @@
-"""The sweep's own MLflow run: one over all restarts, and never in the way of the sweep."""
+"""The sweep's MLflow run: the same one across restarts, and its failures never stop the sweep."""
 
 from __future__ import annotations
 

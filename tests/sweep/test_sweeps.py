@@ -1,4 +1,4 @@
-"""Whole sweeps on a real cluster: what is stopped, what fails, what is killed, what is found."""
+"""Complete sweeps on a real cluster: stopped, failed and killed trials, and the best one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BROKEN_LR, GOOD_LR, IDLE_LR = 3e-3, 2e-3, 1e-12
 
 
 def breaks_at_one_rate(spec: WorkerSpec) -> None:
-    """What the workers of a sweep run when one of its trials is to fail."""
+    """Train, but fail in the trial with the learning rate `BROKEN_LR`; runs in each worker."""
     if spec.plan.config.optim.peak_lr == BROKEN_LR:
         raise RuntimeError("this rate is not for training")
     train_worker(spec)
@@ -48,7 +48,7 @@ def steps_of(run_dir: str) -> list[int]:
 
 
 def running(run_dir: str) -> tuple[float, float]:
-    """When a run's first attempt began, and when its last one ended."""
+    """Return when a run's first attempt started and its last one ended."""
     events: list[Row] = [row for row in read_rows(Path(run_dir)) if "event" in row]
     times = [row["time"] for row in events]
     return min(times), max(times)
@@ -57,7 +57,7 @@ def running(run_dir: str) -> tuple[float, float]:
 def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     make_sweep: MakeSweep, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    from mlflow import MlflowClient  # here: it takes seconds
+    from mlflow import MlflowClient  # imported here: it takes seconds
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     sweep = make_sweep(
@@ -69,7 +69,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
         steps=40,
         report=10,
         scheduler={"kind": "asha", "grace_tokens": 10 * BATCH_TOKENS, "reduction_factor": 2},
-        max_concurrent_trials=1,  # of two at once the worse one may come first, and is not stopped
+        max_concurrent_trials=1,  # of two at once, the worse one may report first and so not be stopped
         overrides={"mlflow_uri": uri, "schedule": "constant"},
     )
     lines: list[str] = []
@@ -84,7 +84,7 @@ def test_a_sweep_stops_bad_trials_survives_failing_ones_and_finds_the_best(
     assert summary.failure.startswith("1 of 4 trials of sweep halving failed (001); 001: ")
     assert good.values == {"peak_lr": GOOD_LR, "min_lr": GOOD_LR / 10}
     assert [tokens for tokens, _ in good.curve] == [n * 10 * BATCH_TOKENS for n in (1, 2, 3, 4)]
-    # A stopped trial has trained exactly what it was compared by, and can be gone on with.
+    # A stopped trial trained exactly the tokens at which it was compared, and can be resumed.
     for trial in others:
         assert steps_of(trial.run_dir) == list(range(1, trial.tokens_seen // BATCH_TOKENS + 1))
         newest = Catalog(Location.of(trial.run_dir)).complete()[-1]
@@ -134,7 +134,7 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
         assert [t.state for t in summary.trials] == ["finished", "finished"]
         return sorted(running(t.run_dir) for t in summary.trials), lines[0]
 
-    # Of the cluster's 6 CPUs a trial of 1 + 1 leaves room for another, one of 4 + 1 does not.
+    # The cluster's 6 CPUs have room for two trials of 1 + 1 CPUs, but only one of 4 + 1.
     (_, first_end), (second_begin, _) = (both := intervals("both"))[0]
     assert "2 at once" in both[1]
     assert second_begin < first_end
@@ -143,11 +143,11 @@ def test_two_trials_run_at_once_and_queue_where_one_fits(
     assert first_end <= second_begin
 
 
-@pytest.mark.timeout(900)  # four commands, six trials one after the other
+@pytest.mark.timeout(900)  # four commands, six sequential trials
 def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
     write_sweep: WriteSweep, cluster: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    """One trial at a time, so that the order of reports, which halving depends on, is the same."""
+    """One trial runs at a time, which fixes the order of reports: halving depends on it."""
     file = write_sweep(
         "killed",
         {"peak_lr": {"grid": [2e-3, 1e-5, 3e-3]}, "min_lr": {"expression": "peak_lr / 10"}},
@@ -203,7 +203,7 @@ def test_a_sweep_that_was_stopped_and_killed_ends_with_the_same_results(
 
 
 def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(make_sweep: MakeSweep) -> None:
-    """The rates next to the good one are so small that nothing is learnt with them."""
+    """The other rates are so small that nothing is learned with them."""
 
     def planned(seed: int) -> Sweep:
         return make_sweep(
@@ -239,7 +239,7 @@ def test_a_copied_trial_has_the_better_ones_weights_and_its_own_rate(make_sweep:
     rows = [row for row in read_rows(Path(copied.run_dir)) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(11, 21))
     assert {row["optim/lr"] for row in rows} == {rate}
-    # It started from the loss that the good one had then, far from its own, and has kept it.
+    # It started from the good trial's loss at that step, far below its previous one, and stayed there.
     (_, at_copy), (_, good_end) = good.curve
     (_, own), (_, end) = copied.curve
     assert end == pytest.approx(at_copy, abs=1e-4)

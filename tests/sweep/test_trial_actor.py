@@ -1,4 +1,4 @@
-"""What a trial reports of its run, and that it ends where there is nothing to report."""
+"""Reports of a trial about its run, and errors when there is nothing to report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def training(step: int) -> Row:
 
 
 class Replayed(TrialRun):
-    """A run whose rows are known: some before it goes on, more when it has gone on."""
+    """Run with predefined rows: some before it is continued, and more afterwards."""
 
     before: list[Row]
     after: list[Row]
@@ -39,7 +39,7 @@ class Replayed(TrialRun):
 
 @pytest.fixture
 def run(tmp_path: Any) -> Callable[..., TrialRun]:
-    """A trial of four steps with an evaluation at every second one."""
+    """Return a function that makes a trial of four steps with an evaluation at every second one."""
 
     def make(before: list[Row], after: list[Row], reported_tokens: int = 0) -> TrialRun:
         kind = type("Known", (Replayed,), {"before": before, "after": after})
@@ -73,7 +73,7 @@ def test_what_the_sweep_knows_is_not_reported_again(run: Callable[..., TrialRun]
 
 
 def go_to_the_end(trial: TrialRun) -> None:
-    """Take reports until there is an error."""
+    """Read reports until an error is raised."""
     while True:
         trial.next_report()
         trial.continue_run()

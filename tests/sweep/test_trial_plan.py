@@ -1,4 +1,4 @@
-"""The trials of a sweep file are a pure function of it, and none starts that is not possible."""
+"""The trials are a pure function of the sweep file, and invalid ones are rejected before any starts."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_the_sweeps_that_come_with_the_product_are_possible(
     sweep = load_sweep(path, {})
     assert {*sweep.overrides, *sweep.space} <= set(FIELDS)
     num_workers = base_config(sweep).cluster.num_workers
-    assert isinstance(num_workers, int), "say the number of workers of a trial"
+    assert isinstance(num_workers, int), "set the number of workers per trial"
     configs = check_sweep(sweep, num_workers)
     assert len(configs) == len(planned_trials(sweep))
     assert sweep.searcher == "optuna" or len(configs) > 1

@@ -1,4 +1,4 @@
-"""What stands in a sweep's directory before it starts, or goes on."""
+"""Checks of a sweep's directory before the sweep starts or resumes, and its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPACE: dict[str, Any] = {"peak_lr": {"grid": [1e-3, 2e-3]}}
 
 @pytest.fixture
 def started(tmp_path: Path) -> Sweep:
-    """A sweep that has started in `tmp_path`."""
+    """Return a sweep that has started in `tmp_path`."""
     sweep = sweep_of(SPACE)
     (tmp_path / SWEEP_FILE).write_text(to_yaml(sweep))
     (tmp_path / BASE_FILE).write_text(base_config(sweep).to_yaml())
@@ -66,7 +66,7 @@ PBT: dict[str, Any] = {
 
 
 def ended_sweep(directory: Path, states: list[str], **changes: Any) -> SweepSummary:
-    """The results of a sweep whose trials have ended so; the first rates are the best."""
+    """Return the summary of a sweep whose trials ended in these states; the first rates are the best."""
     fields = {"space": {"peak_lr": {"grid": RATES}}, "report_every_tokens": 40_960, **changes}
     sweep = sweep_of(**fields)
     history = History(Location.of(directory))

@@ -1,4 +1,4 @@
-"""The picture at the top of the README: the report of the demo.
+"""Screenshot of the demo's report, at the top of the README. To make it, run:
 
 raytrain-gpt train
 python -m tests.tracking.pictures runs/quickstart/report.html docs/images/report.png
@@ -22,7 +22,7 @@ def main(report: str, out: str) -> None:
         page = browser.new_page(viewport=SIZE)
         page.goto(Path(report).resolve().as_uri())
         page.screenshot(path=out)
-    with Image.open(out) as picture:  # a third of the bytes
+    with Image.open(out) as picture:  # a third of the size
         picture.convert("RGB").quantize(64).save(out, optimize=True)
 
 

@@ -1,4 +1,4 @@
-"""Damaged files of a run: `runs list`, `show`, `report` and a resumed run read what is right of them."""
+"""Damaged run files: `runs list`, `show`, `report` and a resumed run read their intact content."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ FILES = (METRICS_FILE, METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, TRACKING_FILE)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A storage with a run that is damaged and one that is not."""
+    """Make a storage with a run to damage and an identical one that stays intact."""
     storage = tmp_path_factory.mktemp("runs")
     for name in ("damaged", "other"):
         make_run(storage / name, ROWS, {2: ["one", "two"], 6: ["three"]}, checkpoint=4)
         identity = {"uri": "sqlite:///mlflow.db", "identity": "a"}
         (storage / name / TRACKING_FILE).write_text(json.dumps(identity))
-    # The calls of imports would count.
+    # Import everything first, since calls in imports would count.
     runs_command("report", ["damaged"], Location.of(storage), False, say_nothing)
     return storage
 
 
 def say_nothing(line: str) -> None:
-    """Takes the lines."""
+    """Ignore the line."""
 
 
 def damaged(whole: Path, name: str, damage: Damage) -> Path:
-    """The run with one file damaged, all others whole."""
+    """Return the run with one file damaged and all others intact."""
     run = whole / "damaged"
     for file in FILES:
         shutil.copyfile(whole / "other" / file, run / file)
@@ -94,7 +94,7 @@ def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> No
         lambda: runs_command("show", ["damaged"], Location.of(whole), True, say_nothing)
     ) is None  # fmt: skip
     read_tracking(Location.of(run))
-    # A resumed run: what a checkpoint holds is there again, and its file is whole.
+    # A resumed run has the rows of its checkpoint again, and its file is intact.
     resumed = RunFiles(run, 3, ROWS, [])
     assert {row["step"] for row in resumed.kept_rows if "train/loss" in row} >= {1, 2, 3}
     assert read_rows(run, pytest.fail) == resumed.kept_rows
@@ -102,7 +102,7 @@ def test_runs_are_listed_and_shown(whole: Path, name: str, damage: Damage) -> No
 
 @settings(max_examples=max(settings().max_examples // 12, 1))
 @given(name=st.sampled_from(FILES[1:4]), damage=damages())
-@bounded_work(3_000_000)  # matplotlib makes half of them for any run
+@bounded_work(3_000_000)  # matplotlib makes half of these calls for any run
 def test_reports_are_written(whole: Path, name: str, damage: Damage) -> None:
     damaged(whole, name, damage)
     runs_command("report", ["damaged"], Location.of(whole), False, say_nothing)

@@ -1,4 +1,4 @@
-"""Goodput and speed follow from rows alone: these tests make attempts up and know every number."""
+"""Goodput and speed are computed from rows only; these tests use made-up attempts with exact numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checkpoint(step: int, time: float) -> Row:
 
 
 def unbroken() -> list[Row]:
-    """8 s start-up, 40 steps of 0.5 s, an evaluation, a checkpoint and 1.75 s of something else."""
+    """Make rows: 8 s of startup, 40 steps of 0.5 s, an evaluation, a checkpoint and 1.75 s of other time."""
     return [
         begin(1, 0, 100.0),
         event("start", 0, 108.0),
@@ -66,7 +66,7 @@ def unbroken() -> list[Row]:
 
 
 def restarted(end: str | None, session: str = "a") -> list[Row]:
-    """20 steps, of which 10 are thrown away; the second attempt begins at 130 and does steps 11 to 30."""
+    """Make rows of 20 steps, 10 of them lost, and a second attempt from 130 s with steps 11 to 30."""
     ended = [] if end is None else [event(end, 10, 120.0)]
     return [
         begin(1, 0, 100.0),
@@ -130,7 +130,7 @@ def test_a_finished_run_that_goes_on_was_extended() -> None:
 
 
 def test_a_killed_driver_ended_after_all_that_it_did() -> None:
-    # 10 kept steps, 10 thrown away, one checkpoint: 108 + 20 * 0.5 + 0.25.
+    # 10 steps are kept, 10 are lost, and one checkpoint is saved: 108 + 20 * 0.5 + 0.25.
     rows = restarted(None, session="b")
     assert [attempt.end_s for attempt in read_attempts(rows)] == [118.25, 150.0]
     result = goodput(rows)
@@ -208,7 +208,7 @@ def test_a_rollback_tells_its_steps_and_batches() -> None:
 def test_a_grid_of_attempts_adds_up(
     end: str | None, same_session: bool, killed_startups: int, lost_steps: int
 ) -> None:
-    # 12 attempts of 10 kept steps; each does `lost_steps` more that the next one throws away.
+    # 12 attempts keep 10 steps each; the `lost_steps` after these are discarded by the next attempt.
     num_attempts, gap_s, rows, now_s, number = 12, 5.0, [], 1000.0, 0
     begun_s, steps_s = now_s, (10 + lost_steps) * STEP_S
     for done in range(0, num_attempts * 10, 10):
@@ -230,8 +230,8 @@ def test_a_grid_of_attempts_adds_up(
     result = goodput(merge_rows(rows, [], 10**6))
 
     between = number - 1
-    lost_last = lost_steps * STEP_S  # nobody came after the last attempt to say what it lost
-    # Attempts killed in start-up are not known to have lasted at all, only the gaps around them.
+    lost_last = lost_steps * STEP_S  # no later attempt records the steps that the last one lost
+    # Attempts killed in startup have no recorded duration; only the gaps around them are known.
     busy_s = num_attempts * (STARTUP_S + steps_s + EVAL_S + BLOCKED_S)
     assert result.elapsed_s + result.not_running_s == pytest.approx(now_s - gap_s - begun_s)
     assert result.elapsed_s == pytest.approx(busy_s + same_session * between * gap_s)
@@ -281,7 +281,7 @@ def test_runs_show_tells_it(tmp_path: Path) -> None:
 
 
 def step_row(step: int, time_s: float = 2.0, **more: Any) -> Row:
-    """A step of 1000 tokens."""
+    """Make the row of a step of 1000 tokens."""
     values = {"perf/step_time_s": time_s, "perf/tokens_per_s": 1000 / time_s, "perf/mfu": 0.4}
     values |= {"perf/data_wait_s": 0.01, "perf/peak_memory_bytes": 10**9 + step}
     row = {"step": step, "train/loss": 3.0, "data/tokens_seen": 1000 * step, **values}

@@ -1,4 +1,4 @@
-"""The recorder: what it writes, says and answers as a plain object, and many calls to it as an actor."""
+"""Recorder: its files, messages and results as a plain object, and many calls to it as an actor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKPOINT = {"perf/checkpoint_blocked_s": 0.01, "perf/checkpoint_write_s": 2.0}
 
 
 def spec(run_dir: Path, step: int = 0, attempt: Row | None = None, **changed: Any) -> RecorderSpec:
-    """Of a recorder that writes files only."""
+    """Make the specification of a recorder that writes only files."""
     saved = {name: changed.pop(name, []) for name in ("saved_rows", "saved_samples")}
     values = {"max_steps": 40, "log_every_steps": 10, "tensorboard": False, **changed}
     return RecorderSpec(
@@ -93,7 +93,7 @@ def test_an_attempt_begins_with_what_it_throws_away(tmp_path: Path) -> None:
     *kept, attempt = read_rows(tmp_path)
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5]
     assert attempt == {"step": 5, "event": "attempt", **ATTEMPT, "lost_steps": 2, "lost_s": 1.0}
-    recorder(tmp_path, step=5)  # one that only evaluates is no attempt
+    recorder(tmp_path, step=5)  # a recorder that only evaluates is not an attempt
     assert read_rows(tmp_path)[-1] == attempt
 
 
@@ -254,6 +254,6 @@ def test_more_waiting_calls_than_a_thousand_keep_no_other_waiting(
     waiting = [handle.send("take_stacks", 120.0) for _ in range(1100)]
     handle.send(
         "add_stacks", 0, "stack"
-    )  # were it not answered at once, the first would get nothing
+    )  # if this were not answered at once, the first call would get nothing
     assert [result() for result in waiting] == [{0: "stack"}] * 1100
     handle.end()

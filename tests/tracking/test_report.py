@@ -1,4 +1,4 @@
-"""The report is built from files alone: these tests write such files, without Ray or a model."""
+"""The report is built from files only; these tests write such files, without Ray or a model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunSync:
 
 @pytest.fixture(scope="module")
 def full_report(full_run: RunSync) -> Path:
-    """Where its report was written."""
+    """Write the full run's report and return its path."""
     return write_report(full_run)
 
 
@@ -126,7 +126,7 @@ def page(path: Path) -> str:
 
 
 class Checker(HTMLParser):
-    """Collects ids and what a browser would load, and checks that elements are closed."""
+    """Parser that collects ids and the URLs a browser would load, and checks that elements are closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_characters_that_a_terminal_obeys_are_made_visible(tmp_path: Path) -> No
 def test_a_resume_is_marked_in_every_chart(full_report: Path) -> None:
     html = page(full_report)
     assert "resumed after step 30" in html
-    assert html.count('class="resume"') == 6  # all but the one after step 30
+    assert html.count('class="resume"') == 6  # all charts except the one that starts after step 30
 
 
 def test_a_start_whose_steps_were_all_done_again_is_no_mark(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_samples_are_spread_over_a_long_run(tmp_path: Path) -> None:
 
 
 def test_waiting_is_related_to_the_time_of_the_same_steps(tmp_path: Path) -> None:
-    # Step times are means between two flushes (here of 2 steps); a step's wait is its own.
+    # Step times are means between two flushes (here 2 steps); data waits are per step.
     rows = [step_row(s, perf__step_time_s=t, perf__data_wait_s=w)
             for s, t, w in ((1, 0.2, 0.3), (2, 0.2, 0.0), (3, 0.4, 0.0), (4, 0.4, 0.08))]  # fmt: skip
     chart = RunHistory(make_run(tmp_path / "run", rows)).charts()[-1]
@@ -423,7 +423,7 @@ def test_profiles_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
-    # Three times the points that a curve may have: a longer run is drawn with as many.
+    # Three times as many points as a curve may have; longer runs are drawn with the same number.
     noise = np.random.default_rng(0).normal(size=(3, 3 * MAX_POINTS))
     rows = [
         step_row(i + 1, train__loss=5 + a, optim__grad_norm=2 + b, perf__tokens_per_s=1e4 + 100 * c)
@@ -475,7 +475,7 @@ def test_comparison(full_run: RunSync, tmp_path: Path) -> None:
     assert "0.002" in differing
     assert "run_name" not in differing
     assert "seed" not in differing
-    # Five train curves with five different pairs of colour and dash, each with its key.
+    # Five train curves with five different pairs of color and dash, each with a legend entry.
     figure = html[html.index("Train loss") : html.index("</figure>")]
     keys = re.findall(
         r'stroke="(var\(--c\d\))" stroke-width="[\d.]+" stroke-dasharray="(.*?)"', figure
@@ -494,7 +494,7 @@ def test_runs_of_other_batches_are_compared_by_tokens_too(tmp_path: Path) -> Non
     checked(path)
     titles = re.findall(r"<figcaption><b>(.*?)</b>", page(path))
     assert "Validation loss, by tokens, after 10.2k tokens" in titles
-    # Both runs are in what is shown of the later half, though one ended long before the other.
+    # The chart of the later half shows both runs, although one ended long before the other.
     figure = page(path)[page(path).index("Train loss, by tokens, after 10.2k tokens") :]
     assert figure[: figure.index("</figure>")].count('class="key"') == 2
     assert ">tokens</text>" in figure

@@ -1,4 +1,4 @@
-"""A run's text files stay one continuous record over restarts."""
+"""A run's text files remain one continuous record across restarts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_lost_step_without_a_time_is_a_step_all_the_same(tmp_path: Path) -> No
 
 
 def run_with_files(run_dir: Location) -> RunSync:
-    """The local side of a run with one row, a configuration and events of TensorBoard; pushed."""
+    """Make and push the local files of a run: one row, a configuration and TensorBoard events."""
     sync = RunSync(run_dir).pull()
     RunFiles(sync.work_dir, 0, []).add_rows([train_row(1)])
     (sync.work_dir / "config.yaml").write_text("train: {}\n")

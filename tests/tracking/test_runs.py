@@ -1,4 +1,4 @@
-"""The `runs` command finds a run by its name, path or URL, and shows what of it is not damaged."""
+"""The `runs` command finds a run by its name, path or URL, and shows its undamaged content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where profiled time goes, from traces that are written here: all of it, and each instant once."""
+"""Breakdown of profiled time, from handwritten traces: all time is counted, and each instant once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raytrain_gpt.tracking.step_time import (
 )
 
 TRAINS, BACKWARD, OTHER = 1, 2, 3
-"""Threads."""
+"""Thread ids."""
 
 
 def span(name: str, start: float, end: float, thread: int = TRAINS, **more: Any) -> dict[str, Any]:
-    """An operator, unless `cat` says otherwise; times in milliseconds."""
+    """Make an event, by default of an operator (see `cat`); times in milliseconds."""
     event = {"ph": "X", "cat": "cpu_op", "name": name, "tid": thread, "args": {}}
     return {**event, "ts": 1e12 + 1000 * start, "dur": 1000 * (end - start), **more}
 
@@ -44,7 +44,7 @@ def use_of(*events: dict[str, Any]) -> StepTimeBreakdown:
 
 
 def spent_ms(use: StepTimeBreakdown) -> dict[str, float]:
-    """Kind -> milliseconds, of kinds that have some."""
+    """Return kind -> milliseconds, without kinds of zero time."""
     return {k: pytest.approx(1000 * s) for k, s in use.kinds_s.items() if s}  # type: ignore[misc]
 
 
@@ -79,7 +79,7 @@ def test_time_on_a_cpu_goes_to_the_innermost_operator() -> None:
     }
     own = {o["name"]: (o["kind"], pytest.approx(1000 * o["time_s"])) for o in use.operators}
     assert own["aten::bmm"] == ("attention", 9)
-    assert "aten::linear" not in own  # the operators in it have all of its time
+    assert "aten::linear" not in own  # its inner operators have all of its time
     assert own["aten::_log_softmax"] == ("loss", 8)
 
 
@@ -148,7 +148,7 @@ def test_time_on_a_gpu_goes_to_the_kernels() -> None:
         span("aten::sum", 15, 16, BACKWARD, args={"External id": 4}),
         note("Optimizer.step#AdamW.step", 20, 24),
         span("aten::_fused_adamw_", 21, 22, args={"External id": 5}),
-        kernel(STEP_SPAN, 2, 80, 0, cat="gpu_user_annotation"),  # as torch copies spans to the GPU
+        kernel(STEP_SPAN, 2, 80, 0, cat="gpu_user_annotation"),  # torch copies spans to the GPU
         kernel("Memcpy HtoD", 2, 4, 1, cat="gpu_memcpy"),
         kernel("nvjet_tst_128x256", 12, 40, 2),
         kernel("triton_red_fused__log_softmax_nll_loss_3", 40, 50, 3),

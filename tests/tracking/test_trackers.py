@@ -1,4 +1,4 @@
-"""What MLflow and TensorBoard have of a run after restarts and rollbacks."""
+"""Records of a run in MLflow and TensorBoard after restarts and rollbacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(tmp_path: Path) -> MlflowClient:
 
 @pytest.fixture
 def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
-    """Starts a tracker for the run `run`, as a start of the run does."""
+    """Return a function that starts a tracker for the run `run`, as starting the run does."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     (tmp_path / "run").mkdir()
 
@@ -134,7 +134,7 @@ def test_an_export_is_logged_with_its_run(
 
 
 def test_the_database_beside_a_run_keeps_artifacts_beside_itself(tmp_path: Path) -> None:
-    """The database may have come with the run, so its artifacts must not lead elsewhere."""
+    """The database may have been copied with the run, so artifact paths must not point outside."""
     config = Config().updated({"storage_path": str(tmp_path), "experiment": "tests"})
     place, model, lines = Location.of(tmp_path / "run"), tmp_path / "model", list[str]()
     for directory in (place.path, model):
@@ -190,7 +190,7 @@ def test_the_page_of_a_run_is_told_and_a_run_that_was_left_is_killed(
     client.update_run(run.info.run_id, status="RUNNING")
     mark_killed(place, None)
     mark_killed(place, "http://127.0.0.1:1")
-    assert runs(client)[0].info.status == "RUNNING", "the run's files name a server, nobody else"
+    assert runs(client)[0].info.status == "RUNNING", "only the server in the run's files is used"
     mark_killed(place, uri)
     assert runs(client)[0].info.status == "KILLED"
     known = json.loads((place / TRACKING_FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""A run of the other architecture, with all of its fields: as a run of GPT-2 in everything around it."""
+"""Runs of qwen3 with all its fields: training, evaluation, resume and `init_from` work as for GPT-2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QWEN3 = {
 
 @pytest.fixture(scope="module")
 def whole(make_config: MakeConfig) -> RunSummary:
-    """A run of 30 steps."""
+    """Train a qwen3 run of 30 steps."""
     return train(make_config(run_name="qwen3", max_steps=30, **QWEN3), print)
 
 

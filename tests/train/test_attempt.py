@@ -1,4 +1,4 @@
-"""How an attempt ended: from what its workers told, what `fit()` raised and what it was asked."""
+"""Kind of an attempt's end, from its workers' report, the error of `fit()` and the driver's flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_workers_that_left_by_themselves_have_saved_whatever_ray_says_of_it(
     assert end(None, BAD) == AttemptEnd("rolled_back", bad_streak=BAD)
     assert end("stopped", BAD) == AttemptEnd("rolled_back", bad_streak=BAD)
     assert end("preempted") == AttemptEnd("preempted")
-    # The same order, to save and leave, comes for a signal and for a restart with more workers.
+    # Workers get the same order, to save and exit, for a signal and for a restart with more workers.
     assert end("stopped") == AttemptEnd("stopped" if stopping else "resized")
 
 
@@ -45,7 +45,7 @@ def test_workers_that_said_nothing_have_died(stopping: bool, hung: bool) -> None
     kind = "hung" if hung else "failed"
     assert classify_end(None, ERROR, stopping=stopping, hung=hung) == AttemptEnd(kind, ERROR)
     silent = classify_end(None, None, stopping=stopping, hung=hung)
-    if stopping:  # before its first step an attempt is killed: there is nothing to save
+    if stopping:  # before its first step an attempt is killed, as there is nothing to save
         assert silent == AttemptEnd("stopped")
     else:
         assert silent.kind == kind

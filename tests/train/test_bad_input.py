@@ -1,4 +1,4 @@
-"""Every wrong input is one line with the value, the limit and the way out; nothing is begun."""
+"""Invalid input fails with one line that has the value, the limit and the fix; nothing starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(run_cli: RunCli, make_config: MakeConfig, storage: Path) -> Refused:
-    """The one line with which `train` refuses some changed flags."""
+    """Return a function that runs `train` with changed flags and returns its one-line error."""
 
     def run(*extra: str, **changes: object) -> str:
         arguments = flags(make_config(run_name="refused", **changes))
@@ -102,7 +102,7 @@ def test_changed_shard_that_a_task_finds(
 
 @pytest.mark.fault("token id outside the vocabulary")
 def test_token_outside_the_vocabulary(refused: Refused, dataset: Path, tmp_path: Path) -> None:
-    """Also where the manifest was made to agree with the file."""
+    """The id is refused although the manifest matches the file."""
     copy = shutil.copytree(dataset, tmp_path / "copy")
     manifest = read_manifest(copy)
     shard = manifest.shards[0]

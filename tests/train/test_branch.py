@@ -1,4 +1,4 @@
-"""Runs that branch off another one: the same as if it had gone on so."""
+"""Branched runs: equal to continuing the parent run with the new settings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_that_is_there_branches_from_nothing_new(
     make_config: MakeConfig, straight: Straight
 ) -> None:
     newest = straight(0).checkpoint
-    for max_steps in (50, 60):  # finished, and to be extended
+    for max_steps in (50, 60):  # already finished, then extended
         config = make_config(run_name="straight-0", max_steps=max_steps)
         with raises_line(
             CheckpointError,

@@ -1,4 +1,4 @@
-"""A rank's model and its checkpoints: set up, saved and set up again, without Ray's processes."""
+"""A rank's model and checkpoints: set up, saved and restored, without Ray processes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class FakeRecorder:
         self.events.append((step, event, details))
 
     def progress(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Ray Train is told; a rank alone, whose model is not wrapped."""
+    """Record the reports to Ray Train of a single rank, whose model is not wrapped."""
     told: list[dict[str, Any]] = []
     alone = SimpleNamespace(get_world_size=lambda: 1)
     monkeypatch.setattr(model_setup.ray.train, "get_context", lambda: alone)
@@ -73,7 +73,7 @@ def update(setup: TrainingSetup) -> None:
 
 
 def trained(config: ResolvedConfig) -> TrainingSetup:
-    """After one update: before it the optimizer has no moments to save."""
+    """Return a setup after one update; before it, the optimizer has no moments to save."""
     setup = set_up(config)
     update(setup)
     return setup
@@ -110,7 +110,7 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
         checkpoints.add_rows([{"step": 4}, {"step": 5}])
         checkpoints.begin(5, val_loss=2.5)
         weights = [p.detach().clone() for p in setup.raw_model.parameters()]
-        update(setup)  # while it is written
+        update(setup)  # while the checkpoint is being written
         checkpoints.collect()
     (checkpoint,) = Catalog(run_dir).complete()
     checkpoint.verify()
@@ -132,7 +132,7 @@ def test_a_checkpoint_has_all_that_the_next_attempt_needs(
     again = set_up(config, checkpoint)
     for found, expected in zip(again.raw_model.parameters(), weights, strict=True):
         assert torch.equal(found, expected)
-    update(again)  # the moments of the optimizer came back, too
+    update(again)  # the optimizer's moments are also restored
     for found, other in zip(
         again.raw_model.parameters(), setup.raw_model.parameters(), strict=True
     ):
@@ -151,7 +151,7 @@ def test_new_runs_have_the_weights_of_their_seed_or_of_init_from(
         checkpoints, _, _ = made(config, first, run_dir, lease.token)
         checkpoints.begin(5, val_loss=None)
         checkpoints.collect()
-    assert reports == [{"step": 5, "val_loss": -1.0}], "Ray cannot take a loss that is missing"
+    assert reports == [{"step": 5, "val_loss": -1.0}], "Ray does not accept a missing loss"
     source = str(Catalog(run_dir).complete()[0].path)
     begun = set_up(config.updated({"init_from": source}))
     for a, b in zip(begun.raw_model.parameters(), first.raw_model.parameters(), strict=True):
@@ -190,7 +190,7 @@ def test_whoever_lost_the_run_s_name_writes_no_more(
 def test_the_ranks_of_a_machine_fetch_a_checkpoint_once(
     bucket: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them read it before it is removed; on a disk each reads it where it is."""
+    """All ranks read the download before it is removed; on a disk, each reads the original."""
     fetched = []
     download = Location.download
 

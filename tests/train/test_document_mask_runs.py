@@ -1,4 +1,4 @@
-"""A run with attention within documents: resumed bit for bit, and evaluated as it was trained."""
+"""A run with attention within documents: bit-identical resume, and evaluation as in training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def many_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of documents that are about as long as a sequence of 32 tokens, or shorter."""
+    """Prepare a dataset of documents about as long as a sequence of 32 tokens, or shorter."""
     directory = tmp_path_factory.mktemp("documents")
     texts = [f"{n} times {n} is {n * n}." + " Is it?" * (n % 4) for n in range(3000)]
     file = directory / "squares.jsonl"

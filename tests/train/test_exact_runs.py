@@ -1,4 +1,4 @@
-"""Runs with exact sums: a function of configuration and data, whatever the number of workers."""
+"""Runs with exact sums: a function of configuration and data, for any number of workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASKED = {"document_mask": True, "data_path": "{0}=0.3,{1}=0.7"}
 
 
 def numbers(run: RunSummary) -> list[dict[str, Any]]:
-    """All that does not depend on the clock."""
+    """Return all values of the rows that do not depend on the clock."""
     rows: list[Row] = [*steps(run.run_dir), *evaluations(run.run_dir)]
     return [{k: v for k, v in row.items() if k != "time" and "perf/" not in k} for row in rows]
 
@@ -40,7 +40,7 @@ def test_any_number_of_workers_has_the_same_bits_and_metrics(
     fields: dict[str, Any],
     workers: tuple[int, ...],
 ) -> None:
-    """Runs of their own: no other is exact."""
+    """The shared runs are not exact, so this test trains separate ones."""
     name = f"exact-{len(fields)}"
     if "data_path" in fields:
         second = shutil.copytree(dataset, tmp_path / "second")
@@ -69,5 +69,5 @@ def test_going_on_with_other_threads_says_that_the_bits_may_be_others(
 
 @pytest.mark.ray
 def test_without_them_bits_differ(straight: Straight) -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test of equal bits could not fail."""
     assert len({weights(straight(num).run_dir) for num in (0, 2, 3)}) == 3

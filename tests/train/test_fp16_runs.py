@@ -1,4 +1,4 @@
-"""A run in fp16: its loss scale is logged, kept in checkpoints, and gone on with."""
+"""A run in fp16: the loss scale is logged, saved in checkpoints, and restored on resume."""
 
 from __future__ import annotations
 

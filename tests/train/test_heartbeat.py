@@ -15,14 +15,14 @@ from raytrain_gpt.tracking.recorder_handle import RecorderHandle
 from raytrain_gpt.train import heartbeat
 from raytrain_gpt.train.heartbeat import RecorderClient
 
-# The thread of a rank that "ends its process" here ends by SystemExit.
+# Where a rank would kill its process, its heartbeat thread here ends with SystemExit.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 WAIT_S = 10.0
 
 
 class FakeRecorder(RecorderHandle):
-    """A handle of a recorder; every call is done at once and written down."""
+    """Recorder handle that records every call and replies to heartbeats with queued orders."""
 
     def __init__(self) -> None:
         self.calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
@@ -44,7 +44,7 @@ class FakeRecorder(RecorderHandle):
         return lambda: orders
 
     def end(self) -> None:
-        """Nothing runs."""
+        """Do nothing; there is no recorder process."""
 
     def called(self) -> list[tuple[str, tuple[Any, ...]]]:
         found = []
@@ -55,7 +55,7 @@ class FakeRecorder(RecorderHandle):
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a process would end itself."""
+    """Return an event that is set when the process would exit."""
     ended = threading.Event()
 
     def exit_(code: int) -> None:
@@ -89,7 +89,7 @@ def connect(
 
 
 def no_heartbeats() -> bool:
-    """Whether all threads have ended: none may outlive the stand-in for Ray."""
+    """Whether all heartbeat threads have ended; none may outlive the fake of Ray."""
     return not any(thread.name == "heartbeat" for thread in threading.enumerate())
 
 
@@ -102,7 +102,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         waiting.wait(0.01)
-    raise AssertionError("it did not come")
+    raise AssertionError("the condition did not become true in time")
 
 
 def test_heartbeats_tell_how_far_a_rank_has_come(connect: Connect) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run with async evaluation: what is waited for, and how it ends when something is missing."""
+"""The end of a run with async evaluation: waiting for pending evaluations, and missing ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runs import MakeConfig
 
 
 class FakeEvaluations:
-    """Evaluates what is due as soon as it is looked at, except for what fails."""
+    """Evaluations that complete at the first `look`, or never if they fail."""
 
     def __init__(self, due: list[Checkpoint], failing: bool) -> None:
         self._due, self._failing, self.idle = due, failing, True
@@ -35,11 +35,11 @@ class FakeEvaluations:
         self._due = self._due if self._failing else []
 
     def hand_over(self, recorder: Any, log: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class AttemptEnd:
-    """The end of a run with checkpoints of steps 10 to 50, the last of which is due if it is to be."""
+    """End of a run with checkpoints of steps 10 to 50; with `due`, the last one awaits evaluation."""
 
     def __init__(
         self, config: FittedConfig, run_dir: Location, *, due: bool, failing: bool
@@ -66,7 +66,7 @@ EndOf = Callable[..., AttemptEnd]
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How recorders were closed; calls are done at once."""
+    """Record the statuses with which recorders are closed; calls return at once."""
     how: list[str] = []
     recorder = SimpleNamespace(
         ask=lambda method, *args: how.append(args[0]) if method == "close" else [],
@@ -87,7 +87,7 @@ def test_nothing_is_waited_for_where_all_is_evaluated(end_of: EndOf, closed: lis
     end = end_of(due=False, failing=False)
     assert end.finish() is False
     assert (closed, end.lines) == ([], [])
-    # What was kept for its evaluation alone is removed.
+    # Checkpoints retained only for their evaluation are removed.
     assert [c.state.step for c in Catalog(end.output.run_dir).complete()] == [40, 50]
 
 

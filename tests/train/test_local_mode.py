@@ -1,4 +1,4 @@
-"""Runs in the command's own process: as with workers, without Ray, and whatever ends them."""
+"""Runs in the command's process, without Ray: same results as with workers, and every way to end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a gated run as a process of its own, which does not outlive the test."""
+    """Return a function that starts a gated run in a separate process, killed after the test."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started = []
 
@@ -69,7 +69,7 @@ def test_a_run_has_the_files_of_one_with_workers(straight: Straight) -> None:
 def test_a_killed_run_goes_on_by_the_same_command_with_the_same_bits(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
-    """And while it ran no process of Ray's was there."""
+    """While it runs, it has no child processes, so none of Ray's."""
     gate = Gate(str(tmp_path), 0, 33)
     config = make_config(run_name="local-killed")
     process = start(config, Faults((gate,)))
@@ -106,7 +106,7 @@ def test_a_signal_saves_first(
 
 
 def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
-    """In a changed model, say: nothing tries again what fails in the process of its developer."""
+    """For example in a changed model. Local mode retries nothing."""
 
     def fails(spec: Any) -> None:
         def record(worker: Worker, result: Any) -> None:
@@ -130,14 +130,14 @@ def test_an_error_ends_the_run_with_its_cause(make_config: MakeConfig) -> None:
 
 @pytest.mark.faults
 def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> None:
-    """As in `train … | head`: nothing trains on unseen."""
+    """As in `train … | head`; no run continues without a console."""
     config = make_config(num_workers=0, run_name="local-console")
 
     def log(line: str) -> None:
-        if line.startswith("step 25/50 | val loss"):  # evaluations are sent at once
+        if line.startswith("step 25/50 | val loss"):  # evaluations are logged at once
             raise BrokenPipeError
 
-    # Step 30 waits for the stop, which may come before it.
+    # Step 30 waits for the stop, which may come earlier.
     with pytest.raises(Interrupted, match=r"at step (2[5-9]|30), saved"):
         train(config, log, gated(Faults(stop_step=30)))
     names = [thread.name for thread in threading.enumerate()]
@@ -145,7 +145,7 @@ def test_a_run_whose_console_is_gone_saves_and_ends(make_config: MakeConfig) -> 
 
 
 def test_a_run_inside_an_event_loop_ends_well(make_config: MakeConfig) -> None:
-    """As in a notebook, whose cells run inside one."""
+    """Notebook cells run inside an event loop."""
 
     async def cell() -> RunSummary:
         return train(make_config(num_workers=0, max_steps=3, run_name="local-loop"), print)
@@ -191,7 +191,7 @@ def test_cores_that_other_programs_use_are_told(
 def test_processes_of_torchrun_are_ranks(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start, optimizer: str
 ) -> None:
-    """They train on what one process trains on, and leave together when rank 0 is done."""
+    """They train on the same batches as one process, and exit together when rank 0 is done."""
     config = make_config(run_name=f"torchrun-{optimizer}", optimizer=optimizer)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     process = start(config, Faults(), *launcher)
@@ -212,7 +212,7 @@ def test_processes_of_torchrun_are_ranks(
 def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     straight: Straight, make_config: MakeConfig, tmp_path: Path, start: Start
 ) -> None:
-    """As when one of several machines shuts down; the same command as one process goes on."""
+    """As when one of several machines shuts down. The same command then resumes in one process."""
     config = make_config(num_workers=0, run_name="torchrun-signal")
     gate = Gate(str(tmp_path), 1, 13)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -222,7 +222,7 @@ def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
     gate.open()
     _, err = process.communicate(timeout=120)
     assert err.count("interrupted at step 1") == 1
-    assert "exitcode  : 130" in err  # of rank 1, too: it has not died of rank 0's leaving
+    assert "exitcode  : 130" in err  # also of rank 1, which did not die when rank 0 exited
     assert "Connection closed" not in err
     summary = train(config, print)
     hashes = [
@@ -235,7 +235,7 @@ def test_a_signal_to_one_process_of_torchrun_ends_all_after_saving(
 def test_some_variables_of_torchrun_are_one_line(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else every process would take itself for the only one."""
+    """Otherwise every process would act as the only one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with raises_line(ConfigError, "WORLD_SIZE=2", "LOCAL_WORLD_SIZE", "unset WORLD_SIZE"):

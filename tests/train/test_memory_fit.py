@@ -1,4 +1,4 @@
-"""`auto` for the memory: what is kept, what the nodes have, what is said, and real runs with it."""
+"""`auto` memory settings: reuse on resume, memory of the nodes, log lines and errors, and real runs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_much_memory_needs_no_recomputing_and_little_is_one_line() -> None:
 def test_little_memory_is_answered_with_what_would_fit(
     changes: dict[str, object], limit_bytes: float, way: str
 ) -> None:
-    """On a node whose memory gives this limit to each of two workers."""
+    """The node has enough memory to give each of two workers `limit_bytes`."""
     plenty, given = nodes(Node(8, 0, 1e12)), config(**changes)
     taken = 1e12 / 2 * USABLE_FRACTION - cpu_limit_bytes(given, 2, VOCAB_SIZE, plenty)
     there = nodes(Node(8, 0, 2 * (limit_bytes + taken) / USABLE_FRACTION))
@@ -156,7 +156,7 @@ AUTO = {
 
 @pytest.fixture(scope="module")
 def whole(make_config: MakeConfig) -> RunSummary:
-    """An unbroken run with `auto`."""
+    """Train an uninterrupted run with `auto`."""
     lines: list[str] = []
     summary = train(make_config(**AUTO, run_name="auto"), lines.append)
     assert sum(line.startswith("micro_batch_sequences auto: 12 of 12") for line in lines) == 1

@@ -1,4 +1,4 @@
-"""The choice of a micro-batch: what fits, with as few measurements as possible, and the same maths."""
+"""The micro-batch search: the largest fit, with as few measurements as possible, and the same math."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def config(**values: object) -> Config:
 
 @dataclass(frozen=True)
 class Table(MemorySearch):
-    """A search on a device on which needs grow with the sequences; the prediction may be off.
+    """Search on a fake device whose memory use grows with the sequences; the prediction may be off.
 
     Attributes:
-        wrong: Bytes that the prediction is below the truth.
-        asked: Candidates that were measured.
+        wrong: Bytes by which the prediction is too low.
+        asked: Measured candidates.
     """
 
     wrong: int = 0
@@ -113,7 +113,7 @@ def test_gpus_together_need_memory_for_their_collectives() -> None:
 
 
 def auto(share: int, enough: int) -> Config:
-    """A batch of so many sequences, of which so many are enough without recomputing."""
+    """Return a configuration with `share` sequences; `enough` of them suffice without recomputing."""
     seq_len = MIN_EFFICIENT_TOKENS // enough
     return config(
         seq_len=seq_len, global_batch_tokens=share * seq_len, activation_checkpointing="auto"
@@ -207,7 +207,7 @@ def test_prediction_alone_gives_the_largest_that_fits() -> None:
 def test_real_steps_decide_and_running_out_of_memory_is_an_answer(
     room: int, tries: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real steps on the CPU, with an end of memory at some size."""
+    """Steps are real, on the CPU, and run out of memory above `room` sequences."""
     seen: list[int] = []
 
     def steps(model: object, optimizer: object, batches: Iterator[Any], **rest: Any) -> Any:
@@ -237,13 +237,13 @@ def test_what_is_wrong_with_a_step_besides_memory_is_not_swallowed(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_that_are_measured_are_the_runs_own(mode: ActivationCheckpointing) -> None:
-    """With accumulation, dropout and bf16."""
+    """The measured steps include accumulation, dropout and bf16."""
     values = {"dropout": 0.1, "precision": "bf16"}
     assert table(config(**values), 2).measure(3, mode, CPU) == 0
 
 
 def test_settings_that_were_tried_are_no_remedy() -> None:
-    """A measurement may refuse what the prediction allows."""
+    """A measurement may reject settings that the prediction accepts."""
     tried = config(activation_checkpointing="auto")
     found = MemorySearch(tried, 1, model_of(tried)).remedy(lambda *_: math.inf)
     assert found is not None

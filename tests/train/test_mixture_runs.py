@@ -1,4 +1,4 @@
-"""Runs on a mixture of three datasets: the same order whatever the workers, shares, losses of each."""
+"""Runs on a mixture of three datasets: one order for any worker count, each dataset's share and loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three datasets of very different text."""
+    """Prepare three datasets of very different text; return their `data_path`."""
     root = tmp_path_factory.mktemp("mixture")
     for name, signs in [("letters", "abcde "), ("digits", "0123456789"), ("signs", "+-")]:
         text = "".join(itertools.islice(itertools.cycle(signs), 40_000))
@@ -39,7 +39,7 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def one(make_config: MakeConfig, data_path: str) -> RunSummary:
-    """A run on the mixture in this process."""
+    """Train a run on the mixture in this process."""
     lines: list[str] = []
     summary = train(make_config(run_name="mix", data_path=data_path, **RUN), lines.append)
     assert any("mixed: letters 70.0% (" in line for line in lines)

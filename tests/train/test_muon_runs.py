@@ -1,4 +1,4 @@
-"""Runs with Muon: resumed bit by bit, and gone back before spikes."""
+"""Runs with Muon: bit-identical resume, and rollback before spikes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 def test_spikes_lead_back_and_a_bad_step_changes_nothing(
     make_config: MakeConfig, storage: Path
 ) -> None:
-    """What went back ends as what goes on from there and skips the same batches."""
+    """A rolled-back run ends like one resumed from that checkpoint that skips the same batches."""
     spiked = tuple(range(24, 34))
     config = make_config(
         run_name="muon-spiked",

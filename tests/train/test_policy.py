@@ -1,4 +1,4 @@
-"""What follows an attempt, over all ways to end, with and without progress, at and around the limits."""
+"""The action after an attempt, for every kind of end, with and without progress, around the limits."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def cluster(cpus: float) -> Callable[[], Resources]:
 
 
 def never() -> Resources:
-    raise AssertionError("nobody needs to know")
+    raise AssertionError("resources must not be queried")
 
 
 def test_more_workers_are_worth_a_restart_when_they_have_been_possible_for_long_enough() -> None:
@@ -161,9 +161,9 @@ def test_more_workers_are_worth_a_restart_when_they_have_been_possible_for_long_
     seen = [scale_up.is_due(cluster(cpus), now) for now, cpus in [
         (0, 3), (10, 4), (69, 4), (69.5, 3), (70, 5), (71, 7), (129, 7), (129.9, 4), (130, 4),
     ]]  # fmt: skip
-    # At 69.5 the new node was gone again, which began the wait anew; 3, 4 or 6 workers are all more.
+    # At 69.5 s the new node was gone, which restarted the wait; 3, 4 and 6 workers are all more than 2.
     assert seen == [False] * 8 + [True]
-    assert not scale_up.is_due(never, 200), "asked for once is enough"
+    assert not scale_up.is_due(never, 200), "the restart is requested only once"
 
 
 def test_no_wait_is_possible() -> None:
@@ -172,7 +172,7 @@ def test_no_wait_is_possible() -> None:
 
 def test_a_number_that_does_not_divide_the_batch_is_no_reason_to_restart() -> None:
     scale_up = ScaleUp(fitted(resize_after_s=0), world_size=4)
-    assert not scale_up.is_due(cluster(6), 0)  # 5 would fit, of which 12 sequences are no multiple
+    assert not scale_up.is_due(cluster(6), 0)  # 5 would fit, but do not divide 12 sequences
     assert scale_up.is_due(cluster(7), 1)
 
 
@@ -181,7 +181,7 @@ def test_a_run_of_full_size_never_asks_the_cluster() -> None:
 
 
 class Nodes:
-    """A cluster that grows while somebody waits."""
+    """Cluster whose CPU count changes with every pause."""
 
     def __init__(self, *cpus: float) -> None:
         self.left = list(cpus)

@@ -1,4 +1,4 @@
-"""What is checked before a run starts."""
+"""Checks before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of real steps: recorded where they should be, whole, and without a change to the maths."""
+"""Profiles of real steps: recorded at the right steps, complete, and without changing the math."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MAX_STEPS = 10
 
 
 def spans(trace: bytes) -> list[float]:
-    """Lengths of the profiled steps in a trace, in seconds."""
+    """Return the durations of the profiled steps in a trace, in seconds."""
     events = json.loads(gzip.decompress(trace))["traceEvents"]
     return [event["dur"] / 1e6 for event in events if event["name"] == STEP_SPAN]
 
 
 class Taken(list[Profile | Exception]):
-    """What was handed over."""
+    """Profiles and errors passed to `take`."""
 
     def take(self, profile: Profile | Exception, took_s: float) -> None:
         assert took_s > 0
@@ -48,7 +48,7 @@ def tokens() -> Iterator[MicroBatch]:
 
 
 def trained(profile_steps: int, take: OnProfile) -> Iterator[tuple[StepResult, GPT]]:
-    """Ten steps of a tiny model, with a profile of some of them."""
+    """Train a tiny model for ten steps, of which `profile_steps` are profiled."""
     model = GPT2(GPTShape(2, 2, 32, 16, 100, dropout=0.1))
     model.init_weights(0)
     profile = StepProfile(profile_steps, 0, MAX_STEPS, CPU, take)
@@ -109,7 +109,7 @@ def test_a_run_that_leaves_in_the_middle_stops_the_profiler() -> None:
     [
         (2, 0, 50, [6, 7]),
         (2, 30, 50, [36, 37]),
-        (4, 42, 50, [48, 49, 50]),  # the run ends before
+        (4, 42, 50, [48, 49, 50]),  # the run ends before the fourth step
         (2, 45, 50, []),
         (0, 0, 50, []),
     ],
@@ -134,7 +134,7 @@ def test_no_profile_and_other_ranks_have_nothing_in_their_way() -> None:
 
 @pytest.mark.models
 def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Path) -> None:
-    from mlflow import MlflowClient  # here: it takes seconds
+    from mlflow import MlflowClient  # imported here, as it takes seconds
 
     lines: list[str] = []
     uri = f"sqlite:///{storage / 'profiled.db'}"
@@ -161,7 +161,7 @@ def test_a_profiled_run(straight: Straight, make_config: MakeConfig, storage: Pa
     kept = {file.path for file in client.list_artifacts(run.info.run_id, "profile")}
     assert kept == {event["trace"], event["trace"].replace(".json.gz", ".txt")}
 
-    # The step in which the profiler warms up is as slow, and neither is averaged with others.
+    # The profiler's warm-up step is as slow; neither it nor profiled steps are averaged with others.
     steps = {row["step"]: row for row in rows if "train/loss" in row}
     without = [step for step, row in steps.items() if row["perf/tokens_per_s"] is None]
     assert without == [5, 6, 7]

@@ -1,4 +1,4 @@
-"""What a step was trained on: told from the run's files, compared with what its rank was given."""
+"""Training data of each step: computed from the run's files, compared with the rank's actual input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.runs import MakeConfig
 pytestmark = pytest.mark.slow
 
 Given = dict[int, list[int]]
-"""Step -> ids of its sequences, in the order of the batch."""
+"""Ids of each step's sequences, in batch order."""
 
 PLANTED = "the planted sentence"
 SMALL_DATA = {"max_steps": 60, "seq_len": 32, "global_batch_tokens": 12 * 32, "embd_size": 16}
@@ -40,7 +40,7 @@ SMALL_DATA = {"max_steps": 60, "seq_len": 32, "global_batch_tokens": 12 * 32, "e
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
-    """What the only rank of the runs of a test is given, by steps; a step done again replaces the first."""
+    """Record the sequence ids that a run's only rank receives; a repeated step replaces the first."""
     found: Given = {}
     read: deque[Ids] = deque()
     chunks, flush = worker_module.rank_chunks, StepLog.flush
@@ -48,7 +48,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
     def recorded_chunks(*args: Any) -> Iterator[RankChunk]:
         read.clear()
         for number, chunk in enumerate(chunks(*args)):
-            if number:  # the first one is for validation
+            if number:  # the first chunk is for validation
                 read.extend(chunk.ids)
             yield chunk
 
@@ -64,7 +64,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of 400 short documents, every 40th of them with a sentence that no other has."""
+    """Prepare a dataset of 400 short documents; every 40th has a sentence that the others lack."""
     root = tmp_path_factory.mktemp("stories")
     lines = [
         json.dumps({"text": f"story {n}: {'once ' * (n % 7)}{PLANTED * (n % 40 == 0)} end"})
@@ -76,7 +76,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(run: RunSummary) -> Given:
-    """The same, told from the run's files."""
+    """Return the same mapping, computed from the run's files."""
     data = RunProvenance(str(run.run_dir), run.run_dir)
     return {step: [one.id for one in data.step(step)] for step in range(1, data.last_step + 1)}
 
@@ -87,7 +87,7 @@ def test_of_a_plain_run_with_text_shard_row_and_document(
     run = train(make_config(run_name="told", data_path=str(stories), **SMALL_DATA), print)
     assert told(run) == given
     assert len(given) == 60
-    assert len({i for ids in given.values() for i in ids}) < 60 * 12, "epochs, too"
+    assert len({i for ids in given.values() for i in ids}) < 60 * 12, "several epochs"
 
     manifest, tokenizer = read_manifest(Location.of(stories)), read_tokenizer(stories)
     for one in RunProvenance("told", run.run_dir.parent).step(7, documents=True):
@@ -132,7 +132,7 @@ def test_a_text_is_found_at_every_step_that_had_it_and_in_no_other(
     found = {one["step"]: {s["id"] for s in one["sequences"]} for one in answer["steps"]}
     assert found == {step: ids for step, ids in had.items() if ids}
     assert len(found) > 3
-    assert answer["cut"] > 0, "some lie across two sequences"
+    assert answer["cut"] > 0, "some occurrences are split across two sequences"
     assert data.find("nobody wrote this", print) == {"steps": [], "cut": 0}
 
 
@@ -170,7 +170,7 @@ def test_the_command_shows_and_tells(
 def test_other_data_in_the_place_of_the_runs_is_refused(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Else the steps would be told wrong."""
+    """Otherwise the wrong sequences would be reported for the steps."""
     from raytrain_gpt.errors import DataError
 
     for text in ("first ", "other "):

@@ -1,4 +1,4 @@
-"""What may change when a run goes on; going back before bad steps, on a real catalog."""
+"""Settings that may change on resume, and rollbacks before bad steps on a real catalog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Made = tuple[Config, Manifest, Checkpoint]
 
 @pytest.fixture
 def made(make_config: MakeConfig) -> Made:
-    """A configuration, its data and a checkpoint of both."""
+    """Return a configuration, the manifest of its data and a checkpoint of both."""
     config = make_config(run_name="drift", num_workers=2)
     manifest = read_manifest(Location.of(config.data.data_path))
     trained = replace(
@@ -103,15 +103,15 @@ def test_harmless_changes_are_accepted_and_logged(made: Made) -> None:
             f"changed since that checkpoint: {name} {config.field_values()[name]} -> {value}"
             in lines
         )
-    assert len(lines) == 2 + len(changes), "where it goes on, and that the learning rate rises"
+    assert len(lines) == 2 + len(changes), "also the resumed step and the rising learning rate"
 
 
 @pytest.mark.parametrize(
     ("schedule", "step", "max_steps", "rises"),
     [
         ("cosine", 50, 100, True),  # a finished run, extended
-        ("cosine", 20, 51, False),  # it falls, only slower
-        ("cosine", 2, 100, False),  # in the warm-up
+        ("cosine", 20, 51, False),  # it still falls, but slower
+        ("cosine", 2, 100, False),  # during the warmup
         ("cosine", 20, 30, False),
         ("wsd", 50, 100, True),
         ("constant", 50, 100, False),
@@ -180,7 +180,7 @@ A_POINT = "/runs/other/checkpoints/step=00000010"
 
 
 def started(made: Made, run_dir: Path, name: str, value: str | None) -> Checkpoint:
-    """A checkpoint of a run in `run_dir` that started with a value of `init_from` or `branch_from`."""
+    """Return a checkpoint of a run in `run_dir` that started with this `init_from` or `branch_from`."""
     config, _, checkpoint = made
     trained = replace(checkpoint.state, config=config.updated({name: value}).model_dump())
     return Checkpoint(Location.of(run_dir / "checkpoints" / "step=00000020"), trained, 0)
@@ -286,7 +286,7 @@ def test_no_batch_that_the_checkpoint_has_read_is_skipped(run: Location, recorde
 def test_what_goes_wrong_again_leads_to_an_older_checkpoint(run: Location, recorder: Any) -> None:
     rollback = Rollback(run, skip_before=0, log=print)
     found = [rollback.go_back(BAD, 0, None, recorder)]
-    for started_at in (20, 10, 10):  # from step 10 it goes wrong twice, and there is nothing older
+    for started_at in (20, 10, 10):  # two rollbacks from step 10, the oldest checkpoint
         found.append(rollback.go_back(BAD, started_at, None, recorder))
     assert [c and c.state.step for c in found] == [20, 10, 10, 10]
 

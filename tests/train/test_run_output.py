@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints, and what a recorder begins with."""
+"""Files that a run writes besides checkpoints, and the rows that a recorder starts with."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_the_last_steps_are_those_of_the_file_and_of_the_checkpoints(output: Run
     (output.sync.work_dir / METRICS_FILE).write_text("".join(lines))
     saved = [{"step": 3, "event": "spike"}, {"step": 4, "train/loss": 4.5}]
     found = output.last_steps(step=5, saved_rows=saved, number=3)
-    assert [row["step"] for row in found] == [2, 3, 4]  # 9 will be done again
+    assert [row["step"] for row in found] == [2, 3, 4]  # step 9 will be repeated
 
 
 def test_a_report_that_cannot_be_drawn_costs_a_line_and_not_the_run(tmp_path: Path) -> None:
     lines: list[str] = []
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.html").mkdir()  # in the way
+    (tmp_path / "run" / "report.html").mkdir()  # a directory blocks the file
     RunOutput(Location.of(tmp_path / "run"), {}, lines.append).write_report()
     assert len(lines) == 1
     assert lines[0].startswith("no report: ")

@@ -1,4 +1,4 @@
-"""Real runs, in this process and on Ray: the same order in every mode, bitwise resume, continuous files."""
+"""Real runs, in this process and on Ray: one order in all modes, bitwise resume, files without gaps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
         )
     }
     assert 1e8 < rows[-1]["perf/peak_memory_bytes"] < 1e11
-    # An evaluation of step 25 and checkpoints are no part of the one, but of the other.
+    # Overall throughput includes the evaluation of step 25 and checkpoints; step times do not.
     in_steps = 50 * 12 * 32 / sum(row["perf/step_time_s"] for row in rows)
     assert 0 < rows[-1]["perf/tokens_per_s_overall"] < in_steps
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
@@ -53,7 +53,7 @@ def test_a_run_writes_every_step_with_all_keys(straight: Straight) -> None:
 
 @ON_RAY
 def test_one_and_two_workers_train_on_the_same_batches(straight: Straight) -> None:
-    """As a run in this process does, of which one worker has the bits."""
+    """The order is that of an in-process run; one worker also has the same bits."""
     assert_same(straight(1).run_dir, straight(0))
     assert_same_order(straight(2).run_dir, straight(0))
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 def test_another_world_size_goes_on_in_the_same_order(
     straight: Straight, make_config: MakeConfig, storage: Path, num_workers: int
 ) -> None:
-    """From 2 workers, in the middle of a window."""
+    """The run had 2 workers and is resumed in the middle of a window."""
     name = f"fewer-{num_workers}"
     copy = restarted_from(straight(2), 30, storage, name)
     lines: list[str] = []
@@ -212,11 +212,11 @@ def test_runs_and_samples_can_be_shown(straight: Straight, storage: Path, run_cl
 
 
 @pytest.mark.models
-@pytest.mark.timeout(1500)  # two minutes of two cores, which other tests use as well
+@pytest.mark.timeout(1500)  # takes two minutes on two cores, which other tests share
 def test_tinyshakespeare_is_learnt_as_well_as_by_nanogpt(
     test_data: Path | None, tmp_path: Path
 ) -> None:
-    """nanoGPT with the same sizes reached 1.773 nats a byte, measured on two cores."""
+    """nanoGPT with the same sizes reached 1.773 nats per byte, measured on two cores."""
     if test_data is None:
         pytest.skip("tinyshakespeare comes with RAYTRAIN_GPT_TEST_DATA")
     source = str(test_data / "text" / "tinyshakespeare.txt")
@@ -247,7 +247,7 @@ def test_a_killed_worker_costs_time_but_no_step(
 
     def kill() -> int:
         pid = gate.reached()
-        # Checkpoints are written while training goes on, here while it waits.
+        # Checkpoints are written during training, here while it waits at the gate.
         wait_until(lambda: catalog.complete()[-1].state.step == 30, "the checkpoint of step 30")
         gate.open()
         os.kill(pid, signal.SIGKILL)

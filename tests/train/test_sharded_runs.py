@@ -1,4 +1,4 @@
-"""A sharded run on real Ray: broken off and resumed, and gone on with as another number of workers."""
+"""A sharded run on real Ray: interrupted and resumed, also with a different worker count or with DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.models]
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: str, make_config: MakeConfig) -> RunSummary:
-    """A sharded run of two workers and 50 steps, with its evaluations and samples."""
+    """Train a sharded run of two workers and 50 steps, with evaluations and samples."""
     config = make_config(parallel="fsdp", num_workers=2, run_name="sharded", profile_steps=1)
     return train(config, print)
 

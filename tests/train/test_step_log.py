@@ -1,4 +1,4 @@
-"""From step results to rows, with the real order, data and detector, and ranks that are threads."""
+"""Step results to metric rows, with the real order, data and spike detector; ranks are threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ingest(config: Config, world_size: int = 1) -> IngestSpec:
 
 
 def feed(spec: IngestSpec, rank: int = 0, batches: int = 8, damage: int = 0) -> TrainFeed:
-    """A feed that has delivered the next batches; `damage` changes what was planned."""
+    """Return a feed that has delivered the next batches; `damage` is added to planned hash sums."""
     order, first, tables = spec.order(), spec.first_batch, []
     for _ in range(batches):
         ids = order.batch_ids(first)[None]
@@ -76,7 +76,7 @@ def result(step: int, loss: float = 3.0, norm: float = 1.0) -> StepResult:
 
 
 def before(config: Config) -> tuple[Row, ...]:
-    """Steps before, by which a spike can be told."""
+    """Return rows of steps up to 0, enough for the spike detector's window."""
     return tuple(
         {"step": step, "train/loss": 3.0 + step % 2 / 100, "optim/grad_norm": 1.0}
         for step in range(-config.spikes.spike_window_steps, 1)
@@ -105,7 +105,7 @@ def test_rows_have_the_position_and_the_hash_of_what_was_delivered(config: Confi
         assert row["data/tokens_seen"] == row["step"] * config.train.global_batch_tokens
         assert row["perf/data_wait_s"] == 0.25
     assert (log.position.next_batch, log.position.order_hash) == (8, order_hash)
-    # A step that a profile slowed has no speed; steps of one flush share their time.
+    # A step slowed by a profile has no speed; steps of one flush share a mean step time.
     assert rows[1]["perf/tokens_per_s"] is rows[1]["perf/mfu"] is None
     assert rows[2]["perf/step_time_s"] == rows[3]["perf/step_time_s"] > 0
     assert rows[2]["perf/mfu"] == pytest.approx(rows[2]["perf/tokens_per_s"] * 2 / 1e6)
@@ -124,7 +124,7 @@ def test_time_that_is_left_out_is_no_step_time(config: Config) -> None:
     log.add(result(1))
     (row,) = log.flush()
     assert row["perf/step_time_s"] < 5
-    log.exclude_time(-100.0)  # as if the step had begun 100 s before
+    log.exclude_time(-100.0)  # as if the step had started 100 s earlier
     log.add(result(2))
     (row,) = log.flush()
     assert 100 <= row["perf/step_time_s"] < 105

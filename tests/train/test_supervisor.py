@@ -1,4 +1,4 @@
-"""The executor of the policy: attempts are made up, checkpoints and messages are real. No Ray."""
+"""The supervisor of a run, without Ray: scripted attempts, real checkpoints and messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ Attempts = Callable[..., tuple[Run, list[int], list[str]]]
 
 @pytest.fixture
 def attempts(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
-    """A run whose attempts end as given: (end, checkpoints that it writes); where each began, lines."""
+    """Return a function that makes a run with scripted attempts, their start steps and the log lines.
+
+    An attempt is given as (end, steps of the checkpoints it writes).
+    """
 
     def make(
         *ends: tuple[AttemptEnd, list[int]], **values: object
@@ -113,7 +116,7 @@ def test_a_rollback_goes_on_from_where_it_led(attempts: Attempts) -> None:
     )
     run._supervise(back, LEASE)
     assert begun == [10, 10, 0]
-    assert lines == [], "the rollback itself says where it led"
+    assert lines == [], "the rollback has already logged its step"
 
 
 def test_a_run_that_died_after_its_last_checkpoint_is_finished(attempts: Attempts) -> None:
@@ -171,7 +174,7 @@ def test_a_signal_between_two_attempts_starts_no_other(attempts: Attempts, kind:
 
 
 class EndsWithoutItsDirectory:
-    """An attempt during whose end somebody renames the run's directory."""
+    """Attempt during which the run directory is renamed, just before it finishes."""
 
     recorder = None
 
@@ -179,15 +182,15 @@ class EndsWithoutItsDirectory:
         self._directory, self._away = directory, away
 
     def run(self) -> AttemptEnd:
-        """Train, so to say."""
+        """Rename the run directory and finish, without training."""
         self._directory.rename(self._away)
         return AttemptEnd("finished")
 
     def record_end(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """No recorder."""
+        """Do nothing; there is no recorder."""
 
     def close(self, end: AttemptEnd, newest: Checkpoint | None) -> None:
-        """No recorder."""
+        """Do nothing; there is no recorder."""
 
 
 def test_a_directory_that_was_renamed_after_the_last_step_is_waited_for(

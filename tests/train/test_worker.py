@@ -1,4 +1,4 @@
-"""The worker's loop and its agreements with the other ranks, without Ray's processes."""
+"""The worker's loop and its agreements with the other ranks, without Ray processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_bad_steps_are_neither_evaluated_nor_saved(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def rank_0(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with only what the agreement on stopping needs."""
+    """Return a worker with only the attributes that the agreement on stopping needs."""
     worker: Any = object.__new__(Worker)
     worker.done = []
     worker.collectives = Collectives(0, 1)
@@ -136,7 +136,7 @@ def test_ray_is_asked_for_a_preemption_every_few_seconds(rank_0: Any) -> None:
 
 
 class OtherRank:
-    """Another rank wishes nothing."""
+    """Collectives with a second rank that raises no flags."""
 
     world_size = 2
 
@@ -145,7 +145,7 @@ class OtherRank:
 
 
 def test_ray_is_asked_once_though_the_answer_comes_a_step_later(rank_0: Any) -> None:
-    """A question is a barrier of all ranks."""
+    """`get_preemption_info` is a barrier of all ranks."""
     rank_0.agreement = DelayedFlags(OtherRank())  # type: ignore[arg-type]
     rank_0.checkpoints.writing = True
     asked = []
@@ -192,7 +192,7 @@ def test_a_signal_is_a_reason_to_leave(rank_0: Any) -> None:
     assert rank_0._leaves_for == "stopped"
 
 
-# What a worker does after a step, against the rule as it was first written: a loop with booleans.
+# Actions of a worker after a step, compared with the original rule, a loop with booleans.
 
 MAX_STEPS = 24
 
@@ -200,7 +200,7 @@ MAX_STEPS = 24
 def by_the_loop(
     step: int, config: Config, leave: bool, profile_edge: bool, is_trial: bool
 ) -> list[str]:
-    """The first version of the worker's loop, with what it calls written down."""
+    """Return the calls that the first version of the worker's loop makes after a step."""
     train, evaluation, done = config.train, config.eval, list[str]()
     last = step == train.max_steps
     due = is_evaluated(step, evaluation.eval_every_steps, train.max_steps)
@@ -224,7 +224,7 @@ def by_the_loop(
 
 
 def by_the_value(actions: StepActions) -> list[str]:
-    """The order in which `train_worker` executes a value."""
+    """Return the actions in the order in which `train_worker` executes them."""
     flags = [
         ("flush", actions.flush),
         ("save", actions.save == "before_evaluation"),
