@@ -34,10 +34,13 @@ BEAT_S = 3.0
 
 @dataclass
 class RecorderSpec:
-    """Input of a recorder; `step` and what is saved as in `RunFiles`.
+    """Input of a recorder.
 
     Attributes:
+        step: Step to resume at.
         attempt: Details of the `attempt` event, or None if the run only evaluates.
+        saved_rows: Rows stored in the checkpoints.
+        saved_samples: (step, text) of the samples stored in them.
     """
 
     sync: RunSync
