@@ -69,6 +69,8 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3Block(Block):
+    """See `Block`."""
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.embd_size)
@@ -79,6 +81,8 @@ class Qwen3Block(Block):
         self.mlp = Qwen3MLP(shape)
 
     def layers(self, x: Tensor, attend: AttentionFn) -> Tensor:
+        """See `Block`."""
+
         def attend_normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.q_norm(q), self.k_norm(k), v)
 
@@ -91,6 +95,7 @@ class Qwen3(GPT):
     """The language model; for the arguments see `GPT`."""
 
     def make_layers(self, shape: GPTShape) -> None:
+        """See `GPT`."""
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.embd_size)
         self.h = nn.ModuleList(Qwen3Block(shape) for _ in range(shape.num_layers))
         self.ln_f = RMSNorm(shape.embd_size)
@@ -99,6 +104,7 @@ class Qwen3(GPT):
 
     @property
     def head_weight(self) -> Tensor:
+        """Weight of the head, (V, D)."""
         return self.wte.weight if self.shape.tied_embeddings else self.lm_head.weight
 
     def init_weights(self, seed: int) -> None:
@@ -116,6 +122,7 @@ class Qwen3(GPT):
         return out
 
     def positional_attention(self, positions: Tensor) -> Callable[[AttentionFn], AttentionFn]:
+        """Rotate queries and keys by their positions."""
         half = self.shape.head_size // 2
         exponents = torch.arange(half, device=positions.device) / half
         frequencies = 1 / self.shape.rope_theta**exponents  # radians per position

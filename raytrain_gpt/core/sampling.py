@@ -50,8 +50,13 @@ def draw_tokens(
 ) -> list[int]:
     """Sample one token per row, by inverting the cumulative distribution at a uniform number.
 
-    `logits` are float32 (N, V) without padded ids, `uniforms` N numbers in [0, 1). Tokens of rows that are
-    not finite are arbitrary.
+    Args:
+        logits: float32 (N, V), without padded ids.
+        options: One per row.
+        uniforms: One per row, in [0, 1).
+
+    Returns:
+        N tokens; arbitrary for rows that are not finite.
     """
     # Rows are grouped by k, so that a row's sums do not depend on other rows' options.
     rows_by_k: dict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -74,7 +79,13 @@ def draw_tokens(
 
 
 def _draw_group(logits: Tensor, k: int, ranked: bool, numbers: Tensor) -> Tensor:
-    """Sample one token per row, int64 (N,), from logits (N, V) and the rows' `numbers`, float32 (N, 3)."""
+    """Sample one token per row, int64 (N,).
+
+    Args:
+        logits: float32 (N, V).
+        ranked: Whether to sort the tokens by probability first.
+        numbers: float32 (N, 3): temperature, top_p, uniform.
+    """
     temperature, top_p, uniform = numbers[:, :, None].unbind(1)  # (N, 1)
     if ranked:
         best, ids = logits.topk(k)  # (N, k)
